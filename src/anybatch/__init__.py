@@ -1,0 +1,11 @@
+"""Train with any batch size, any model, in the memory you have, and the same result."""
+
+from anybatch.errors import AnybatchError
+from anybatch.events import StepReport
+from anybatch.fold import Fold, weighted_mean
+from anybatch.losses.terms import Terms
+from anybatch.plan import Plan
+from anybatch.step import Step, Window
+from anybatch.total import Total
+
+__all__ = ["AnybatchError", "Fold", "Plan", "Step", "StepReport", "Terms", "Total", "Window", "weighted_mean"]

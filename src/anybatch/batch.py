@@ -1,0 +1,165 @@
+"""A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from anybatch import tree
+from anybatch.errors import BatchError
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Batch(Protocol):
+    """All rows of one optimizer step, ready to be cut."""
+
+    @property
+    def rows(self) -> int:
+        """Number of rows, at least 1."""
+        ...
+
+    @property
+    def given(self) -> Any:
+        """What the caller handed over."""
+        ...
+
+    @property
+    def whole(self) -> Any:
+        """All rows as nested tensors, or None where they are collated only micro-batch by micro-batch."""
+        ...
+
+    def cut(self, micro_batch: int) -> Iterator[Any]:
+        """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
+        ...
+
+
+def cut_sizes(rows: int, micro_batch: int) -> list[int]:
+    """Rows of each micro-batch.
+
+    Example:
+        >>> cut_sizes(10, 4)
+        [4, 4, 2]
+    """
+    full, rest = divmod(rows, micro_batch)
+    return [micro_batch] * full + [rest] * (rest > 0)
+
+
+class TensorBatch:
+    """A nested value whose tensors agree in their first axis; micro-batches are views, nothing is copied.
+
+    Args:
+        value: any nesting of tensors of shape (rows, ...).
+
+    Raises:
+        BatchError: no tensor, no row, a tensor without a first axis, or first axes that disagree.
+
+    Example:
+        >>> import torch
+        >>> batch = TensorBatch((torch.arange(5), torch.zeros(5, 2)))
+        >>> [x.tolist() for x, _ in batch.cut(2)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    __slots__ = ("_nest", "given", "rows", "whole")
+
+    def __init__(self, value: object) -> None:
+        self._nest = tree.flatten(value)
+        self.rows = _common_rows(self._nest)
+        self.given: Any = value
+        self.whole: Any = value
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The tensors, in order of the nest."""
+        return self._nest.leaves
+
+    def cut(self, micro_batch: int) -> Iterator[Any]:
+        """Yield nested values of views, `micro_batch` rows at a time; uncut, the very value that came in."""
+        if micro_batch >= self.rows:
+            yield self.whole
+            return
+        build = self._nest.build
+        # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
+        for parts in zip(*[leaf.split(micro_batch) for leaf in self._nest.leaves], strict=True):
+            yield build(iter(parts))
+
+
+class SampleBatch:
+    """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays as short as it can.
+
+    Args:
+        samples: one entry per row.
+        collate: builds the nested tensors of a micro-batch from a list of samples.
+
+    Raises:
+        BatchError: no sample, or something that cannot be indexed.
+
+    Example:
+        >>> import torch
+        >>> batch = SampleBatch([1, 2, 3], torch.tensor)
+        >>> [micro.tolist() for micro in batch.cut(2)]
+        [[1, 2], [3]]
+    """
+
+    __slots__ = ("_collate", "given", "rows", "whole")
+
+    def __init__(self, samples: Sequence[Any], collate: Collate) -> None:
+        self.rows = _num_samples(samples)
+        self.given: Any = samples
+        self._collate = collate
+        self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
+
+    def cut(self, micro_batch: int) -> Iterator[Any]:
+        """Yield collated micro-batches of `micro_batch` samples."""
+        for start in range(0, self.rows, micro_batch):
+            stop = min(start + micro_batch, self.rows)
+            yield self._collate([self.given[row] for row in range(start, stop)])
+
+
+class OpenBatch:
+    """The null batch of a window: its rows come one micro-batch at a time, nothing is known of the whole."""
+
+    __slots__ = ()
+
+    rows = 0
+    given: Any = None
+    whole: Any = None
+
+    def cut(self, micro_batch: int) -> Iterator[Any]:
+        """Yield nothing: the caller brings the micro-batches."""
+        return iter(())
+
+
+def _common_rows(nest: tree.Nest) -> int:
+    if not nest.leaves:
+        raise BatchError(f"Expected at least one tensor in the batch, got {len(nest.leaves)}. Pass the tensors of all rows.")
+    rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
+    for leaf in nest.leaves:
+        if leaf.dim() == 0 or leaf.shape[0] != rows:
+            raise BatchError(_disagreement(nest))
+    if rows == 0:
+        raise BatchError(f"Expected at least one row, got an empty batch: {_shapes(nest)}. Skip empty batches before the step.")
+    return rows
+
+
+def _disagreement(nest: tree.Nest) -> str:
+    return (
+        f"Expected all tensors of a batch to agree in their first axis (the rows), got {_shapes(nest)}. "
+        "Give each tensor one entry per row; what all rows share belongs in the model or the loss."
+    )
+
+
+def _shapes(nest: tree.Nest) -> str:
+    return ", ".join(f"{path}: {tuple(leaf.shape)}" for path, leaf in zip(nest.paths, nest.leaves, strict=True))
+
+
+def _num_samples(samples: Any) -> int:
+    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")) or isinstance(samples, Tensor | dict):
+        raise BatchError(
+            f"Expected a list of samples, because `collate` was given, got {type(samples).__name__}. "
+            "Pass a list with one entry per row, or leave `collate` out and pass tensors."
+        )
+    if len(samples) == 0:
+        raise BatchError(f"Expected at least one sample, got {len(samples)}. Skip empty batches before the step.")
+    return len(samples)

@@ -1,0 +1,45 @@
+"""What a step reports, as frozen records."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchDone:
+    """One micro-batch went forward and backward; its gradient is in the sum.
+
+    Attributes:
+        index: 0 for the first micro-batch of the step.
+        rows: rows of this micro-batch.
+    """
+
+    index: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One logical step is over.
+
+    Attributes:
+        loss: the loss of the whole batch before the update; NaN where no row had weight.
+        terms: the value of each named term, without its coefficient; `{"loss": ...}` for a single loss.
+        weights: what each term was divided by (rows, valid tokens, sum of class weights).
+        rows: rows of the batch.
+        micro_batches: number of micro-batches it was cut into.
+        grad_norm: 2-norm of the whole gradient before clipping; NaN where no clipping was asked for.
+        updated: False where every weight was 0 (a fully masked batch): then parameters, optimizer and scheduler
+            are as they were.
+    """
+
+    loss: float
+    terms: Mapping[str, float]
+    weights: Mapping[str, float]
+    rows: int
+    micro_batches: int
+    grad_norm: float
+    updated: bool
+
+
+Event = MicroBatchDone | StepReport
+Listener = Callable[[Event], None]

@@ -1,0 +1,255 @@
+"""Obeys a Plan on a logical batch; contains no doubt."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch import optimize, rng
+from anybatch.batch import Batch, cut_sizes
+from anybatch.errors import LossError, NonFiniteLossError
+from anybatch.events import Listener, MicroBatchDone, StepReport
+from anybatch.gradients import Gradients
+from anybatch.losses.loss import Evaluated, Loss
+from anybatch.plan import Plan
+from anybatch.total import Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """What a plan is carried out on.
+
+    Attributes:
+        model: called on micro-batches.
+        loss: the loss, resolved.
+        optimizers: updated in this order.
+        schedulers: stepped once per update, after the optimizers.
+        parameters: the trainable parameters of the optimizers.
+        others: trainable parameters of the model that no optimizer here owns; their `.grad` is left alone.
+        listeners: called with every event.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler]
+    parameters: Sequence[nn.Parameter]
+    others: Sequence[nn.Parameter]
+    listeners: Sequence[Listener]
+
+
+class Before:
+    """What a failed step puts back: buffers, the random state and the gradients found there."""
+
+    def __init__(self, task: Task) -> None:
+        self._random = rng.capture()
+        self._buffers = [
+            (module, name, buffer, buffer.clone())
+            for module in task.model.modules()
+            for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
+            if buffer is not None
+        ]
+        self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
+
+    def put_back(self) -> None:
+        """Put buffers and the random state back."""
+        rng.restore(self._random)
+        with torch.no_grad():
+            for module, name, buffer, value in self._buffers:
+                buffer.copy_(value)
+                module._buffers[name] = buffer  # a forward may have put another tensor there
+
+    def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
+        """Put the gradients back that were there, of all parameters or only of these."""
+        chosen = None if only is None else set(only)
+        for parameter, gradient in self._gradients:
+            if chosen is None or parameter in chosen:
+                parameter.grad = gradient
+
+
+class Run:
+    """One pass of the fold: open, add micro-batches, update, clear. Any failure can be undone until the update.
+
+    Args:
+        plan: what was decided.
+        task: what it is carried out on.
+        batch: the logical batch, as far as it is known.
+        loss: the loss for this batch; divisors are asked of it once.
+    """
+
+    def __init__(self, plan: Plan, task: Task, batch: Batch, loss: Loss) -> None:
+        self._plan, self._task, self._batch, self._loss = plan, task, batch, loss
+        self._before = Before(task)
+        for parameter in (*task.parameters, *task.others):
+            parameter.grad = None
+        self._sums: list[Mapping[str, Tensor]] = []  # detached, one entry per micro-batch
+        self._weights: list[Mapping[str, Number]] = []
+        self._rows: list[int] = []
+        self._flowed = False  # whether any term carried a gradient
+        self._gradients = Gradients([], dtype=None, compensated=False, banks=[""])  # of nothing, until the first forward
+        self.is_torn = False  # whether the sums may hold half of a micro-batch
+
+    def add(self, micro: Any, loss: Loss, rows: int) -> None:
+        """Forward, backward, accumulate."""
+        terms = loss.evaluate(self._task.model, micro)
+        if not self._rows:
+            self._open(terms, rows)
+        elif terms.sums.keys() != self._coefficients.keys():
+            raise LossError(
+                f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
+                f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
+            )
+        self._backward(terms.sums)
+        self._sums.append({name: value.detach() for name, value in terms.sums.items()})
+        if not loss.counted or self._divisors is None:
+            self._weights.append(terms.weigh())
+        self._rows.append(rows)
+        self.is_torn = False
+        for listener in self._task.listeners:
+            listener(MicroBatchDone(index=len(self._rows) - 1, rows=rows))
+
+    def update(self) -> StepReport:
+        """Divide what is still to be divided, clip once, update optimizers and schedulers."""
+        weights = self._whole_weights()
+        values = self._values(weights)
+        empty = not any(weights.values())
+        if not (self._flowed or empty):
+            raise LossError(
+                f"Expected a loss that depends on the parameters of the optimizer, got terms {sorted(values)} without gradient. "
+                "Look for .detach(), torch.no_grad() or frozen parameters."
+            )
+        gradients = self._gradients.finish(self._late_factors(weights))
+        norm = math.nan
+        if not empty:
+            norm = optimize.clip(gradients, self._plan.clip_norm)
+            optimize.update(gradients, self._task.optimizers, self._task.schedulers)
+        used = [self._coefficients[name] * value for name, value in values.items() if weights[name]]
+        return StepReport(
+            loss=math.fsum(used) if used else math.nan,
+            terms=values,
+            weights=weights,
+            rows=sum(self._rows),
+            micro_batches=len(self._rows),
+            grad_norm=norm,
+            updated=not empty,
+        )
+
+    def clear(self) -> None:
+        """Drop the gradients; those of parameters that are not ours come back."""
+        for parameter in self._task.parameters:
+            parameter.grad = None
+        self._before.put_gradients_back(self._task.others)
+
+    def undo(self) -> None:
+        """Put everything back as it was before the first micro-batch."""
+        self._gradients.close()
+        self._before.put_back()
+        self._before.put_gradients_back()
+
+    def _open(self, terms: Evaluated, rows: int) -> None:
+        """After the first forward: who divides by what, and when."""
+        names = list(terms.sums)
+        self._coefficients = {name: self._loss.coefficients.get(name, 1.0) for name in names}
+        self._divisors = self._loss.divisors(self._batch, terms, rows)
+        banks = names
+        if self._divisors is not None:
+            banks = names[:1]
+            whole = dict.fromkeys(names, 1) if self._loss.divided else self._divisors
+            self._cotangents = {
+                name: _cotangent(self._coefficients[name], whole[name], value) for name, value in terms.sums.items()
+            }
+        self._gradients.close()
+        self._gradients = Gradients(
+            self._task.parameters,
+            dtype=self._plan.accumulation_dtype,
+            compensated=self._plan.compensated,
+            banks=banks,
+        )
+
+    def _backward(self, sums: Mapping[str, Tensor]) -> None:
+        flowing = {name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]}
+        if not flowing:  # nothing but masked rows
+            return
+        self._flowed = self.is_torn = True
+        if self._divisors is None:
+            self._gradients.add_each(flowing)
+        else:
+            self._gradients.add(list(flowing.values()), [self._cotangents[name] for name in flowing])
+
+    def _whole_weights(self) -> dict[str, float]:
+        """The weight of each term over all micro-batches, on the host; promised and added-up weights must agree."""
+        known = None if self._divisors is None else _to_host(self._divisors)
+        if not self._weights:
+            assert known is not None  # a loss that weighs nothing here has counted before
+            return known
+        hosted = [_to_host(weights) for weights in self._weights]
+        for index, weights in enumerate(hosted):
+            for name, weight in weights.items():
+                if not 0 <= weight < math.inf:
+                    raise LossError(f"Expected a finite weight of at least 0 for {name!r}, got {weight} in micro-batch {index}. Count rows or tokens.")
+        added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
+        for name, promised in (known or {}).items():
+            if not math.isclose(promised, added[name], rel_tol=1e-6):
+                raise LossError(
+                    f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for {name!r}, got {added[name]:g}. "
+                    "Rows that differ in length (padding) do not weigh the same: return ab.Total(sum, number of valid elements)."
+                )
+        return added if known is None else known
+
+    def _values(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """The value of each term; refuses what is not finite and names the micro-batches it came from."""
+        hosted = {name: torch.stack([sums[name] for sums in self._sums]).tolist() for name in weights}
+        for name, sums in hosted.items():
+            bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
+            if bad and weights[name]:
+                first = sum(self._rows[: bad[0]])
+                raise NonFiniteLossError(
+                    f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} (the first one holds "
+                    f"rows {first} to {first + self._rows[bad[0]] - 1}). No update was made; look for bad data in these rows."
+                )
+        return {
+            name: math.fsum(sums) / (1 if self._loss.divided else weights[name]) if weights[name] else math.nan
+            for name, sums in hosted.items()
+        }
+
+    def _late_factors(self, weights: Mapping[str, float]) -> dict[str, float]:
+        if self._divisors is not None:
+            return {}
+        return {name: self._coefficients[name] / weight if weight else 0.0 for name, weight in weights.items()}
+
+
+def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
+    """Carry out one logical step; on any failure before the update everything is put back."""
+    loss = task.loss if plan.is_cut else task.loss.uncut()
+    run = Run(plan, task, batch, loss)
+    try:
+        cut = zip(
+            batch.cut(plan.micro_batch), loss.along(batch, plan.micro_batch), cut_sizes(batch.rows, plan.micro_batch), strict=False
+        )
+        for micro, part, rows in cut:
+            run.add(micro, part, rows)
+        report = run.update()
+    except BaseException:
+        run.undo()
+        raise
+    run.clear()
+    for listener in task.listeners:
+        listener(report)
+    return report
+
+
+def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
+    """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
+    if not isinstance(divisor, Tensor):
+        return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
+    divisor = divisor.to(like.device, like.dtype)
+    return torch.where(divisor == 0, 0, coefficient / divisor)
+
+
+def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:
+    return {name: float(weight) for name, weight in weights.items()}

@@ -1,0 +1,124 @@
+"""The gradient fold: accumulate, merge, divide once, hand over."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.total import Number
+
+
+def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
+    """The dtype gradients are summed in: the chosen one, else float32 or the parameter's if that is wider.
+
+    Adding 0.001 to a bfloat16 gradient 1,024 times is 51 % off; in float32 it is not.
+
+    Example:
+        >>> accumulation_dtype(torch.bfloat16), accumulation_dtype(torch.float64)
+        (torch.float32, torch.float64)
+    """
+    if chosen is None:
+        return torch.promote_types(parameter, torch.float32)
+    return chosen.to_complex() if parameter.is_complex and not chosen.is_complex else chosen
+
+
+class Gradients:
+    """The sum over micro-batches of J^T c, for each parameter.
+
+    Autograd's own `.grad` is the accumulator wherever that is exact already: the dtype is the one asked for, no
+    compensation, one divisor. Everywhere else a hook moves each parameter's gradient into an accumulator the moment
+    autograd has finished it, and frees it, so no second set of gradients exists at any time. The hook fires once
+    per parameter and backward, also for tied weights.
+
+    Where divisors are not known before backward, each term that has its own divisor gets its own bank of
+    accumulators, because sums with different divisors cannot share one.
+
+    Args:
+        parameters: what the gradients are for.
+        dtype: accumulator dtype; None for float32 or the parameter's if wider.
+        compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
+            truncation errors"); costs one more buffer per parameter.
+        banks: names of the terms that need a bank of their own; one name where all share one.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype | None, compensated: bool, banks: Sequence[str]
+    ) -> None:
+        self._parameters = parameters
+        self._compensated = compensated
+        own = [p for p in parameters if compensated or len(banks) > 1 or accumulation_dtype(p.dtype, dtype) != p.dtype]
+        self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
+        self._banks: dict[str, dict[nn.Parameter, Tensor]] = {name: {} for name in banks}
+        self._bank = self._banks[banks[0]]
+        self._errors: dict[Tensor, Tensor] = {}  # rounding error carried along, by accumulator
+        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in own]
+
+    def add(self, sums: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+        """One backward pass: add J^T c of these sums, each with its own cotangent, to the one bank.
+
+        Args:
+            sums: scalars that carry the graph of one micro-batch.
+            cotangents: what flows into each of them, of the same dtype and device.
+        """
+        torch.autograd.backward(sums, cotangents)
+
+    def add_each(self, sums: Mapping[str, Tensor]) -> None:
+        """One backward pass per term, each with cotangent 1 into its own bank, to be divided at the end."""
+        last = len(sums) - 1
+        for index, (name, value) in enumerate(sums.items()):
+            self._bank = self._banks[name]
+            torch.autograd.backward(value, retain_graph=index < last)
+
+    def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
+        """Scale each bank once, in place, and add the banks up.
+
+        Args:
+            factors: what each bank is multiplied by: coefficient / divisor; empty where the cotangents held it.
+
+        Returns:
+            The gradient of each parameter that got one, in the accumulator's dtype.
+        """
+        self.close()
+        if len(self._banks) == 1:
+            self._bank.update({p: p.grad for p in self._parameters if p.grad is not None})
+        for name, factor in factors.items():
+            if self._banks[name]:
+                torch._foreach_mul_(list(self._banks[name].values()), factor)
+        first, *others = self._banks.values()
+        for bank in others:
+            for parameter, value in bank.items():
+                first[parameter] = first[parameter].add_(value) if parameter in first else value
+        return first
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _take(self, parameter: Tensor) -> None:
+        """Move a finished gradient into the current bank and free it."""
+        gradient = parameter.grad
+        assert isinstance(parameter, nn.Parameter) and gradient is not None  # autograd has just set it
+        parameter.grad = None
+        dtype = self._dtypes[parameter]
+        total = self._bank.get(parameter)
+        if total is None:
+            self._bank[parameter] = gradient.to(dtype)
+        elif self._compensated and not gradient.is_sparse:
+            self._bank[parameter] = self._add_compensated(total, gradient.to(dtype))
+        else:
+            total.add_(gradient)
+
+    def _add_compensated(self, total: Tensor, value: Tensor) -> Tensor:
+        error = self._errors.pop(total, None)
+        value = value if error is None else value - error
+        new_total = total + value
+        self._errors[new_total] = (new_total - total).sub_(value)
+        return new_total
+
+
+def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Put each gradient where optimizers look for it, in the parameter's own dtype."""
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient.to(parameter.dtype)

@@ -1,0 +1,77 @@
+"""How a batch is read: which part goes into the model, which part is the target."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from anybatch.errors import LossError
+
+TARGET_KEYS = ("target", "targets", "label", "labels", "y")
+
+
+def split(micro: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Part a micro-batch into the model's inputs and the loss's targets.
+
+    `(inputs, target)` is the usual pair; both may be nested. In `(a, b, ..., target)` the last is the target and the
+    others are the model's positional arguments. In a mapping the target stands under one of `target`, `targets`,
+    `label`, `labels`, `y`, and the rest are the model's keyword arguments. A target that is a tuple is spread over the loss's
+    arguments, as `CTCLoss` needs it; `(inputs,)` has no target, as `TripletMarginLoss` needs it.
+
+    Returns:
+        The inputs and a tuple of targets.
+
+    Raises:
+        LossError: no target can be told from the batch.
+
+    Example:
+        >>> split((1, 2))
+        (1, (2,))
+        >>> split({"input_ids": 1, "labels": 2})
+        ({'input_ids': 1}, (2,))
+    """
+    if isinstance(micro, tuple | list):
+        parts = cast("tuple[Any, ...]", micro)
+        if len(parts) == 2:
+            inputs, target = parts
+        else:
+            inputs, target = (parts[:-1], parts[-1]) if len(parts) > 1 else (parts[0], ())
+        return inputs, cast("tuple[Any, ...]", target) if isinstance(target, tuple) else (target,)
+    if isinstance(micro, Mapping):
+        mapping = cast("Mapping[str, Any]", micro)
+        found = [key for key in TARGET_KEYS if key in mapping]
+        if len(found) == 1:
+            target = mapping[found[0]]
+            rest = {key: value for key, value in mapping.items() if key != found[0]}
+            return rest, cast("tuple[Any, ...]", target) if isinstance(target, tuple) else (target,)
+        raise LossError(f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. {FIX}")
+    raise LossError(f"Expected a batch (inputs, target) or a mapping with a target, got {type(micro).__name__}. {FIX}")
+
+
+FIX = (
+    "Or write the loss as a function of the model and a micro-batch:\n"
+    "    def loss(model, micro):\n"
+    '        losses = F.cross_entropy(model(micro["x"]), micro["y"], reduction="none")\n'
+    "        return ab.Total(losses.sum(), losses.numel())"
+)
+
+
+def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """Call the model on a tensor, a tuple (positional) or a mapping (keywords); its outputs as a tuple.
+
+    Raises:
+        LossError: the model returned something other than tensors.
+    """
+    if isinstance(inputs, Tensor):
+        outputs = model(inputs)
+    elif isinstance(inputs, tuple | list):
+        outputs = model(*cast("tuple[Any, ...]", inputs))
+    elif isinstance(inputs, Mapping):
+        outputs = model(**cast("Mapping[str, Any]", inputs))
+    else:
+        outputs = model(inputs)
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    if isinstance(outputs, tuple | list):
+        return tuple(cast("tuple[Any, ...]", outputs))
+    raise LossError(f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}")

@@ -1,0 +1,200 @@
+"""A loss of torch as a sum and a weight, exact in every cut."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.batch import Batch
+from anybatch.errors import LossError
+from anybatch.losses.convention import forward, split
+from anybatch.losses.kinds import KINDS, MODULES, WEIGHTED_KINDS, Kind
+from anybatch.losses.loss import Evaluated, Loss
+from anybatch.losses.terms import BARE_MEAN
+from anybatch.total import Number
+
+_NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedLoss:
+    """One of torch's losses, read from the caller's object at the start of each step.
+
+    Attributes:
+        kind: what it divides by.
+        settings: the caller's keyword arguments or module attributes.
+        reduced: the caller's loss as it is, with its own reduction.
+        unreduced: the same with `reduction="none"`.
+        summed: the same with `reduction="sum"`.
+        divided: the batch is uncut, so the value is the caller's own and needs no division.
+    """
+
+    kind: Kind
+    settings: Mapping[str, Any]
+    reduced: Callable[..., Tensor]
+    unreduced: Callable[..., Tensor]
+    summed: Callable[..., Tensor]
+    divided: bool
+
+    @property
+    def counted(self) -> bool:
+        """Valid targets are counted once, on the whole batch; a sum is divided by 1."""
+        return self.kind.counted or self._is_sum
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """A single loss has none."""
+        return _NO_COEFFICIENTS
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """Run the model, then the loss; the value is a sum unless the loss is divided."""
+        inputs, targets = split(micro)
+        arguments = self.kind.arrange(forward(model, inputs), targets)
+        if self.divided:
+            value = _scalar(self.reduced(*arguments))
+            return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
+        if self.kind.counted and not _is_half(arguments):
+            value = self.summed(*arguments)  # one kernel; the weight comes from the targets
+            return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
+        losses = self.unreduced(*arguments)
+        if not self._is_sum:
+            losses = self.kind.terms(losses, arguments)
+        value = losses.sum(dtype=torch.float32 if losses.dtype in _HALF else None)
+        if self.kind.shape_tells:
+            return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
+        return Evaluated({"loss": value}, lambda: {"loss": losses.numel()})
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        """The weight of the whole batch: counted from its targets, or in proportion to its rows."""
+        if self._is_sum:
+            return {"loss": 1}
+        if first_rows == batch.rows:
+            return first.weigh()
+        if self.kind.counted:
+            return None if batch.whole is None else {"loss": self._weigh((), split(batch.whole)[1])}
+        weight = first.weigh()["loss"]
+        # Every row weighs the same, so this division has no rest. That it holds is checked when the step closes.
+        return {"loss": weight * batch.rows // first_rows} if batch.rows else None
+
+    def uncut(self) -> Loss:
+        """Torch's own reduction, to the bit."""
+        return replace(self, divided=True) if self.kind.shape_tells else self
+
+    def along(self, batch: Batch, micro_batch: int) -> Iterable[Loss]:
+        """The same loss, or one for each micro-batch where a setting has one entry per row."""
+        cut = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
+        if not cut:
+            return itertools.repeat(self)
+        parts = {name: value.split(micro_batch) for name, value in cut.items()}
+        return [self._with(dict(zip(parts, part, strict=True))) for part in zip(*parts.values(), strict=True)]
+
+    def _is_per_row(self, name: str, batch: Batch) -> bool:
+        """Settings broadcast against the target from the last axis, so only one of as many axes reaches the rows."""
+        value = self.settings.get(name)
+        if value is None or batch.whole is None:
+            return False
+        target: Tensor = split(batch.whole)[1][0]
+        return value.dim() == target.dim() and value.shape[0] == batch.rows
+
+    def _with(self, settings: Mapping[str, Any]) -> "SummedLoss":
+        """The same loss with other tensors in its settings."""
+        changed = {"settings": {**self.settings, **settings}}
+        calls = ("reduced", "unreduced", "summed")
+        return replace(self, **changed, **{name: _rebind(getattr(self, name), settings) for name in calls})
+
+    @property
+    def _is_sum(self) -> bool:
+        return self.settings.get("reduction") == "sum"
+
+    def _weigh(self, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> Number:
+        return self.kind.weigh(self.settings, arguments, targets)
+
+
+def summed_loss(loss: object) -> SummedLoss | None:
+    """Read one of torch's loss modules or functions; None if it is not one.
+
+    Args:
+        loss: a module such as `nn.CrossEntropyLoss(ignore_index=0)`, a function such as `F.mse_loss`, or
+            `functools.partial(F.cross_entropy, label_smoothing=0.1)`.
+
+    Raises:
+        LossError: a known loss with a reduction or arguments that cannot be summed.
+
+    Example:
+        >>> summed_loss(nn.MSELoss()).kind is summed_loss(F.mse_loss).kind
+        True
+    """
+    if isinstance(loss, nn.Module):
+        return _from_module(loss)
+    function, settings = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+    kind = KINDS.get(cast("Any", function)) if callable(function) else None
+    if kind is None:
+        return None
+    if isinstance(loss, partial) and loss.args:
+        raise LossError(f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them.")
+    if settings.get("weight") is not None:
+        kind = WEIGHTED_KINDS.get(cast("Any", function), kind)
+    call = cast("Callable[..., Tensor]", loss)
+    return _summed(kind, settings, call, lambda reduction: partial(call, reduction=reduction))
+
+
+def _from_module(loss: nn.Module) -> SummedLoss | None:
+    for base, function in MODULES.items():
+        # A subclass that brings its own forward is another loss.
+        if isinstance(loss, base) and type(loss).forward is base.forward:
+            settings = {**vars(loss), **loss._buffers}  # pyright: ignore[reportPrivateUsage]
+            return _summed(KINDS[function], settings, loss, lambda reduction: _with_attributes(loss, {"reduction": reduction}))
+    return None
+
+
+def _summed(
+    kind: Kind, settings: Mapping[str, Any], reduced: Callable[..., Tensor], reduce: Callable[[str], Callable[..., Tensor]]
+) -> SummedLoss:
+    reduction = settings.get("reduction", "mean")
+    if settings.get("size_average") is not None or settings.get("reduce") is not None:
+        raise LossError(f"Expected `reduction=`, got the deprecated size_average or reduce. Write reduction={reduction!r}.")
+    if reduction not in ("mean", "sum") and not (reduction == "batchmean" and kind is KINDS[F.kl_div]):
+        raise LossError(f"Expected reduction 'mean' or 'sum', got {reduction!r}: a step needs one number to minimise. Choose one of them.")
+    return SummedLoss(
+        kind=kind,
+        settings=settings,
+        reduced=reduced,
+        unreduced=reduce("none"),
+        summed=reduce("sum"),
+        divided=False,
+    )
+
+
+def _with_attributes(loss: nn.Module, attributes: Mapping[str, Any]) -> nn.Module:
+    """A shallow copy that shares parameters and buffers with the caller's module, but for these attributes."""
+    twin = copy.copy(loss)
+    buffers = {**loss._buffers}  # pyright: ignore[reportPrivateUsage]
+    twin.__dict__["_buffers"] = buffers
+    for name, value in attributes.items():
+        if name in buffers:
+            buffers[name] = value
+        else:
+            twin.__dict__[name] = value
+    return twin
+
+
+def _rebind(call: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
+    return _with_attributes(call, settings) if isinstance(call, nn.Module) else partial(call, **settings)
+
+
+def _is_half(arguments: tuple[Any, ...]) -> bool:
+    return isinstance(arguments[0], Tensor) and arguments[0].dtype in _HALF
+
+
+def _scalar(value: Tensor) -> Tensor:
+    if value.dim() == 0:
+        return value
+    raise LossError(f"Expected the loss to be a scalar, got shape {tuple(value.shape)}. {BARE_MEAN}")

@@ -1,0 +1,112 @@
+"""A loss written by the user: a function of the model and a micro-batch that returns totals."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.batch import Batch
+from anybatch.errors import LossError
+from anybatch.losses.loss import Evaluated, Loss
+from anybatch.total import Number, Total
+
+BARE_MEAN = (
+    "A mean has lost its denominator, so micro-batches cannot be added up. Return the sum and what it is divided by:\n"
+    '    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
+    "    return ab.Total(losses.sum(), losses.numel())"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """Named totals with coefficients: auxiliary losses, each divided by its own weight.
+
+    A bare function `(model, micro) -> Total` needs no `Terms`; use it to name coefficients, or to say the weights of a
+    batch before its first forward.
+
+    Args:
+        function: takes the model and a micro-batch, returns a `Total` or a mapping of named totals. It must return
+            the same names for every micro-batch. Terms that carry no gradient are reported only.
+        coefficients: factor of each named term in the loss, 1 where not given.
+        weight: takes the whole batch as it was given to the step, returns the weight of the batch, or a mapping of them. Not needed: without it
+            the gradient is divided once at the end, which costs one gradient buffer and one backward per
+            further term.
+
+    Raises:
+        LossError: a coefficient is not a finite number.
+
+    Example:
+        >>> def function(model, micro):
+        ...     x, y = micro
+        ...     error = (model(x) - y).square()
+        ...     return {"fit": Total(error.sum(), error.numel()), "size": Total(model.weight.square().sum() * len(x), len(x))}
+        >>> loss = Terms(function, coefficients={"size": 0.01})
+    """
+
+    function: Callable[[nn.Module, Any], Total | Mapping[str, Total]]
+    coefficients: Mapping[str, float] = field(default_factory=dict[str, float])
+    weight: Callable[[Any], Number | Mapping[str, Number]] | None = None
+
+    divided = False
+    counted = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise LossError(f"Expected a function (model, micro) -> ab.Total, got {type(self.function).__name__}. {BARE_MEAN}")
+        for name, value in self.coefficients.items():
+            if not math.isfinite(value):
+                raise LossError(f"Expected a finite coefficient for {name!r}, got {value}. Use 0 to report a term only.")
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """Call the function and check that what comes back can be added up."""
+        totals = _named(self.function(model, micro))
+        missing = [name for name in self.coefficients if name not in totals]
+        if missing:
+            raise LossError(
+                f"Expected a term for every coefficient, got {sorted(totals)} without {missing}. "
+                "Return that name from the loss, or drop its coefficient."
+            )
+        sums = {name: _as_tensor(total.sum) for name, total in totals.items()}
+        return Evaluated(sums, lambda: {name: total.weight for name, total in totals.items()})
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        """The user's own weights of the batch; those of the only micro-batch of an uncut one."""
+        if first_rows == batch.rows:
+            return first.weigh()
+        if self.weight is None:
+            return None
+        given = self.weight(batch.given)
+        weights = cast("Mapping[str, Number]", given) if isinstance(given, Mapping) else dict.fromkeys(first.sums, given)
+        if set(weights) != set(first.sums):
+            raise LossError(f"Expected a weight for each of {sorted(first.sums)}, got {sorted(weights)}. Name the same terms in both.")
+        return {name: Total(0, weight).weight for name, weight in weights.items()}  # a Total checks its weight
+
+    def uncut(self) -> Loss:
+        """The same: a total is divided once, cut or not."""
+        return self
+
+    def along(self, batch: Batch, micro_batch: int) -> Iterable[Loss]:
+        """The same loss for every micro-batch."""
+        return itertools.repeat(self)
+
+
+def _named(value: object) -> Mapping[str, Total]:
+    if isinstance(value, Total):
+        return {"loss": value}
+    if isinstance(value, Mapping):
+        totals = cast("Mapping[str, object]", value)
+        wrong = {name: type(total).__name__ for name, total in totals.items() if not isinstance(total, Total)}
+        if totals and not wrong:
+            return cast("Mapping[str, Total]", totals)
+        raise LossError(f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {BARE_MEAN}")
+    if isinstance(value, Tensor):
+        raise LossError(f"Expected the loss function to return an ab.Total, got a tensor of shape {tuple(value.shape)}. {BARE_MEAN}")
+    raise LossError(f"Expected the loss function to return an ab.Total or a mapping of them, got {type(value).__name__}. {BARE_MEAN}")
+
+
+def _as_tensor(value: Number) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(float(value))

@@ -1,0 +1,131 @@
+"""Plan: everything decided, nothing done; prints as a table, round-trips through JSON."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How one logical step is carried out.
+
+    Attributes:
+        rows: rows of the batch; 0 where the caller brings micro-batches one by one.
+        micro_batch: rows of each micro-batch; the last one takes what is left.
+        clip_norm: largest 2-norm of the gradient, infinity for no clipping.
+        accumulate: dtype of the gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
+        compensated: Kahan summation of gradients.
+
+    Raises:
+        PlanError: a value that cannot be carried out.
+
+    Example:
+        >>> plan = Plan(rows=10, micro_batch=4)
+        >>> plan.micro_batches
+        3
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+        >>> print(plan)
+        rows         10
+        micro_batch  4, 4, 2 rows
+        clip_norm    none
+        accumulate   auto
+        compensated  no
+    """
+
+    rows: int
+    micro_batch: int
+    clip_norm: float = math.inf
+    accumulate: str = "auto"
+    compensated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows:
+            check_micro_batch(self.micro_batch)
+        if self.micro_batch > self.rows:
+            raise PlanError(
+                f"Expected micro_batch to be at most the {self.rows} rows of the batch, got {self.micro_batch}. "
+                "Pass a smaller one, or None for the uncut batch."
+            )
+        _check_clip_norm(self.clip_norm)
+        if self.accumulate != "auto":
+            parse_dtype(self.accumulate)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches the batch is cut into."""
+        return -(-self.rows // self.micro_batch) if self.rows else 0
+
+    @property
+    def is_cut(self) -> bool:
+        """False where the whole batch is one micro-batch."""
+        return self.rows != self.micro_batch
+
+    @property
+    def accumulation_dtype(self) -> torch.dtype | None:
+        """The dtype asked for gradient sums; None where each parameter's own decides."""
+        return None if self.accumulate == "auto" else parse_dtype(self.accumulate)
+
+    def to_json(self) -> str:
+        """The plan as one JSON object; no clipping is null, because JSON knows no infinity."""
+        values = dataclasses.asdict(self)
+        return json.dumps(values | {"clip_norm": None if math.isinf(self.clip_norm) else self.clip_norm})
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Read what `to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        return Plan(**values | {"clip_norm": math.inf if values["clip_norm"] is None else values["clip_norm"]})
+
+    def __str__(self) -> str:
+        table = {
+            "rows": str(self.rows) if self.rows else "as they come",
+            "micro_batch": self._cut_in_words(),
+            "clip_norm": "none" if math.isinf(self.clip_norm) else str(self.clip_norm),
+            "accumulate": self.accumulate,
+            "compensated": "yes" if self.compensated else "no",
+        }
+        return "\n".join(f"{name:12} {value}" for name, value in table.items())
+
+    def _cut_in_words(self) -> str:
+        if not self.rows:
+            return "as they come"
+        full, rest = divmod(self.rows, self.micro_batch)
+        sizes = [self.micro_batch] * full + [rest] * (rest > 0)
+        return f"{', '.join(map(str, sizes))} rows" if len(sizes) <= 4 else f"{full} x {self.micro_batch} rows" + f", then {rest}" * (rest > 0)
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """A floating dtype by name.
+
+    Example:
+        >>> parse_dtype("bfloat16")
+        torch.bfloat16
+    """
+    dtype = getattr(torch, name, None)
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    raise PlanError(f"Expected a floating dtype to accumulate in, got {name!r}. Use torch.float32, torch.float64 or torch.bfloat16.")
+
+
+def check_micro_batch(micro_batch: object) -> None:
+    """Refuse what is no number of rows.
+
+    Raises:
+        PlanError: not a whole number, or below 1.
+    """
+    if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
+        raise PlanError(f"Expected micro_batch to be a whole number of rows, got {micro_batch!r}. Pass an int, or None for the uncut batch.")
+    if micro_batch < 1:
+        raise PlanError(f"Expected micro_batch to be at least 1 row, got {micro_batch}. Pass None for the uncut batch.")
+
+
+def _check_clip_norm(clip_norm: object) -> None:
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
+        raise PlanError(f"Expected clip_norm to be a positive number, got {clip_norm!r}. Leave it out for no clipping.")

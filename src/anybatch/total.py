@@ -1,0 +1,95 @@
+"""Total(sum, weight): the exact normaliser; only `mean` divides, and only once."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import LossError
+
+Number = int | float | Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Total:
+    """A sum over rows together with what it is to be divided by.
+
+    Totals of parts of a batch add up to the total of the batch: `+` is associative and commutative with the
+    identity `Total.zero()`. Means do not add up, which is why a step asks for totals.
+
+    Args:
+        sum: the summed loss of these rows, a scalar (tensor of shape () or number). Kept in float32 or wider.
+        weight: what the sum of the *whole batch* is divided by, as far as these rows contribute to it: the number
+            of rows, of valid tokens, the sum of class weights. At least 0, without gradient.
+
+    Raises:
+        LossError: the sum is not a scalar, or the weight is not one, requires grad, is negative or not finite.
+            (The sign of a tensor weight is looked at when the step closes, so that no device has to stop here.)
+
+    Example:
+        >>> a, b = Total(6.0, 3), Total(2.0, 1)
+        >>> (a + b).mean(), (a + Total.zero()).mean()
+        (2.0, 2.0)
+        >>> (0.5 * a).mean()  # a coefficient scales the sum, never the weight
+        1.0
+    """
+
+    sum: Number
+    weight: Number
+
+    def __post_init__(self) -> None:
+        _check_sum(self.sum)
+        _check_weight(self.weight)
+        if isinstance(self.sum, Tensor) and self.sum.dtype in (torch.float16, torch.bfloat16):
+            object.__setattr__(self, "sum", self.sum.float())  # 65,536 losses of 10 do not fit in float16
+
+    @staticmethod
+    def zero() -> "Total":
+        """The total of no rows: the identity of `+`."""
+        return Total(0, 0)
+
+    def __add__(self, other: "Total") -> "Total":
+        return Total(self.sum + other.sum, self.weight + other.weight)
+
+    def __mul__(self, coefficient: float) -> "Total":
+        return Total(self.sum * coefficient, self.weight)
+
+    __rmul__ = __mul__
+
+    def mean(self) -> Number:
+        """Divide, once. The mean of nothing (weight 0) is NaN.
+
+        Example:
+            >>> Total(1.5, 3).mean(), Total.zero().mean()
+            (0.5, nan)
+        """
+        if isinstance(self.weight, Tensor) or self.weight != 0:
+            return self.sum / self.weight
+        return self.sum * math.nan
+
+
+def _check_sum(value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.dim() != 0:
+            raise LossError(
+                f"Expected the sum of a Total to be a scalar, got a tensor of shape {tuple(value.shape)}. "
+                "Call .sum() on it; the weight says what it is divided by."
+            )
+    elif not isinstance(value, int | float):
+        raise LossError(f"Expected the sum of a Total to be a scalar tensor or a number, got {type(value).__name__}. Sum the losses of the rows.")
+
+
+def _check_weight(value: object) -> None:
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise LossError(
+                f"Expected a weight without gradient, got {value}. The weight is fixed by the data: "
+                "use .detach(), or count it from the batch."
+            )
+        if value.dim() != 0 or value.is_complex():
+            raise LossError(f"Expected a weight that is a real scalar, got shape {tuple(value.shape)}, {value.dtype}. Call .sum() on it.")
+    elif not isinstance(value, int | float):
+        raise LossError(f"Expected a weight that is a number or a scalar tensor, got {type(value).__name__}. Count rows or valid tokens.")
+    elif not (0 <= value < math.inf):
+        raise LossError(f"Expected a finite weight of at least 0, got {value}. A weight counts rows, tokens or class weights.")
