@@ -1,9 +1,12 @@
 """One random stream per micro-batch: its start is kept, so a replay repeats it."""
 
 import hashlib
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +47,7 @@ def restore(state: RandomState) -> None:
 
 
 @contextmanager
-def preserved() -> Iterator[None]:
+def preserved() -> Generator[None]:
     """Run something that may draw random numbers without moving the caller's streams.
 
     Example:
@@ -77,3 +80,34 @@ def derive_seed(seed: int, *keys: int | str) -> int:
     """
     digest = hashlib.sha256(repr((seed, *keys)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def capture_process() -> dict[str, Any]:
+    """Every stream a training program may draw from: torch's, Python's and, where it is loaded, NumPy's.
+
+    Returns:
+        Nested tensors, tuples and numbers, for a checkpoint.
+
+    Example:
+        >>> state = capture_process()
+        >>> first = random.random()
+        >>> restore_process(state)
+        >>> random.random() == first
+        True
+    """
+    torch_state = capture()
+    state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    return state
+
+
+def restore_process(state: Mapping[str, Any]) -> None:
+    """Put back what `capture_process` took, as far as this process has the same generators."""
+    cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
+    restore(RandomState(cpu=state["cpu"], cuda=cuda))
+    random.setstate(state["python"])
+    if "numpy" in state and "numpy" in sys.modules:
+        name, keys, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))

@@ -77,7 +77,7 @@ class Terms:
         """The user's own weights of the batch; those of the only micro-batch of an uncut one."""
         if first_rows == batch.rows:
             return first.weigh()
-        if self.weight is None:
+        if self.weight is None or not batch.rows:
             return None
         given = self.weight(batch.given)
         weights = cast("Mapping[str, Number]", given) if isinstance(given, Mapping) else dict.fromkeys(first.sums, given)

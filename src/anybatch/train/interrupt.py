@@ -1,0 +1,65 @@
+"""Ctrl-C between updates: a stop that is asked for waits until the update under way is whole."""
+
+import signal
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interruption:
+    """Whether somebody asked to stop.
+
+    Attributes:
+        signal: the number of the signal that asked; 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def obey(self) -> None:
+        """Stop now, if asked to.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+            SystemExit: after SIGTERM, with the code a shell gives for it.
+        """
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal:
+            raise SystemExit(128 + self.signal)
+
+
+@contextmanager
+def deferred() -> Generator[Interruption]:
+    """Note a first Ctrl-C or SIGTERM instead of breaking an update in two; a second one breaks at once.
+
+    Outside the main thread, where Python cannot handle signals, nothing changes. The handlers that were
+    there come back.
+
+    Example:
+        >>> with deferred() as interruption:
+        ...     interruption.obey()  # between two updates: does nothing unless asked to stop
+    """
+    interruption = Interruption()
+    if threading.current_thread() is not threading.main_thread():
+        yield interruption
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interruption.signal = number
+        restore()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in SIGNALS:
+        signal.signal(number, note)
+    try:
+        yield interruption
+    finally:
+        restore()

@@ -1,0 +1,121 @@
+"""Metrics as folds: sums over all rows, divided once, never a mean of means."""
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import rng, tree
+from anybatch.batch import OpenBatch
+from anybatch.fold import Fold, weighted_mean
+from anybatch.losses.convention import split
+from anybatch.losses.loss import Evaluated
+from anybatch.losses.resolve import resolve
+from anybatch.step import Step
+from anybatch.total import Number, Total
+from anybatch.train.rows import Rows
+
+Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
+"""A function of outputs and targets of some rows to their total; or a whole fold over such pairs."""
+
+
+def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Total:
+    """Right answers over valid targets, as whole numbers.
+
+    Args:
+        outputs: scores of shape (rows, classes, ...).
+        targets: classes of shape (rows, ...), int64.
+        ignore_index: targets that do not count.
+
+    Example:
+        >>> scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
+        >>> accuracy(scores, torch.tensor([1, 1, -100])).mean().item()
+        0.5
+    """
+    valid = targets != ignore_index
+    return Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
+
+
+def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_batch: int) -> dict[str, float]:
+    """The loss terms and metrics of all rows, in evaluation mode, without gradient.
+
+    Model modes and the random state are as before. The result does not depend on the cut.
+
+    Args:
+        step: whose model and loss are evaluated.
+        rows: what they are evaluated on.
+        metrics: named functions of (outputs, targets) to a `Total`, or folds over such pairs.
+        micro_batch: rows that go through the model together.
+
+    Returns:
+        `loss`, further terms by name, and each metric.
+    """
+    loss = resolve(step.loss)
+    sums: dict[str, Total] = {}
+    fixed: Mapping[str, Number] = {}  # divisors that need no weighing: 1 for reduction="sum"
+    folds = {name: _as_fold(metric) for name, metric in metrics.items()}
+    states = {name: fold.init() for name, fold in folds.items()}
+    device = next(step.model.parameters()).device
+    with _evaluating(step.model), _outputs_of(step.model) as seen:
+        for group in rows.in_order(micro_batch):
+            micro = to_device(group if step.collate is None else step.collate(group), device)
+            terms = loss.evaluate(step.model, micro)
+            fixed = loss.divisors(OpenBatch(), terms, 1) or {}
+            for name, total in _totals(terms, fixed).items():
+                sums[name] = sums.get(name, Total.zero()) + total
+            for name, fold in folds.items():
+                pair = (_single(seen[-1]), _single(split(micro)[1]))
+                states[name] = fold.add(states[name], pair)
+            seen.clear()
+    values = {name: float(total.sum if name in fixed else total.mean()) for name, total in sums.items()}
+    if "loss" not in values:
+        values["loss"] = math.fsum(loss.coefficients.get(name, 1.0) * value for name, value in values.items())
+    return values | {name: float(fold.finish(states[name])) for name, fold in folds.items()}
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The same nest on a device; the very same object where it is there already."""
+    if all(leaf.device == device for leaf in tree.flatten(batch).leaves):
+        return batch
+    return tree.map_leaves(lambda leaf: leaf.to(device, non_blocking=True), batch)
+
+
+def _as_fold(metric: Metric) -> Fold[Any, Any, Any]:
+    return metric if isinstance(metric, Fold) else weighted_mean(lambda pair: metric(*pair))
+
+
+def _totals(terms: Evaluated, fixed: Mapping[str, Number]) -> dict[str, Total]:
+    weights = fixed or terms.weigh()
+    return {name: Total(value.double(), weights[name]) for name, value in terms.sums.items()}
+
+
+def _single(values: Any) -> Any:
+    """A tuple of one is what it holds."""
+    return values[0] if isinstance(values, tuple) and len(cast("tuple[Any, ...]", values)) == 1 else values
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Generator[None]:
+    """Evaluation mode without gradient; each module's own mode and the random state come back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), rng.preserved():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _outputs_of(model: nn.Module) -> Generator[list[Any]]:
+    """What the model returns while the loss runs it, so that metrics need no second forward."""
+    seen: list[Any] = []
+    hook = model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs))
+    try:
+        yield seen
+    finally:
+        hook.remove()

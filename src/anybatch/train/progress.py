@@ -1,0 +1,106 @@
+"""The progress bar: epochs, loss, throughput and memory at a glance."""
+
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from anybatch.events import StepReport
+from anybatch.train.watch import Course, EpochReport
+from anybatch.units import format_bytes, format_count
+
+
+class ProgressBar:
+    """A bar over all updates, and a line for every finished epoch.
+
+    Args:
+        device: whose memory is shown: allocated bytes on CUDA, the process's resident bytes on the CPU.
+        console: where it is drawn; standard error by default, so that standard output stays for results.
+            Where that is no
+            terminal, only the epochs' lines are printed.
+    """
+
+    def __init__(self, device: torch.device, console: Console | None = None) -> None:
+        self._device = device
+        self._console = Console(stderr=True) if console is None else console
+        self._epochs = 0
+        self._last = 0.0
+        self._rows = 0
+
+    def start(self, course: Course) -> None:
+        """Draw the bar where training starts or goes on."""
+        self._epochs = course.epochs
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+            transient=True,
+        )
+        self._task = self._bar.add_task(
+            "training", total=course.total_updates, completed=course.done_updates, figures=""
+        )
+        self._done = course.done_updates
+        self._last, self._rows = time.perf_counter(), 0
+        self._bar.start()
+
+    def step(self, report: StepReport) -> None:
+        """Move the bar, at most ten times a second."""
+        self._done += 1
+        self._rows += report.rows
+        now = time.perf_counter()
+        if now - self._last < 0.1:
+            return
+        speed = self._rows / (now - self._last)
+        self._last, self._rows = now, 0
+        memory = format_bytes(current_bytes(self._device))
+        figures = f"loss {report.loss:.4f}  {format_count(speed)} samples/s  {memory}"
+        self._bar.update(self._task, completed=self._done, figures=figures)
+
+    def epoch(self, report: EpochReport) -> None:
+        """Print the epoch's line above the bar."""
+        self._bar.update(self._task, completed=self._done, description=f"epoch {report.epoch}/{self._epochs}")
+        self._console.print(str(report), highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def current_bytes(device: torch.device) -> int:
+    """Bytes in use: allocated on CUDA; resident in the process elsewhere, its peak where no more is told."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * _page_bytes()
+    except OSError:
+        return peak_bytes(device)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most bytes ever in use: allocated on CUDA, resident in the process elsewhere; 0 where unknown.
+
+    Example:
+        >>> peak_bytes(torch.device("cpu")) > 1_000_000
+        True
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return 0
+    import resource  # not on every system
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _page_bytes() -> int:
+    import resource
+
+    return resource.getpagesize()
