@@ -36,7 +36,8 @@ def main() -> None:
         (a - b).abs().max().item() for a, b in zip(plain.parameters(), split.parameters(), strict=True)
     )
     print(
-        f"{report.micro_batches} micro-batches, {report.weights['loss']:.0f} valid rows, loss {report.loss:.4f}"
+        f"{report.micro_batches} micro-batches, {report.weights['loss']:.0f} valid rows, "
+        f"loss {report.loss:.4f}"
     )
     print(f"largest difference of a weight after 5 updates: {difference:.1e}")
     if difference > 1e-9:

@@ -1,6 +1,6 @@
 """A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -86,7 +86,7 @@ class TensorBatch:
 
 
 class SampleBatch:
-    """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays as short as it can.
+    """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays short.
 
     Args:
         samples: one entry per row.
@@ -133,13 +133,19 @@ class OpenBatch:
 
 def _common_rows(nest: tree.Nest) -> int:
     if not nest.leaves:
-        raise BatchError(f"Expected at least one tensor in the batch, got {len(nest.leaves)}. Pass the tensors of all rows.")
+        raise BatchError(
+            f"Expected at least one tensor in the batch, got {len(nest.leaves)}. "
+            "Pass the tensors of all rows."
+        )
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             raise BatchError(_disagreement(nest))
     if rows == 0:
-        raise BatchError(f"Expected at least one row, got an empty batch: {_shapes(nest)}. Skip empty batches before the step.")
+        raise BatchError(
+            f"Expected at least one row, got an empty batch: {_shapes(nest)}. "
+            "Skip empty batches before the step."
+        )
     return rows
 
 
@@ -151,15 +157,19 @@ def _disagreement(nest: tree.Nest) -> str:
 
 
 def _shapes(nest: tree.Nest) -> str:
-    return ", ".join(f"{path}: {tuple(leaf.shape)}" for path, leaf in zip(nest.paths, nest.leaves, strict=True))
+    places = zip(nest.paths, nest.leaves, strict=True)
+    return ", ".join(f"{path}: {tuple(leaf.shape)}" for path, leaf in places)
 
 
 def _num_samples(samples: Any) -> int:
-    if not (hasattr(samples, "__len__") and hasattr(samples, "__getitem__")) or isinstance(samples, Tensor | dict):
+    indexed = hasattr(samples, "__len__") and hasattr(samples, "__getitem__")
+    if not indexed or isinstance(samples, Tensor | Mapping):
         raise BatchError(
             f"Expected a list of samples, because `collate` was given, got {type(samples).__name__}. "
             "Pass a list with one entry per row, or leave `collate` out and pass tensors."
         )
     if len(samples) == 0:
-        raise BatchError(f"Expected at least one sample, got {len(samples)}. Skip empty batches before the step.")
+        raise BatchError(
+            f"Expected at least one sample, got {samples!r}. Skip empty batches before the step."
+        )
     return len(samples)

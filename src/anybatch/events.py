@@ -28,8 +28,8 @@ class StepReport:
         rows: rows of the batch.
         micro_batches: number of micro-batches it was cut into.
         grad_norm: 2-norm of the whole gradient before clipping; NaN where no clipping was asked for.
-        updated: False where every weight was 0 (a fully masked batch): then parameters, optimizer and scheduler
-            are as they were.
+        updated: False where every weight was 0 (a fully masked batch): then parameters, optimizer and
+            scheduler are as they were.
     """
 
     loss: float

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -30,7 +31,8 @@ class Task:
         optimizers: updated in this order.
         schedulers: stepped once per update, after the optimizers.
         parameters: the trainable parameters of the optimizers.
-        others: trainable parameters of the model that no optimizer here owns; their `.grad` is left alone.
+        others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
+            part in the update and is left alone.
         listeners: called with every event.
     """
 
@@ -48,21 +50,26 @@ class Before:
 
     def __init__(self, task: Task) -> None:
         self._random = rng.capture()
+        found = [module._buffers for module in task.model.modules()]  # pyright: ignore[reportPrivateUsage]
+        self._slots = [(slots, slots.copy()) for slots in found]
         self._buffers = [
-            (module, name, buffer, buffer.clone())
-            for module in task.model.modules()
-            for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
-            if buffer is not None
+            (buffer, buffer.clone())
+            for slots in found
+            for buffer in slots.values()
+            if buffer is not None and not is_lazy(buffer)
         ]
         self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
 
     def put_back(self) -> None:
         """Put buffers and the random state back."""
         rng.restore(self._random)
+        for slots, found in self._slots:  # a forward may have put other tensors there
+            slots.clear()
+            slots.update(found)
         with torch.no_grad():
-            for module, name, buffer, value in self._buffers:
-                buffer.copy_(value)
-                module._buffers[name] = buffer  # a forward may have put another tensor there
+            for buffer, value in self._buffers:
+                if not torch.equal(buffer, value):  # what is constant may be expanded, and not writable
+                    buffer.copy_(value)
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
         """Put the gradients back that were there, of all parameters or only of these."""
@@ -73,7 +80,7 @@ class Before:
 
 
 class Run:
-    """One pass of the fold: open, add micro-batches, update, clear. Any failure can be undone until the update.
+    """One pass of the fold: add micro-batches, update, clear. Any failure can be undone until the update.
 
     Args:
         plan: what was decided.
@@ -91,7 +98,9 @@ class Run:
         self._weights: list[Mapping[str, Number]] = []
         self._rows: list[int] = []
         self._flowed = False  # whether any term carried a gradient
-        self._gradients = Gradients([], dtype=None, compensated=False, banks=[""])  # of nothing, until the first forward
+        # Of nothing, until the first forward.
+        self._gradients = Gradients([], dtype=None, compensated=False, banks=[""])
+        self._is_updated = False  # whether the optimizers have stepped, which cannot be undone
         self.is_torn = False  # whether the sums may hold half of a micro-batch
 
     def add(self, micro: Any, loss: Loss, rows: int) -> None:
@@ -104,14 +113,18 @@ class Run:
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
                 f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
             )
-        self._backward(terms.sums)
-        self._sums.append({name: value.detach() for name, value in terms.sums.items()})
-        if not loss.counted or self._divisors is None:
-            self._weights.append(terms.weigh())
+        sums = terms.sums
+        weights = {} if loss.counted and self._divisors is not None else terms.weigh()
+        del terms  # and with it the model's outputs, as far as backward does not need them
+        self.is_torn = True
+        self._backward(sums)
+        self._sums.append({name: value.detach() for name, value in sums.items()})
+        if weights:
+            self._weights.append(weights)
         self._rows.append(rows)
-        self.is_torn = False
         for listener in self._task.listeners:
             listener(MicroBatchDone(index=len(self._rows) - 1, rows=rows))
+        self.is_torn = False
 
     def update(self) -> StepReport:
         """Divide what is still to be divided, clip once, update optimizers and schedulers."""
@@ -120,14 +133,17 @@ class Run:
         empty = not any(weights.values())
         if not (self._flowed or empty):
             raise LossError(
-                f"Expected a loss that depends on the parameters of the optimizer, got terms {sorted(values)} without gradient. "
+                "Expected a loss that depends on the parameters of the optimizer, "
+                f"got terms {sorted(values)} without gradient. "
                 "Look for .detach(), torch.no_grad() or frozen parameters."
             )
         gradients = self._gradients.finish(self._late_factors(weights))
         norm = math.nan
         if not empty:
             norm = optimize.clip(gradients, self._plan.clip_norm)
-            optimize.update(gradients, self._task.optimizers, self._task.schedulers)
+            optimize.update(gradients, self._task.optimizers)
+            self._is_updated = True
+            optimize.schedule(self._task.schedulers)
         used = [self._coefficients[name] * value for name, value in values.items() if weights[name]]
         return StepReport(
             loss=math.fsum(used) if used else math.nan,
@@ -146,8 +162,11 @@ class Run:
         self._before.put_gradients_back(self._task.others)
 
     def undo(self) -> None:
-        """Put everything back as it was before the first micro-batch."""
+        """Put everything back as it was before the first micro-batch; after the update, only clear."""
         self._gradients.close()
+        if self._is_updated:
+            self.clear()
+            return
         self._before.put_back()
         self._before.put_gradients_back()
 
@@ -161,7 +180,8 @@ class Run:
             banks = names[:1]
             whole = dict.fromkeys(names, 1) if self._loss.divided else self._divisors
             self._cotangents = {
-                name: _cotangent(self._coefficients[name], whole[name], value) for name, value in terms.sums.items()
+                name: _cotangent(self._coefficients[name], whole[name], value)
+                for name, value in terms.sums.items()
             }
         self._gradients.close()
         self._gradients = Gradients(
@@ -172,55 +192,69 @@ class Run:
         )
 
     def _backward(self, sums: Mapping[str, Tensor]) -> None:
-        flowing = {name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]}
+        flowing = {
+            name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]
+        }
         if not flowing:  # nothing but masked rows
             return
-        self._flowed = self.is_torn = True
+        self._flowed = True
         if self._divisors is None:
             self._gradients.add_each(flowing)
         else:
             self._gradients.add(list(flowing.values()), [self._cotangents[name] for name in flowing])
 
     def _whole_weights(self) -> dict[str, float]:
-        """The weight of each term over all micro-batches, on the host; promised and added-up weights must agree."""
-        known = None if self._divisors is None else _to_host(self._divisors)
-        if not self._weights:
-            assert known is not None  # a loss that weighs nothing here has counted before
+        """The weight of each term over all micro-batches; promised and added-up weights must agree."""
+        known = {} if self._divisors is None else _to_host(self._divisors)
+        if not self._weights:  # the loss has counted the whole batch already
             return known
         hosted = [_to_host(weights) for weights in self._weights]
         for index, weights in enumerate(hosted):
             for name, weight in weights.items():
                 if not 0 <= weight < math.inf:
-                    raise LossError(f"Expected a finite weight of at least 0 for {name!r}, got {weight} in micro-batch {index}. Count rows or tokens.")
+                    raise LossError(
+                        f"Expected a finite weight of at least 0 for {name!r}, got {weight} in micro-batch "
+                        f"{index}. Count rows or tokens."
+                    )
         added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
-        for name, promised in (known or {}).items():
+        for name, promised in known.items():
             if not math.isclose(promised, added[name], rel_tol=1e-6):
                 raise LossError(
-                    f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for {name!r}, got {added[name]:g}. "
-                    "Rows that differ in length (padding) do not weigh the same: return ab.Total(sum, number of valid elements)."
+                    f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for "
+                    f"{name!r}, got {added[name]:g}. "
+                    "Rows that differ in length (padding) do not weigh the same: "
+                    "return ab.Total(sum, number of valid elements)."
                 )
-        return added if known is None else known
+        return known or added
 
     def _values(self, weights: Mapping[str, float]) -> dict[str, float]:
         """The value of each term; refuses what is not finite and names the micro-batches it came from."""
-        hosted = {name: torch.stack([sums[name] for sums in self._sums]).tolist() for name in weights}
+        device = self._task.parameters[0].device  # a term that had nothing to add may stand elsewhere
+        hosted = {
+            name: torch.stack([sums[name].to(device) for sums in self._sums]).tolist() for name in weights
+        }
         for name, sums in hosted.items():
             bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
             if bad and weights[name]:
                 first = sum(self._rows[: bad[0]])
                 raise NonFiniteLossError(
-                    f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} (the first one holds "
-                    f"rows {first} to {first + self._rows[bad[0]] - 1}). No update was made; look for bad data in these rows."
+                    f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of "
+                    f"{len(sums)} (the first one holds rows {first} to {first + self._rows[bad[0]] - 1}). "
+                    "No update was made; look for bad data in these rows."
                 )
         return {
-            name: math.fsum(sums) / (1 if self._loss.divided else weights[name]) if weights[name] else math.nan
+            name: math.fsum(sums) / (1 if self._loss.divided else weights[name])
+            if weights[name]
+            else math.nan
             for name, sums in hosted.items()
         }
 
     def _late_factors(self, weights: Mapping[str, float]) -> dict[str, float]:
         if self._divisors is not None:
             return {}
-        return {name: self._coefficients[name] / weight if weight else 0.0 for name, weight in weights.items()}
+        return {
+            name: self._coefficients[name] / weight if weight else 0.0 for name, weight in weights.items()
+        }
 
 
 def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
@@ -228,10 +262,9 @@ def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
     loss = task.loss if plan.is_cut else task.loss.uncut()
     run = Run(plan, task, batch, loss)
     try:
-        cut = zip(
-            batch.cut(plan.micro_batch), loss.along(batch, plan.micro_batch), cut_sizes(batch.rows, plan.micro_batch), strict=False
-        )
-        for micro, part, rows in cut:
+        parts = loss.along(batch, plan.micro_batch)
+        sizes = cut_sizes(batch.rows, plan.micro_batch)
+        for micro, part, rows in zip(batch.cut(plan.micro_batch), parts, sizes, strict=False):
             run.add(micro, part, rows)
         report = run.update()
     except BaseException:

@@ -16,8 +16,9 @@ Result = TypeVar("Result")
 class Fold(Generic[Item, State, Result]):
     """A sum that may be cut anywhere.
 
-    The law: for items `a` and `b` in any cut, `merge(run(a), run(b))` is `run(a + b)`; `merge` is associative and
-    commutative, and `init()` is its identity. Cut in time or in space, the result is the same real number.
+    The law: for items cut anywhere into `a` and `b`, `merge(collect(a), collect(b))` is `collect(a + b)`;
+    `merge` is associative and commutative, and `init()` is its identity. Cut in time or in space, the result
+    is the same.
 
     Args:
         init: makes the state of no items.
@@ -26,7 +27,7 @@ class Fold(Generic[Item, State, Result]):
         finish: turns the state of all items into the result. The only place that divides.
 
     Example:
-        >>> rows = Fold(init=lambda: 0, add=lambda n, item: n + len(item), merge=lambda a, b: a + b, finish=float)
+        >>> rows = Fold(init=int, add=lambda n, item: n + len(item), merge=lambda a, b: a + b, finish=float)
         >>> rows.run(["ab", "c"])
         3.0
         >>> rows.finish(rows.merge(rows.collect(["ab"]), rows.collect(["c"])))

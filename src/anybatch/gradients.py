@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from anybatch.total import Number
-
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
     """The dtype gradients are summed in: the chosen one, else float32 or the parameter's if that is wider.
@@ -25,10 +23,10 @@ def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None
 class Gradients:
     """The sum over micro-batches of J^T c, for each parameter.
 
-    Autograd's own `.grad` is the accumulator wherever that is exact already: the dtype is the one asked for, no
-    compensation, one divisor. Everywhere else a hook moves each parameter's gradient into an accumulator the moment
-    autograd has finished it, and frees it, so no second set of gradients exists at any time. The hook fires once
-    per parameter and backward, also for tied weights.
+    Autograd's own `.grad` is the accumulator wherever that is exact already: the dtype is the one asked for,
+    no compensation, one divisor. Everywhere else a hook moves each parameter's gradient into an accumulator
+    the moment autograd has finished it, and frees it, so no second set of gradients exists at any time. The
+    hook fires once per parameter and backward, also for tied weights.
 
     Where divisors are not known before backward, each term that has its own divisor gets its own bank of
     accumulators, because sums with different divisors cannot share one.
@@ -42,15 +40,22 @@ class Gradients:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, dtype: torch.dtype | None, compensated: bool, banks: Sequence[str]
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        dtype: torch.dtype | None,
+        compensated: bool,
+        banks: Sequence[str],
     ) -> None:
         self._parameters = parameters
         self._compensated = compensated
-        own = [p for p in parameters if compensated or len(banks) > 1 or accumulation_dtype(p.dtype, dtype) != p.dtype]
+        many = compensated or len(banks) > 1
+        own = [p for p in parameters if many or accumulation_dtype(p.dtype, dtype) != p.dtype]
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
         self._banks: dict[str, dict[nn.Parameter, Tensor]] = {name: {} for name in banks}
         self._bank = self._banks[banks[0]]
         self._errors: dict[Tensor, Tensor] = {}  # rounding error carried along, by accumulator
+        self._awaited = [p for p in parameters if p not in self._dtypes]  # will get a first `.grad`
         self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in own]
 
     def add(self, sums: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
@@ -61,6 +66,7 @@ class Gradients:
             cotangents: what flows into each of them, of the same dtype and device.
         """
         torch.autograd.backward(sums, cotangents)
+        self._part()
 
     def add_each(self, sums: Mapping[str, Tensor]) -> None:
         """One backward pass per term, each with cotangent 1 into its own bank, to be divided at the end."""
@@ -68,12 +74,13 @@ class Gradients:
         for index, (name, value) in enumerate(sums.items()):
             self._bank = self._banks[name]
             torch.autograd.backward(value, retain_graph=index < last)
+        self._part()
 
     def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
         """Scale each bank once, in place, and add the banks up.
 
         Args:
-            factors: what each bank is multiplied by: coefficient / divisor; empty where the cotangents held it.
+            factors: what each bank is multiplied by, coefficient / divisor; empty where cotangents held it.
 
         Returns:
             The gradient of each parameter that got one, in the accumulator's dtype.
@@ -83,7 +90,8 @@ class Gradients:
             self._bank.update({p: p.grad for p in self._parameters if p.grad is not None})
         for name, factor in factors.items():
             if self._banks[name]:
-                torch._foreach_mul_(list(self._banks[name].values()), factor)
+                values = list(self._banks[name].values())
+                torch._foreach_mul_(values, factor)  # pyright: ignore
         first, *others = self._banks.values()
         for bank in others:
             for parameter, value in bank.items():
@@ -96,15 +104,33 @@ class Gradients:
             hook.remove()
         self._hooks = []
 
+    def _part(self) -> None:
+        """Give each new `.grad` memory of its own, before anything is added to it in place.
+
+        Where the gradients of two parameters are views of one tensor, as with `a.view(-1) + b.view(-1)`,
+        autograd lets both `.grad` share its memory, and what comes next would be added to both, twice.
+        """
+        taken: set[int] = set()
+        for parameter in self._awaited:
+            gradient = parameter.grad
+            if gradient is None or gradient.is_sparse:
+                continue
+            memory = gradient.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+            if memory in taken:
+                parameter.grad = gradient.clone()
+            taken.add(memory)
+        self._awaited = [p for p in self._awaited if p.grad is None]
+
     def _take(self, parameter: Tensor) -> None:
         """Move a finished gradient into the current bank and free it."""
         gradient = parameter.grad
-        assert isinstance(parameter, nn.Parameter) and gradient is not None  # autograd has just set it
+        # Autograd has just set it.
+        assert isinstance(parameter, nn.Parameter) and gradient is not None  # noqa: S101, PT018
         parameter.grad = None
         dtype = self._dtypes[parameter]
         total = self._bank.get(parameter)
         if total is None:
-            self._bank[parameter] = gradient.to(dtype)
+            self._bank[parameter] = gradient.to(dtype, copy=True)  # it may share memory, see `_part`
         elif self._compensated and not gradient.is_sparse:
             self._bank[parameter] = self._add_compensated(total, gradient.to(dtype))
         else:

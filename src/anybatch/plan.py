@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from anybatch.batch import cut_sizes
 from anybatch.errors import PlanError
 
 
@@ -19,7 +20,7 @@ class Plan:
         rows: rows of the batch; 0 where the caller brings micro-batches one by one.
         micro_batch: rows of each micro-batch; the last one takes what is left.
         clip_norm: largest 2-norm of the gradient, infinity for no clipping.
-        accumulate: dtype of the gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
+        accumulate: dtype of gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
         compensated: Kahan summation of gradients.
 
     Raises:
@@ -50,8 +51,8 @@ class Plan:
             check_micro_batch(self.micro_batch)
         if self.micro_batch > self.rows:
             raise PlanError(
-                f"Expected micro_batch to be at most the {self.rows} rows of the batch, got {self.micro_batch}. "
-                "Pass a smaller one, or None for the uncut batch."
+                f"Expected micro_batch to be at most the {self.rows} rows of the batch, "
+                f"got {self.micro_batch}. Pass a smaller one, or None for the uncut batch."
             )
         _check_clip_norm(self.clip_norm)
         if self.accumulate != "auto":
@@ -79,9 +80,20 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Read what `to_json` wrote."""
-        values: dict[str, Any] = json.loads(text)
-        return Plan(**values | {"clip_norm": math.inf if values["clip_norm"] is None else values["clip_norm"]})
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: it is something else.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            if values["clip_norm"] is None:
+                values["clip_norm"] = math.inf
+            return Plan(**values)
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise PlanError(
+                f"Expected a plan as Plan.to_json writes it, got {text!r} ({error}). Write it anew."
+            ) from None
 
     def __str__(self) -> str:
         table = {
@@ -96,22 +108,26 @@ class Plan:
     def _cut_in_words(self) -> str:
         if not self.rows:
             return "as they come"
+        if self.micro_batches <= 4:
+            return f"{', '.join(map(str, cut_sizes(self.rows, self.micro_batch)))} rows"
         full, rest = divmod(self.rows, self.micro_batch)
-        sizes = [self.micro_batch] * full + [rest] * (rest > 0)
-        return f"{', '.join(map(str, sizes))} rows" if len(sizes) <= 4 else f"{full} x {self.micro_batch} rows" + f", then {rest}" * (rest > 0)
+        return f"{full} x {self.micro_batch} rows" + f", then {rest}" * (rest > 0)
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """A floating dtype by name.
+    """A floating dtype by name, of at least two bytes: torch does not add narrower ones.
 
     Example:
         >>> parse_dtype("bfloat16")
         torch.bfloat16
     """
     dtype = getattr(torch, name, None)
-    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
         return dtype
-    raise PlanError(f"Expected a floating dtype to accumulate in, got {name!r}. Use torch.float32, torch.float64 or torch.bfloat16.")
+    raise PlanError(
+        f"Expected a floating dtype to accumulate in, got {name!r}. "
+        "Use torch.float32, torch.float64 or torch.bfloat16."
+    )
 
 
 def check_micro_batch(micro_batch: object) -> None:
@@ -121,11 +137,18 @@ def check_micro_batch(micro_batch: object) -> None:
         PlanError: not a whole number, or below 1.
     """
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
-        raise PlanError(f"Expected micro_batch to be a whole number of rows, got {micro_batch!r}. Pass an int, or None for the uncut batch.")
+        raise PlanError(
+            f"Expected micro_batch to be a whole number of rows, got {micro_batch!r}. "
+            "Pass an int, or None for the uncut batch."
+        )
     if micro_batch < 1:
-        raise PlanError(f"Expected micro_batch to be at least 1 row, got {micro_batch}. Pass None for the uncut batch.")
+        raise PlanError(
+            f"Expected micro_batch to be at least 1 row, got {micro_batch}. Pass None for the uncut batch."
+        )
 
 
 def _check_clip_norm(clip_norm: object) -> None:
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0:
-        raise PlanError(f"Expected clip_norm to be a positive number, got {clip_norm!r}. Leave it out for no clipping.")
+        raise PlanError(
+            f"Expected clip_norm to be a positive number, got {clip_norm!r}. Leave it out for no clipping."
+        )

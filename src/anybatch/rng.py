@@ -65,7 +65,7 @@ def preserved() -> Generator[None]:
 
 
 def derive_seed(seed: int, *keys: int | str) -> int:
-    """A seed for one purpose, from one seed for everything: independent streams that do not depend on call order.
+    """A seed for one purpose, from one seed for everything: streams that do not depend on call order.
 
     Args:
         seed: the user's seed.

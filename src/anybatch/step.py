@@ -1,13 +1,13 @@
 """The front door: one exact optimizer step per logical batch, however it is cut."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch
@@ -16,23 +16,24 @@ from anybatch.events import Listener, StepReport
 from anybatch.execute import Before, Run, Task, execute
 from anybatch.losses.resolve import check, resolve
 from anybatch.losses.summed import SummedLoss
+from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan, check_micro_batch
 
 
 class Step:
     """Takes the whole logical batch and does exactly one exact optimizer step.
 
-    The result does not depend on the cut: micro-batches of any size give the gradient of the whole batch, up to the
-    order of additions. Uncut and with default options it is, bit for bit, the loop
+    The result does not depend on the cut: micro-batches of any size give the gradient of the whole batch, up
+    to the order of additions. Uncut and with default options it is, bit for bit, the loop
     `loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()`.
 
-    Where rows meet inside the model (BatchNorm in training mode) or random numbers are drawn by position (dropout), each
-    micro-batch has its own statistics and its own draws, as with any gradient accumulation.
+    Where rows meet inside the model (BatchNorm in training mode) or random numbers are drawn by position
+    (dropout), each micro-batch has its own statistics and its own draws, as with any gradient accumulation.
 
     Args:
         model: called on each micro-batch.
-        loss: a loss of torch as a module, function or `functools.partial`; a function `(model, micro) -> ab.Total`
-            or a mapping of named totals; or `ab.Terms`.
+        loss: a loss of torch as a module, function or `functools.partial`; a function
+            `(model, micro) -> ab.Total` or a mapping of named totals; or `ab.Terms`.
         optimizer: a torch optimizer, or several that share no parameter.
         micro_batch: rows that go through the model together; None for the whole batch at once.
         clip_norm: largest 2-norm of the gradient, clipped once on the whole batch's gradient.
@@ -42,12 +43,17 @@ class Step:
         compensated: Kahan summation of gradients, at one more buffer per parameter.
         listeners: functions called with every event (`anybatch.events`).
 
+    Attributes:
+        most_rows: rows of the largest batch so far; shorter ones may then be the short tail of an epoch.
+        open_window: the window that is not yet over, or None.
+
     Raises:
         PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once.
 
     Example:
         >>> model = nn.Linear(3, 2)
-        >>> step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4)
         >>> report = step((torch.randn(10, 3), torch.randint(2, (10,))))
         >>> report.rows, report.micro_batches, report.updated
         (10, 3, True)
@@ -68,12 +74,16 @@ class Step:
         listeners: Sequence[Listener] = (),
     ) -> None:
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module.")
+            raise PlanError(
+                f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. "
+                "Wrap it in a module."
+            )
         check(loss)
         self.model = model
         self.loss = loss
-        self.optimizers = _check_optimizers(optimizer, model, loss)
-        self.schedulers = _check_schedulers(scheduler, self.optimizers)
+        of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
+        self.optimizers = check_optimizers(optimizer, [*model.parameters(), *of_loss])
+        self.schedulers = check_schedulers(scheduler, self.optimizers)
         self.collate = collate
         self.listeners = tuple(listeners)
         self.micro_batch = micro_batch
@@ -87,17 +97,18 @@ class Step:
             accumulate="auto" if accumulate is None else str(accumulate).removeprefix("torch."),
             compensated=compensated,
         )
-        self._most_rows = 0
-        self._open: Window | None = None
+        self.most_rows = 0
+        self.open_window: Window | None = None
 
     def __call__(self, batch: Any) -> StepReport:
         """One forward and backward per micro-batch, one update.
 
-        If anything fails before the update, model, buffers, gradients, optimizer and random state are as they were.
+        If anything fails before the update, model, buffers, gradients, optimizer and random state are as they
+        were. What fails after it (a scheduler past its end, a listener) leaves the update made.
 
         Args:
-            batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses; any nesting
-                of tensors with rows first for your own; a list of samples where `collate` was given.
+            batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
+                any nesting of tensors with rows first for your own; a list of samples with a `collate`.
 
         Returns:
             What happened, as floats and counts.
@@ -106,8 +117,11 @@ class Step:
             BatchError, PlanError, LossError, OptimizerError, WindowError: see `anybatch.errors`.
         """
         self._refuse_open_window()
-        logical = self._admit(batch)
-        return execute(self.plan(logical.rows), self._task(), logical)
+        task = self._task()
+        logical = _admit(batch, task, self.collate)
+        plan = self.plan(logical.rows)
+        self.most_rows = max(self.most_rows, logical.rows)
+        return execute(plan, task, logical)
 
     def window(self) -> "Window":
         """Open a window for a loop that brings micro-batches itself.
@@ -125,18 +139,22 @@ class Step:
         """
         self._refuse_open_window()
         task = self._task()
-        self._open = Window(self, task, Run(self._window_plan, task, OpenBatch(), task.loss))
-        return self._open
+        self.open_window = Window(self, task, Run(self._window_plan, task, OpenBatch(), task.loss))
+        return self.open_window
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """The factor of each named term in the loss, 1 where none is given."""
+        return resolve(self.loss).coefficients
 
     def plan(self, rows: int) -> Plan:
         """How a batch of this many rows will be cut.
 
-        A batch shorter than a micro-batch is refused, unless a longer one came before: then it is the short tail of
-        an epoch and goes through uncut.
+        A batch shorter than a micro-batch is refused, unless one of at least a micro-batch came before: then
+        it is the short tail of an epoch and goes through uncut.
         """
-        self._most_rows = max(self._most_rows, rows)
         micro_batch = rows if self.micro_batch is None else self.micro_batch
-        if rows < micro_batch <= self._most_rows:
+        if rows < micro_batch <= self.most_rows:
             micro_batch = rows
         shared = self._window_plan
         return Plan(
@@ -148,58 +166,45 @@ class Step:
         )
 
     def _task(self) -> Task:
-        """Loss, parameters and gradients are read anew: callers unfreeze layers and change settings between steps."""
-        owned = [p for o in self.optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
-        if not owned:
+        """All is read anew: callers unfreeze layers and change settings between steps."""
+        held = owned(self.optimizers)
+        trainable = [p for p in held if p.requires_grad]
+        if not trainable:
             raise OptimizerError(
-                f"Expected at least one trainable parameter in the optimizer, got {len(owned)}: all are frozen. "
-                "Set requires_grad=True on what is to be trained."
+                f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
+                "frozen. Set requires_grad=True on what is to be trained."
             )
-        known = set(owned)
+        known = set(trainable)
         return Task(
             model=self.model,
             loss=resolve(self.loss),
             optimizers=self.optimizers,
             schedulers=self.schedulers,
-            parameters=owned,
-            others=[p for p in self.model.parameters() if p.requires_grad and p not in known],
+            parameters=trainable,
+            others=[p for p in (*self.model.parameters(), *held) if p not in known],
             listeners=self.listeners,
         )
 
-    def _admit(self, batch: Any) -> Batch:
-        """Check a batch at the door, before anything is touched."""
-        if self.collate is not None:
-            return SampleBatch(batch, self.collate)
-        logical = TensorBatch(batch)
-        if isinstance(resolve(self.loss), SummedLoss):  # otherwise the caller's function may move rows itself
-            devices = {parameter.device for parameter in self.model.parameters()}
-            strange = {leaf.device for leaf in logical.leaves} - devices
-            if strange and devices:
-                raise BatchError(
-                    f"Expected the batch on the model's device {_names(devices)}, got {_names(strange)}. Move the batch there "
-                    "with .to(device), or write the loss as a function (model, micro) that moves each micro-batch."
-                )
-        return logical
-
     def _refuse_open_window(self) -> None:
-        if self._open is not None:
+        if self.open_window is not None:
             raise WindowError(
-                f"Expected no open window, got one with {self._open.rows} rows. Call close() on it for the update, "
-                "or discard() to drop its gradients."
+                f"Expected no open window, got one with {self.open_window.rows} rows. Call close() on it for "
+                "the update, or discard() to drop its gradients; it is `step.open_window`."
             )
-
-    def _release(self) -> None:
-        self._open = None
 
 
 class Window:
     """The stretch from one update to the next, for callers who bring micro-batches themselves.
 
-    Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last two. As a
-    context manager it closes at the end, and discards when an exception leaves the block.
+    Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last
+    two. As a context manager it closes at the end, and discards when an exception leaves the block.
 
-    A micro-batch that is refused or fails in its forward leaves the window as it was before it. One that fails half-way through its
-    backward discards the window, because half of it is in the sum already: everything is as before the window.
+    A micro-batch that is refused or fails in its forward leaves the window as it was before it. One that
+    fails half-way through its backward discards the window, because half of it is in the sum already:
+    everything is as before the window.
+
+    Attributes:
+        rows: rows added so far.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -224,7 +229,7 @@ class Window:
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
-        batch = self._step._admit(micro)
+        batch = _admit(micro, self._task, self._step.collate)
         before = Before(self._task)
         try:
             self._run.add(next(batch.cut(batch.rows)), self._task.loss, batch.rows)
@@ -239,18 +244,26 @@ class Window:
     def update(self) -> StepReport:
         """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.
 
+        If it fails, the window is discarded.
+
         Raises:
             WindowError: nothing was added, or the window is not open any more.
+            LossError: see `Step.__call__`.
         """
         self._expect("open", "update")
         if not self.rows:
-            raise WindowError(f"Expected at least one micro-batch in the window, got {self.rows} rows. Call add() first, or discard().")
+            raise WindowError(
+                f"Expected at least one micro-batch in the window, got {self.rows} rows. "
+                "Call add() first, or discard()."
+            )
         try:
             report = self._run.update()
         except BaseException:
             self.discard()
             raise
         self._phase = "updated"
+        for listener in self._task.listeners:
+            listener(report)
         return report
 
     def clear(self) -> None:
@@ -260,82 +273,67 @@ class Window:
             WindowError: no update was made yet.
         """
         self._expect("updated", "clear")
-        self._run.clear()
-        self._end()
+        self.discard()
 
     def close(self) -> StepReport:
-        """Update and clear."""
-        report = self.update()
-        self.clear()
-        for listener in self._task.listeners:
-            listener(report)
-        return report
+        """Update and clear.
+
+        Raises:
+            WindowError, LossError: see `update`.
+        """
+        self._expect("open", "close")
+        try:
+            return self.update()
+        finally:
+            if self._phase == "updated":
+                self.clear()
 
     def discard(self) -> None:
-        """Drop what was added; model, buffers, gradients and random state are as before the window."""
+        """End the window: without an update, model, buffers, gradients and random state are as before it."""
         if self._phase == "open":
             self._run.undo()
         elif self._phase == "updated":
             self._run.clear()
-        self._end()
+        else:
+            return
+        self._phase = "closed"
+        self._step.open_window = None
 
     def __enter__(self) -> "Window":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self.discard()
-        elif self._phase == "open":
-            self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._phase == "open":
+                self.close()
+        finally:
+            self.discard()  # does nothing to a window that is over
 
     def _expect(self, phase: str, wish: str) -> None:
         if self._phase != phase:
-            raise WindowError(f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. Open a new one with step.window().")
-
-    def _end(self) -> None:
-        if self._phase != "closed":
-            self._phase = "closed"
-            self._step._release()
-
-
-def _check_optimizers(optimizer: object, model: nn.Module, loss: object) -> tuple[Optimizer, ...]:
-    optimizers = tuple(cast("Sequence[object]", optimizer)) if isinstance(optimizer, list | tuple) else (optimizer,)
-    owners: dict[nn.Parameter, int] = {}
-    known = {*model.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())}
-    for index, one in enumerate(optimizers):
-        if not isinstance(one, Optimizer) or isinstance(one, LBFGS):
-            raise OptimizerError(
-                f"Expected a torch optimizer that updates from gradients, got {type(one).__name__}. "
-                "LBFGS asks for the loss again and again within one update; use another one."
+            raise WindowError(
+                f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
+                "Open a new one with step.window()."
             )
-        parameters: list[nn.Parameter] = [p for group in one.param_groups for p in group["params"]]
-        if not known.intersection(parameters):
-            raise OptimizerError(
-                f"Expected optimizer {index} to hold parameters of the model, got {len(parameters)} that are none of its. "
-                "Make the optimizer from model.parameters(), after the model was moved or wrapped."
-            )
-        shared = [p for p in parameters if owners.setdefault(p, index) != index]
-        if shared:
-            raise OptimizerError(
-                f"Expected every parameter in one optimizer, got {len(shared)} in optimizers {owners[shared[0]]} and {index}. "
-                "Each update would be made twice; give each parameter to one of them."
-            )
-    if not optimizers:
-        raise OptimizerError(f"Expected an optimizer, got {optimizer!r}. Pass torch.optim.SGD(model.parameters(), lr=...) or another.")
-    return cast("tuple[Optimizer, ...]", optimizers)
 
 
-def _check_schedulers(scheduler: object, optimizers: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
-    schedulers = tuple(cast("Sequence[object]", scheduler)) if isinstance(scheduler, list | tuple) else (scheduler,)
-    for one in schedulers:
-        if not isinstance(one, LRScheduler) or hasattr(one, "mode_worse"):
-            raise OptimizerError(
-                f"Expected a scheduler that steps once per update, got {type(one).__name__}. "
-                "ReduceLROnPlateau waits for a metric: step it yourself after validation."
+def _admit(batch: Any, task: Task, collate: Collate | None) -> Batch:
+    """Check a batch at the door, before anything is touched."""
+    if collate is not None:
+        return SampleBatch(batch, collate)
+    logical = TensorBatch(batch)
+    if isinstance(task.loss, SummedLoss):  # otherwise the caller's function may move rows itself
+        devices = {parameter.device for parameter in task.model.parameters()}
+        strange = {leaf.device for leaf in logical.leaves} - devices
+        if strange and devices:
+            raise BatchError(
+                f"Expected the batch on the model's device {_names(devices)}, got {_names(strange)}. "
+                "Move the batch there with .to(device), or write the loss as a function (model, micro) "
+                "that moves each micro-batch."
             )
-        if not any(one.optimizer is optimizer for optimizer in optimizers):
-            raise OptimizerError(f"Expected {type(one).__name__} to schedule an optimizer of this step, got another one. Make it from the same optimizer.")
-    return cast("tuple[LRScheduler, ...]", schedulers)
+    return logical
 
 
 def _names(devices: set[torch.device]) -> str:

@@ -19,13 +19,14 @@ class Total:
     identity `Total.zero()`. Means do not add up, which is why a step asks for totals.
 
     Args:
-        sum: the summed loss of these rows, a scalar (tensor of shape () or number). Kept in float32 or wider.
-        weight: what the sum of the *whole batch* is divided by, as far as these rows contribute to it: the number
-            of rows, of valid tokens, the sum of class weights. At least 0, without gradient.
+        sum: the summed loss of these rows, a real scalar (tensor of shape () or number). Kept at least in
+            float32.
+        weight: what the sum of the *whole batch* is divided by, as far as these rows contribute to it: the
+            number of rows, of valid tokens, the sum of class weights. At least 0, without gradient.
 
     Raises:
-        LossError: the sum is not a scalar, or the weight is not one, requires grad, is negative or not finite.
-            (The sign of a tensor weight is looked at when the step closes, so that no device has to stop here.)
+        LossError: the sum is not a real scalar, or the weight is not one, requires grad, is negative or not
+            finite. (A tensor weight's value is looked at when the step closes: no device has to stop here.)
 
     Example:
         >>> a, b = Total(6.0, 3), Total(2.0, 1)
@@ -76,8 +77,16 @@ def _check_sum(value: object) -> None:
                 f"Expected the sum of a Total to be a scalar, got a tensor of shape {tuple(value.shape)}. "
                 "Call .sum() on it; the weight says what it is divided by."
             )
+        if value.is_complex():
+            raise LossError(
+                f"Expected the sum of a Total to be real, got {value.dtype}. "
+                "Sum a real loss, such as a squared modulus."
+            )
     elif not isinstance(value, int | float):
-        raise LossError(f"Expected the sum of a Total to be a scalar tensor or a number, got {type(value).__name__}. Sum the losses of the rows.")
+        raise LossError(
+            f"Expected the sum of a Total to be a scalar tensor or a number, got {type(value).__name__}. "
+            "Sum the losses of the rows."
+        )
 
 
 def _check_weight(value: object) -> None:
@@ -88,8 +97,17 @@ def _check_weight(value: object) -> None:
                 "use .detach(), or count it from the batch."
             )
         if value.dim() != 0 or value.is_complex():
-            raise LossError(f"Expected a weight that is a real scalar, got shape {tuple(value.shape)}, {value.dtype}. Call .sum() on it.")
+            raise LossError(
+                f"Expected a weight that is a real scalar, got shape {tuple(value.shape)}, {value.dtype}. "
+                "Call .sum() on it."
+            )
     elif not isinstance(value, int | float):
-        raise LossError(f"Expected a weight that is a number or a scalar tensor, got {type(value).__name__}. Count rows or valid tokens.")
+        raise LossError(
+            f"Expected a weight that is a number or a scalar tensor, got {type(value).__name__}. "
+            "Count rows or valid tokens."
+        )
     elif not (0 <= value < math.inf):
-        raise LossError(f"Expected a finite weight of at least 0, got {value}. A weight counts rows, tokens or class weights.")
+        raise LossError(
+            f"Expected a finite weight of at least 0, got {value}. "
+            "A weight counts rows, tokens or class weights."
+        )

@@ -1,8 +1,8 @@
-"""Nested tensors: find the leaves of tuples, lists, mappings and dataclasses, and build the same nest again."""
+"""Nested tensors: take tuples, lists, mappings and dataclasses apart, and build the same nest again."""
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -13,7 +13,7 @@ Build = Callable[[Iterator[Tensor]], Any]
 
 
 class Nest(NamedTuple):
-    """The tensors of a nested value, their places, and a function that builds the same nest around other tensors."""
+    """The tensors of a nested value, their places, and what builds the same nest around other tensors."""
 
     paths: tuple[str, ...]
     leaves: tuple[Tensor, ...]
@@ -23,8 +23,10 @@ class Nest(NamedTuple):
 def flatten(tree: object) -> Nest:
     """Take a nested value apart into its tensors.
 
-    Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves: tensors.
-    `None` stays where it is. Anything else is refused, because it could not be cut along with the rows.
+    Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
+    tensors. `None` stays where it is. Anything else is refused, because it could not be cut along with rows.
+
+    A mapping that cannot be copied, or not written to, comes back as a plain dict.
 
     Raises:
         BatchError: a leaf is neither a tensor nor None; the message names its place.
@@ -87,7 +89,9 @@ def _visit_sequence(node: Any, path: str, paths: list[str], leaves: list[Tensor]
 
 def _visit_mapping(node: Mapping[Any, Any], path: str, paths: list[str], leaves: list[Tensor]) -> Build:
     builds = {key: _visit(child, f"{path}[{key!r}]", paths, leaves) for key, child in node.items()}
-    if type(node) is dict:
+    # Python's own copy of any other mapping may share its items with the caller's.
+    copies_items = isinstance(node, dict) or hasattr(node, "__copy__")
+    if type(node) is dict or not (copies_items and isinstance(node, MutableMapping)):
         return lambda rest: {key: build(rest) for key, build in builds.items()}
 
     def build(rest: Iterator[Tensor]) -> Any:

@@ -4,16 +4,17 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Print a number of bytes with a binary prefix and three digits.
+    """Print a number of bytes with a binary prefix, to one part in a hundred or better.
 
     Example:
         >>> format_bytes(512), format_bytes(20 * 2**30)
         ('512 B', '20.0 GiB')
     """
     size, unit = float(num_bytes), 0
-    while abs(size) >= 1024 and unit < len(_BINARY) - 1:
+    while abs(size) >= 1023.5 and unit < len(_BINARY) - 1:  # what would be printed as 1024
         size, unit = size / 1024, unit + 1
-    return f"{size:.0f} B" if unit == 0 else f"{size:.3g} {_BINARY[unit]}" if size >= 100 else f"{size:.1f} {_BINARY[unit]}"
+    digits = 0 if unit == 0 or abs(size) >= 99.95 else 1
+    return f"{size:.{digits}f} {_BINARY[unit]}"
 
 
 def format_seconds(seconds: float) -> str:

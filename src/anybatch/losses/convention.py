@@ -9,14 +9,26 @@ from anybatch.errors import LossError
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
+FIX = (
+    "Or write the loss as a function of the model and a micro-batch:\n"
+    "    def loss(model, micro):\n"
+    '        losses = F.cross_entropy(model(micro["x"]), micro["y"], reduction="none")\n'
+    "        return ab.Total(losses.sum(), losses.numel())"
+)
 
-def split(micro: Any) -> tuple[Any, tuple[Any, ...]]:
+
+def split(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:
     """Part a micro-batch into the model's inputs and the loss's targets.
 
-    `(inputs, target)` is the usual pair; both may be nested. In `(a, b, ..., target)` the last is the target and the
-    others are the model's positional arguments. In a mapping the target stands under one of `target`, `targets`,
-    `label`, `labels`, `y`, and the rest are the model's keyword arguments. A target that is a tuple is spread over the loss's
-    arguments, as `CTCLoss` needs it; `(inputs,)` has no target, as `TripletMarginLoss` needs it.
+    `(inputs, target)` is the usual pair; both may be nested. In `(a, b, ..., target)` the last is the target
+    and the others are the model's positional arguments. In a mapping the target stands under one of `target`,
+    `targets`, `label`, `labels`, `y`, and the rest are the model's keyword arguments. A target that is itself
+    a tuple or list is spread over the loss's arguments, as `CTCLoss` needs it. For a loss without target,
+    such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does `(inputs,)`.
+
+    Args:
+        micro: a tuple, a list or a mapping.
+        has_target: whether the loss takes a target besides what the model returns.
 
     Returns:
         The inputs and a tuple of targets.
@@ -29,31 +41,29 @@ def split(micro: Any) -> tuple[Any, tuple[Any, ...]]:
         (1, (2,))
         >>> split({"input_ids": 1, "labels": 2})
         ({'input_ids': 1}, (2,))
+        >>> split((1, 2, 3), has_target=False)
+        ((1, 2, 3), ())
     """
     if isinstance(micro, tuple | list):
-        parts = cast("tuple[Any, ...]", micro)
-        if len(parts) == 2:
-            inputs, target = parts
-        else:
-            inputs, target = (parts[:-1], parts[-1]) if len(parts) > 1 else (parts[0], ())
-        return inputs, cast("tuple[Any, ...]", target) if isinstance(target, tuple) else (target,)
+        parts = tuple(cast("tuple[Any, ...]", micro))
+        if len(parts) == 1 or not has_target:
+            return parts[0] if len(parts) == 1 else parts, ()
+        if len(parts) > 1:
+            return parts[0] if len(parts) == 2 else parts[:-1], _spread(parts[-1])
     if isinstance(micro, Mapping):
         mapping = cast("Mapping[str, Any]", micro)
         found = [key for key in TARGET_KEYS if key in mapping]
+        if not has_target:
+            return mapping, ()
         if len(found) == 1:
-            target = mapping[found[0]]
             rest = {key: value for key, value in mapping.items() if key != found[0]}
-            return rest, cast("tuple[Any, ...]", target) if isinstance(target, tuple) else (target,)
-        raise LossError(f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. {FIX}")
-    raise LossError(f"Expected a batch (inputs, target) or a mapping with a target, got {type(micro).__name__}. {FIX}")
-
-
-FIX = (
-    "Or write the loss as a function of the model and a micro-batch:\n"
-    "    def loss(model, micro):\n"
-    '        losses = F.cross_entropy(model(micro["x"]), micro["y"], reduction="none")\n'
-    "        return ab.Total(losses.sum(), losses.numel())"
-)
+            return rest, _spread(mapping[found[0]])
+        raise LossError(
+            f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. {FIX}"
+        )
+    raise LossError(
+        f"Expected a batch (inputs, target) or a mapping with a target, got {type(micro).__name__}. {FIX}"
+    )
 
 
 def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
@@ -74,4 +84,11 @@ def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
         return (outputs,)
     if isinstance(outputs, tuple | list):
         return tuple(cast("tuple[Any, ...]", outputs))
-    raise LossError(f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}")
+    raise LossError(
+        f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}"
+    )
+
+
+def _spread(target: Any) -> tuple[Any, ...]:
+    """Collating puts lists in place of tuples, so both mean several targets."""
+    return tuple(cast("tuple[Any, ...]", target)) if isinstance(target, tuple | list) else (target,)

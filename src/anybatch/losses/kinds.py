@@ -1,7 +1,7 @@
 """What each loss of torch divides by: valid targets, elements, rows."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,26 +13,35 @@ from anybatch.total import Number
 Settings = Mapping[str, Any]
 Arguments = tuple[Any, ...]
 
+_HALF = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
     """How losses of one kind are summed and weighed.
 
     Attributes:
-        counted: the weight depends on the targets' values, so it is counted; otherwise every row weighs the same.
-        weigh: the weight, from the settings, the loss's arguments and its targets.
+        weigh: the weight under `reduction="mean"`, from the settings, the loss's arguments and its targets.
+        counted: the weight depends on values, so it is counted on the whole batch; otherwise the losses are
+            as many as they weigh, the same for every row.
+        shape_tells: False where `weigh` cannot say how many losses there will be (a distance of one's own).
         terms: turns the unreduced losses into what is summed.
         arrange: puts the model's outputs and the targets into the order of the loss's arguments.
+        arguments: how many tensors the loss compares.
+        has_target: False where all of them come from the model.
         per_row: names of settings that may hold one entry per row, and are cut along with the batch then.
-        shape_tells: False where only the losses themselves tell how many they are (a distance of the user's own).
+        reductions: those that give one number.
     """
 
+    weigh: Callable[[Settings, Arguments, Arguments], Number]
     counted: bool = False
     shape_tells: bool = True
-    weigh: Callable[[Settings, Arguments, Arguments], Number]
     terms: Callable[[Tensor, Arguments], Tensor] = lambda losses, arguments: losses
     arrange: Callable[[Arguments, Arguments], Arguments] = lambda outputs, targets: (*outputs, *targets)
+    arguments: int = 2
+    has_target: bool = True
     per_row: tuple[str, ...] = ()
+    reductions: tuple[str, ...] = ("mean", "sum")
 
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
@@ -45,37 +54,47 @@ def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments)
     class_weight: Tensor | None = settings.get("weight")
     if class_weight is None:
         return valid.sum()
-    return torch.where(valid, class_weight[torch.where(valid, target, 0)], 0).sum()
-
-
-def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    return torch.broadcast_shapes(*[value.shape for value in arguments if isinstance(value, Tensor)]).numel()
+    # As int64, because torch takes uint8 targets too, and an index of uint8 is a mask.
+    return _sum(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
 
 
 def _sum_of_weights(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     """With a `weight` for each element, `mse_loss` and `l1_loss` divide by its sum."""
-    return settings["weight"].sum()
+    return _sum(settings["weight"])
 
 
-def _kl_weight(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    by_rows = settings.get("reduction") == "batchmean"
-    return arguments[0].shape[0] if by_rows else _count_elements(settings, arguments, targets)
+def _sum(weights: Tensor) -> Tensor:
+    return weights.sum(dtype=torch.float32 if weights.dtype in _HALF else None)
 
 
-def _rows(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
+def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
+    return torch.broadcast_shapes(*[value.shape for value in arguments]).numel()
+
+
+def _count_gaussians(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
+    """Mean and target broadcast; a variance that all elements of a row share may lack the last axis."""
+    first, *others = arguments
+    shapes = [first.shape, *[value.shape for value in others if value.dim() == first.dim()]]
+    return torch.broadcast_shapes(*shapes).numel()
+
+
+def _count_rows(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     return arguments[0].shape[0]
 
 
-def _places(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
+def _count_vectors(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     """One loss for each vector along the last axis."""
-    return arguments[0].numel() // arguments[0].shape[-1]
+    first: Tensor = arguments[0]
+    vectors = [value.shape[:-1] for value in arguments if value.dim() == first.dim()]
+    return torch.broadcast_shapes(*vectors).numel()
 
 
-def _ctc_rows(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    return targets[0].shape[0]
+def _count_sequences(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
+    """CTC: time is the first axis, sequences are the second."""
+    return arguments[0].shape[1]
 
 
-def _ctc_terms(losses: Tensor, arguments: Arguments) -> Tensor:
+def _per_target_length(losses: Tensor, arguments: Arguments) -> Tensor:
     """CTC's mean divides each row by its own target length first, then by the rows."""
     lengths = torch.as_tensor(arguments[3], device=losses.device)
     return losses / lengths.clamp(min=1)
@@ -86,63 +105,78 @@ def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
     return (outputs[0], *targets, *outputs[1:])
 
 
-_CLASSES = Kind(counted=True, weigh=_count_classes)
-_ELEMENTS = Kind(weigh=_count_elements)
-_PLACES = Kind(weigh=_places)
-_WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",))
-
-KINDS: Mapping[Callable[..., Tensor], Kind] = {
-    F.cross_entropy: _CLASSES,
-    F.nll_loss: _CLASSES,
-    F.binary_cross_entropy: Kind(weigh=_count_elements, per_row=("weight",)),
-    F.binary_cross_entropy_with_logits: Kind(weigh=_count_elements, per_row=("weight", "pos_weight")),
-    F.mse_loss: _ELEMENTS,
-    F.l1_loss: _ELEMENTS,
-    F.smooth_l1_loss: _ELEMENTS,
-    F.huber_loss: Kind(weigh=_count_elements, per_row=("weight",)),
-    F.soft_margin_loss: _ELEMENTS,
-    F.hinge_embedding_loss: _ELEMENTS,
-    F.margin_ranking_loss: _ELEMENTS,
-    F.poisson_nll_loss: _ELEMENTS,
-    F.gaussian_nll_loss: Kind(weigh=lambda settings, arguments, targets: arguments[0].numel(), arrange=_mean_and_variance),
-    F.kl_div: Kind(weigh=_kl_weight),
-    F.ctc_loss: Kind(weigh=_ctc_rows, terms=_ctc_terms),
-    F.cosine_embedding_loss: _PLACES,
-    F.triplet_margin_loss: _PLACES,
-    F.triplet_margin_with_distance_loss: Kind(weigh=_rows, shape_tells=False),
-    F.multi_margin_loss: _PLACES,
-    F.multilabel_margin_loss: _PLACES,
-    F.multilabel_soft_margin_loss: _PLACES,
-}
-
-# The kind of a loss that was given a weight for every element.
-WEIGHTED_KINDS: Mapping[Callable[..., Tensor], Kind] = {F.mse_loss: _WEIGHTED_ELEMENTS, F.l1_loss: _WEIGHTED_ELEMENTS}
-
-MODULES: Mapping[type[nn.Module], Callable[..., Tensor]] = {
-    nn.CrossEntropyLoss: F.cross_entropy,
-    nn.NLLLoss: F.nll_loss,
-    nn.BCELoss: F.binary_cross_entropy,
-    nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits,
-    nn.MSELoss: F.mse_loss,
-    nn.L1Loss: F.l1_loss,
-    nn.SmoothL1Loss: F.smooth_l1_loss,
-    nn.HuberLoss: F.huber_loss,
-    nn.SoftMarginLoss: F.soft_margin_loss,
-    nn.HingeEmbeddingLoss: F.hinge_embedding_loss,
-    nn.MarginRankingLoss: F.margin_ranking_loss,
-    nn.PoissonNLLLoss: F.poisson_nll_loss,
-    nn.GaussianNLLLoss: F.gaussian_nll_loss,
-    nn.KLDivLoss: F.kl_div,
-    nn.CTCLoss: F.ctc_loss,
-    nn.CosineEmbeddingLoss: F.cosine_embedding_loss,
-    nn.TripletMarginLoss: F.triplet_margin_loss,
-    nn.TripletMarginWithDistanceLoss: F.triplet_margin_with_distance_loss,
-    nn.MultiMarginLoss: F.multi_margin_loss,
-    nn.MultiLabelMarginLoss: F.multilabel_margin_loss,
-    nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
-}
+CLASSES = Kind(counted=True, weigh=_count_classes)
+ELEMENTS = Kind(weigh=_count_elements)
+WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",))
+DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"))
+BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"))
+GAUSSIANS = Kind(weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3)
+PAIRS = Kind(weigh=_count_elements, arguments=3)
+VECTORS = Kind(weigh=_count_vectors)
+LABELS = Kind(weigh=_count_vectors, per_row=("weight",))
+PAIRS_OF_VECTORS = Kind(weigh=_count_vectors, arguments=3)
+TRIPLETS = Kind(weigh=_count_vectors, arguments=3, has_target=False)
+DISTANCES = Kind(weigh=_count_rows, shape_tells=False, arguments=3, has_target=False)
+SEQUENCES = Kind(weigh=_count_sequences, terms=_per_target_length, arguments=4)
 
 # Newer than the oldest torch we support: a linear layer and cross-entropy in one, without holding all logits.
-if hasattr(F, "linear_cross_entropy"):
-    KINDS = {**KINDS, F.linear_cross_entropy: _CLASSES}
-    MODULES = {**MODULES, nn.LinearCrossEntropyLoss: F.linear_cross_entropy}
+# The module holds the layer's weight; to the function the model hands it over, beside its output.
+_HAS_LINEAR = hasattr(F, "linear_cross_entropy")
+_NEWER_FUNCTIONS = {F.linear_cross_entropy: replace(CLASSES, arguments=3)} if _HAS_LINEAR else {}
+_NEWER_MODULES = {nn.LinearCrossEntropyLoss: CLASSES} if _HAS_LINEAR else {}
+
+FUNCTIONS: Mapping[Callable[..., Tensor], Kind] = {
+    F.cross_entropy: CLASSES,
+    F.nll_loss: CLASSES,
+    F.binary_cross_entropy: BINARY,
+    F.binary_cross_entropy_with_logits: BINARY,
+    F.mse_loss: ELEMENTS,
+    F.l1_loss: ELEMENTS,
+    F.smooth_l1_loss: ELEMENTS,
+    F.huber_loss: Kind(weigh=_count_elements, per_row=("weight",)),
+    F.soft_margin_loss: ELEMENTS,
+    F.hinge_embedding_loss: ELEMENTS,
+    F.margin_ranking_loss: PAIRS,
+    F.poisson_nll_loss: ELEMENTS,
+    F.gaussian_nll_loss: GAUSSIANS,
+    F.kl_div: DIVERGENCES,
+    F.ctc_loss: SEQUENCES,
+    F.cosine_embedding_loss: PAIRS_OF_VECTORS,
+    F.triplet_margin_loss: TRIPLETS,
+    F.triplet_margin_with_distance_loss: DISTANCES,
+    F.multi_margin_loss: VECTORS,
+    F.multilabel_margin_loss: VECTORS,
+    F.multilabel_soft_margin_loss: LABELS,
+    **_NEWER_FUNCTIONS,
+}
+
+MODULES: Mapping[type[nn.Module], Kind] = {
+    nn.CrossEntropyLoss: CLASSES,
+    nn.NLLLoss: CLASSES,
+    nn.BCELoss: BINARY,
+    nn.BCEWithLogitsLoss: BINARY,
+    nn.MSELoss: ELEMENTS,
+    nn.L1Loss: ELEMENTS,
+    nn.SmoothL1Loss: ELEMENTS,
+    nn.HuberLoss: ELEMENTS,
+    nn.SoftMarginLoss: ELEMENTS,
+    nn.HingeEmbeddingLoss: ELEMENTS,
+    nn.MarginRankingLoss: PAIRS,
+    nn.PoissonNLLLoss: ELEMENTS,
+    nn.GaussianNLLLoss: GAUSSIANS,
+    nn.KLDivLoss: DIVERGENCES,
+    nn.CTCLoss: SEQUENCES,
+    nn.CosineEmbeddingLoss: PAIRS_OF_VECTORS,
+    nn.TripletMarginLoss: TRIPLETS,
+    nn.TripletMarginWithDistanceLoss: DISTANCES,
+    nn.MultiMarginLoss: VECTORS,
+    nn.MultiLabelMarginLoss: VECTORS,
+    nn.MultiLabelSoftMarginLoss: LABELS,
+    **_NEWER_MODULES,
+}
+
+# The kind of a function that was given a weight for every element.
+WEIGHTED_FUNCTIONS: Mapping[Callable[..., Tensor], Kind] = {
+    F.mse_loss: WEIGHTED_ELEMENTS,
+    F.l1_loss: WEIGHTED_ELEMENTS,
+}

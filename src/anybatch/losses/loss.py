@@ -14,7 +14,7 @@ class Evaluated(NamedTuple):
 
     Attributes:
         sums: the summed loss of each named term, scalars that carry the graph.
-        weigh: counts the weight of each term. Called only where the weights of the whole batch are not known yet.
+        weigh: counts the weight of each term. Called only where the weights of the whole batch are not known.
     """
 
     sums: Mapping[str, Tensor]
@@ -44,7 +44,7 @@ class Loss(Protocol):
         ...
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """What each term of this batch is divided by, if it can be said after the first forward; None if it cannot."""
+        """What each term of this batch is divided by, if the first forward can tell; None if it cannot."""
         ...
 
     def uncut(self) -> "Loss":
@@ -52,5 +52,5 @@ class Loss(Protocol):
         ...
 
     def along(self, batch: Batch, micro_batch: int) -> Iterable["Loss"]:
-        """The loss for each micro-batch in turn: the same one, unless it holds a tensor with one entry per row."""
+        """The loss for each micro-batch in turn: the same, unless a tensor in it has one entry per row."""
         ...

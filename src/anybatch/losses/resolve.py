@@ -1,7 +1,9 @@
 """From what the caller hands over as a loss to what a step needs; doubts end here."""
 
+from functools import partial
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss  # pyright: ignore[reportPrivateUsage]
@@ -15,8 +17,8 @@ from anybatch.losses.terms import BARE_MEAN, Terms
 def resolve(loss: object) -> Loss:
     """Read a loss: one of torch's modules or functions, `Terms`, or a function `(model, micro) -> Total`.
 
-    Cheap: a step reads it anew each time, so that settings changed in between (a label smoothing, a moved class
-    weight) take effect.
+    Cheap: a step reads it anew each time, so that settings changed in between (a label smoothing, a moved
+    class weight) take effect.
 
     Raises:
         LossError: it is none of these.
@@ -31,30 +33,33 @@ def resolve(loss: object) -> Loss:
     if known is not None:
         return known
     if isinstance(loss, nn.Module):
-        meant = "is a loss of torch that anybatch cannot sum" if isinstance(loss, _Loss) else "is a module of your own"
+        is_torch = isinstance(loss, _Loss) and type(loss).__module__.startswith("torch.")
+        meant = "is a loss of torch that anybatch cannot sum" if is_torch else "is a module of your own"
         raise LossError(
-            f"Expected a loss whose sum and weight are known, got {type(loss).__name__}, which {meant}. {BARE_MEAN}\n"
+            f"Expected a loss whose sum and weight are known, got {type(loss).__name__}, which {meant}. "
+            f"{BARE_MEAN}\n"
             "A module that takes (model, micro) and returns an ab.Total goes in as ab.Terms(module)."
         )
-    if any(loss is function for function in vars(F).values()):
-        raise LossError(f"Expected a loss whose sum and weight are known, got {getattr(loss, '__name__', loss)}. {BARE_MEAN}")
+    function = loss.func if isinstance(loss, partial) else loss
+    name = getattr(function, "__name__", "")
+    if name and vars(F).get(name) is function:
+        raise LossError(f"Expected a loss whose sum and weight are known, got F.{name}. {BARE_MEAN}")
     return Terms(cast("Any", loss))
 
 
 def check(loss: object) -> None:
-    """Refuse at the door what could never be summed exactly: class weights that require grad or are negative.
+    """Refuse at the door what could never be summed exactly: weights that are negative, infinite or NaN.
 
     Raises:
-        LossError: see `resolve`; or a weight that requires grad or is negative.
+        LossError: see `resolve`; or a weight that is not at least 0 and finite.
     """
     resolved = resolve(loss)
     if not isinstance(resolved, SummedLoss):
         return
     for name in ("weight", "pos_weight"):
-        weight: Tensor | None = resolved.settings.get(name)
-        if weight is None:
-            continue
-        if weight.requires_grad:
-            raise LossError(f"Expected `{name}` of the loss without gradient, got one that requires grad. Use .detach().")
-        if weight.is_floating_point() and bool((weight < 0).any()):
-            raise LossError(f"Expected `{name}` of the loss to be at least 0, got a minimum of {weight.min().item()}.")
+        weight = resolved.settings.get(name)
+        if isinstance(weight, Tensor) and not bool(((weight >= 0) & torch.isfinite(weight)).all()):
+            raise LossError(
+                f"Expected `{name}` of {resolved.name} to be finite and at least 0, got values from "
+                f"{weight.min().item()} to {weight.max().item()}. It says how much a class or element counts."
+            )

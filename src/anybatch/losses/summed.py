@@ -9,13 +9,12 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.batch import Batch
 from anybatch.errors import LossError
 from anybatch.losses.convention import forward, split
-from anybatch.losses.kinds import KINDS, MODULES, WEIGHTED_KINDS, Kind
+from anybatch.losses.kinds import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.terms import BARE_MEAN
 from anybatch.total import Number
@@ -29,6 +28,7 @@ class SummedLoss:
     """One of torch's losses, read from the caller's object at the start of each step.
 
     Attributes:
+        name: what the caller calls it.
         kind: what it divides by.
         settings: the caller's keyword arguments or module attributes.
         reduced: the caller's loss as it is, with its own reduction.
@@ -37,12 +37,13 @@ class SummedLoss:
         divided: the batch is uncut, so the value is the caller's own and needs no division.
     """
 
+    name: str
     kind: Kind
     settings: Mapping[str, Any]
     reduced: Callable[..., Tensor]
     unreduced: Callable[..., Tensor]
     summed: Callable[..., Tensor]
-    divided: bool
+    divided: bool = False
 
     @property
     def counted(self) -> bool:
@@ -56,21 +57,20 @@ class SummedLoss:
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model, then the loss; the value is a sum unless the loss is divided."""
-        inputs, targets = split(micro)
-        arguments = self.kind.arrange(forward(model, inputs), targets)
+        inputs, targets = split(micro, has_target=self.kind.has_target)
+        arguments = self._arrange(forward(model, inputs), targets)
         if self.divided:
             value = _scalar(self.reduced(*arguments))
-            return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
-        if self.kind.counted and not _is_half(arguments):
+        elif self.kind.counted and not _is_half(arguments):
             value = self.summed(*arguments)  # one kernel; the weight comes from the targets
-            return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
-        losses = self.unreduced(*arguments)
-        if not self._is_sum:
-            losses = self.kind.terms(losses, arguments)
-        value = losses.sum(dtype=torch.float32 if losses.dtype in _HALF else None)
-        if self.kind.shape_tells:
-            return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
-        return Evaluated({"loss": value}, lambda: {"loss": losses.numel()})
+        else:
+            losses = self.unreduced(*arguments)
+            if self.kind.per_row:
+                self._check_count(losses, arguments, targets)
+            value = self._add_up(losses, arguments)
+            if not self.kind.counted:
+                return Evaluated({"loss": value}, lambda: {"loss": self._count(losses)})
+        return Evaluated({"loss": value}, lambda: {"loss": self._weigh(arguments, targets)})
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
         """The weight of the whole batch: counted from its targets, or in proportion to its rows."""
@@ -81,7 +81,7 @@ class SummedLoss:
         if self.kind.counted:
             return None if batch.whole is None else {"loss": self._weigh((), split(batch.whole)[1])}
         weight = first.weigh()["loss"]
-        # Every row weighs the same, so this division has no rest. That it holds is checked when the step closes.
+        # Every row weighs the same, so this division has no rest. Checked when the step closes.
         return {"loss": weight * batch.rows // first_rows} if batch.rows else None
 
     def uncut(self) -> Loss:
@@ -93,11 +93,40 @@ class SummedLoss:
         cut = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
         if not cut:
             return itertools.repeat(self)
-        parts = {name: value.split(micro_batch) for name, value in cut.items()}
-        return [self._with(dict(zip(parts, part, strict=True))) for part in zip(*parts.values(), strict=True)]
+        parts = zip(*[value.split(micro_batch) for value in cut.values()], strict=True)
+        return [self._with(dict(zip(cut, part, strict=True))) for part in parts]
+
+    def _arrange(self, outputs: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, ...]:
+        wanted = self.kind.arguments - ("var" in self.settings)  # the one that may be a constant
+        if len(outputs) + len(targets) != wanted:
+            raise LossError(
+                f"Expected {wanted} tensors for {self.name}, got {len(outputs)} from the model and "
+                f"{len(targets)} as target. Let the model return only what the loss compares, or write the "
+                "loss as a function (model, micro) -> ab.Total."
+            )
+        return self.kind.arrange(outputs, targets)
+
+    def _add_up(self, losses: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+        """Sum unreduced losses, at least in float32: 65,536 losses of 10 do not fit in float16."""
+        terms = losses if self._is_sum else self.kind.terms(losses, arguments)
+        return terms.sum(dtype=torch.float32 if losses.dtype in _HALF else None)
+
+    def _count(self, losses: Tensor) -> int:
+        """Losses that all weigh the same are counted, so the number is right however they broadcast."""
+        return losses.shape[0] if self._is_batchmean else losses.numel()
+
+    def _check_count(self, losses: Tensor, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
+        """A setting for all rows, left uncut, would repeat the losses of a single row."""
+        count = self.kind.weigh(self.settings, arguments, targets)
+        if not self.kind.counted and losses.numel() != count:
+            raise LossError(
+                f"Expected {count} losses from {self.name} of this micro-batch, got {losses.numel()}: a "
+                "weight with an entry for every row cannot be cut where rows come one by one. Put it into the "
+                "batch, and write the loss as a function (model, micro) -> ab.Total."
+            )
 
     def _is_per_row(self, name: str, batch: Batch) -> bool:
-        """Settings broadcast against the target from the last axis, so only one of as many axes reaches the rows."""
+        """Settings broadcast from the last axis: only one with as many axes as the target reaches the rows."""
         value = self.settings.get(name)
         if value is None or batch.whole is None:
             return False
@@ -114,8 +143,16 @@ class SummedLoss:
     def _is_sum(self) -> bool:
         return self.settings.get("reduction") == "sum"
 
+    @property
+    def _is_batchmean(self) -> bool:
+        return self.settings.get("reduction") == "batchmean"
+
     def _weigh(self, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> Number:
-        return self.kind.weigh(self.settings, arguments, targets)
+        return (
+            arguments[0].shape[0]
+            if self._is_batchmean
+            else self.kind.weigh(self.settings, arguments, targets)
+        )
 
 
 def summed_loss(loss: object) -> SummedLoss | None:
@@ -129,52 +166,80 @@ def summed_loss(loss: object) -> SummedLoss | None:
         LossError: a known loss with a reduction or arguments that cannot be summed.
 
     Example:
-        >>> summed_loss(nn.MSELoss()).kind is summed_loss(F.mse_loss).kind
+        >>> summed_loss(nn.MSELoss()).kind is summed_loss(torch.nn.functional.mse_loss).kind
         True
     """
     if isinstance(loss, nn.Module):
         return _from_module(loss)
-    function, settings = (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
-    kind = KINDS.get(cast("Any", function)) if callable(function) else None
+    function: Any = loss.func if isinstance(loss, partial) else loss
+    settings: Mapping[str, Any] = loss.keywords if isinstance(loss, partial) else {}
+    kind = FUNCTIONS.get(cast("Any", function)) if callable(function) else None
     if kind is None:
         return None
     if isinstance(loss, partial) and loss.args:
-        raise LossError(f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them.")
+        raise LossError(
+            f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them."
+        )
     if settings.get("weight") is not None:
-        kind = WEIGHTED_KINDS.get(cast("Any", function), kind)
+        kind = WEIGHTED_FUNCTIONS.get(cast("Any", function), kind)
     call = cast("Callable[..., Tensor]", loss)
-    return _summed(kind, settings, call, lambda reduction: partial(call, reduction=reduction))
+    return _summed(
+        function.__name__, kind, settings, call, lambda reduction: partial(call, reduction=reduction)
+    )
 
 
 def _from_module(loss: nn.Module) -> SummedLoss | None:
-    for base, function in MODULES.items():
-        # A subclass that brings its own forward is another loss.
-        if isinstance(loss, base) and type(loss).forward is base.forward:
-            settings = {**vars(loss), **loss._buffers}  # pyright: ignore[reportPrivateUsage]
-            return _summed(KINDS[function], settings, loss, lambda reduction: _with_attributes(loss, {"reduction": reduction}))
-    return None
+    base = next((base for base in type(loss).__mro__ if base in MODULES), None)
+    # A subclass, or an object, that brings its own forward is another loss.
+    if base is None or type(loss).forward is not base.forward or "forward" in vars(loss):
+        return None
+    settings = {**vars(loss), **loss._parameters, **loss._buffers}  # pyright: ignore[reportPrivateUsage]
+    return _summed(
+        type(loss).__name__,
+        MODULES[base],
+        settings,
+        loss,
+        lambda reduction: _with_attributes(loss, {"reduction": reduction}),
+    )
 
 
 def _summed(
-    kind: Kind, settings: Mapping[str, Any], reduced: Callable[..., Tensor], reduce: Callable[[str], Callable[..., Tensor]]
+    name: str,
+    kind: Kind,
+    settings: Mapping[str, Any],
+    reduced: Callable[..., Tensor],
+    reduce: Callable[[str], Callable[..., Tensor]],
 ) -> SummedLoss:
     reduction = settings.get("reduction", "mean")
-    if settings.get("size_average") is not None or settings.get("reduce") is not None:
-        raise LossError(f"Expected `reduction=`, got the deprecated size_average or reduce. Write reduction={reduction!r}.")
-    if reduction not in ("mean", "sum") and not (reduction == "batchmean" and kind is KINDS[F.kl_div]):
-        raise LossError(f"Expected reduction 'mean' or 'sum', got {reduction!r}: a step needs one number to minimise. Choose one of them.")
+    deprecated = [key for key in ("size_average", "reduce") if settings.get(key) is not None]
+    if deprecated:
+        raise LossError(
+            f"Expected {name} with reduction='mean' or 'sum', got the deprecated {' and '.join(deprecated)}. "
+            "Write reduction= in their place."
+        )
+    if reduction not in kind.reductions:
+        raise LossError(
+            f"Expected {name} with a reduction of {kind.reductions}, got {reduction!r}: a step needs one "
+            "number to minimise. Choose one of them."
+        )
+    for key in ("weight", "pos_weight"):
+        weight = settings.get(key)
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise LossError(
+                f"Expected `{key}` of {name} without gradient, got one that requires grad. Use .detach()."
+            )
     return SummedLoss(
+        name=name,
         kind=kind,
         settings=settings,
         reduced=reduced,
         unreduced=reduce("none"),
         summed=reduce("sum"),
-        divided=False,
     )
 
 
 def _with_attributes(loss: nn.Module, attributes: Mapping[str, Any]) -> nn.Module:
-    """A shallow copy that shares parameters and buffers with the caller's module, but for these attributes."""
+    """A shallow copy that shares parameters and buffers with the caller's, but for these attributes."""
     twin = copy.copy(loss)
     buffers = {**loss._buffers}  # pyright: ignore[reportPrivateUsage]
     twin.__dict__["_buffers"] = buffers

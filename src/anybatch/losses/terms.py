@@ -15,7 +15,8 @@ from anybatch.losses.loss import Evaluated, Loss
 from anybatch.total import Number, Total
 
 BARE_MEAN = (
-    "A mean has lost its denominator, so micro-batches cannot be added up. Return the sum and what it is divided by:\n"
+    "A mean has lost its denominator, so micro-batches cannot be added up. "
+    "Return the sum and what it is divided by:\n"
     '    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
     "    return ab.Total(losses.sum(), losses.numel())"
 )
@@ -25,16 +26,16 @@ BARE_MEAN = (
 class Terms:
     """Named totals with coefficients: auxiliary losses, each divided by its own weight.
 
-    A bare function `(model, micro) -> Total` needs no `Terms`; use it to name coefficients, or to say the weights of a
-    batch before its first forward.
+    A bare function `(model, micro) -> Total` needs no `Terms`; use it to name coefficients, or to say the
+    weights of a batch before its first forward.
 
     Args:
-        function: takes the model and a micro-batch, returns a `Total` or a mapping of named totals. It must return
-            the same names for every micro-batch. Terms that carry no gradient are reported only.
+        function: takes the model and a micro-batch, returns a `Total` or a mapping of named totals, with the
+            same names for every micro-batch. Terms that carry no gradient are reported only.
         coefficients: factor of each named term in the loss, 1 where not given.
-        weight: takes the whole batch as it was given to the step, returns the weight of the batch, or a mapping of them. Not needed: without it
-            the gradient is divided once at the end, which costs one gradient buffer and one backward per
-            further term.
+        weight: takes the whole batch as it was given to the step, returns the weight of the batch, or a
+            mapping of them by name. Not needed: without it the gradient is divided once at the end, which
+            costs one gradient buffer and one backward per further term.
 
     Raises:
         LossError: a coefficient is not a finite number.
@@ -43,7 +44,8 @@ class Terms:
         >>> def function(model, micro):
         ...     x, y = micro
         ...     error = (model(x) - y).square()
-        ...     return {"fit": Total(error.sum(), error.numel()), "size": Total(model.weight.square().sum() * len(x), len(x))}
+        ...     size = model.weight.square().sum()
+        ...     return {"fit": Total(error.sum(), error.numel()), "size": Total(size * len(x), len(x))}
         >>> loss = Terms(function, coefficients={"size": 0.01})
     """
 
@@ -56,10 +58,15 @@ class Terms:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise LossError(f"Expected a function (model, micro) -> ab.Total, got {type(self.function).__name__}. {BARE_MEAN}")
+            raise LossError(
+                f"Expected a function (model, micro) -> ab.Total, got {type(self.function).__name__}. "
+                f"{BARE_MEAN}"
+            )
         for name, value in self.coefficients.items():
             if not math.isfinite(value):
-                raise LossError(f"Expected a finite coefficient for {name!r}, got {value}. Use 0 to report a term only.")
+                raise LossError(
+                    f"Expected a finite coefficient for {name!r}, got {value}. Use 0 to report a term only."
+                )
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that what comes back can be added up."""
@@ -80,10 +87,14 @@ class Terms:
         if self.weight is None or not batch.rows:
             return None
         given = self.weight(batch.given)
-        weights = cast("Mapping[str, Number]", given) if isinstance(given, Mapping) else dict.fromkeys(first.sums, given)
+        weights = given if isinstance(given, Mapping) else dict.fromkeys(first.sums, given)
         if set(weights) != set(first.sums):
-            raise LossError(f"Expected a weight for each of {sorted(first.sums)}, got {sorted(weights)}. Name the same terms in both.")
-        return {name: Total(0, weight).weight for name, weight in weights.items()}  # a Total checks its weight
+            raise LossError(
+                f"Expected a weight for each of {sorted(first.sums)}, got {sorted(weights)}. "
+                "Name the same terms in both."
+            )
+        # A Total checks its weight.
+        return {name: Total(0, weight).weight for name, weight in weights.items()}
 
     def uncut(self) -> Loss:
         """The same: a total is divided once, cut or not."""
@@ -102,11 +113,15 @@ def _named(value: object) -> Mapping[str, Total]:
         wrong = {name: type(total).__name__ for name, total in totals.items() if not isinstance(total, Total)}
         if totals and not wrong:
             return cast("Mapping[str, Total]", totals)
-        raise LossError(f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {BARE_MEAN}")
-    if isinstance(value, Tensor):
-        raise LossError(f"Expected the loss function to return an ab.Total, got a tensor of shape {tuple(value.shape)}. {BARE_MEAN}")
-    raise LossError(f"Expected the loss function to return an ab.Total or a mapping of them, got {type(value).__name__}. {BARE_MEAN}")
+        raise LossError(
+            f"Expected a mapping of named ab.Total values, got {wrong or 'an empty one'}. {BARE_MEAN}"
+        )
+    came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    raise LossError(
+        f"Expected the loss function to return an ab.Total or a mapping of them, got {came}. {BARE_MEAN}"
+    )
 
 
 def _as_tensor(value: Number) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(float(value))
+    """A number stays as exact as it is: the first micro-batch's sum decides the dtype of what flows back."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Metrics as folds: sums over all rows, divided once, never a mean of means."""
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import rng, tree
 from anybatch.batch import OpenBatch
+from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
 from anybatch.losses.convention import split
 from anybatch.losses.loss import Evaluated
@@ -74,6 +75,43 @@ def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_bat
     if "loss" not in values:
         values["loss"] = math.fsum(loss.coefficients.get(name, 1.0) * value for name, value in values.items())
     return values | {name: float(fold.finish(states[name])) for name, fold in folds.items()}
+
+
+class RunningLoss:
+    """The loss over the updates of an epoch: each term a sum of sums over a sum of weights.
+
+    Args:
+        totals: sum and weight of each term so far, as `totals` gives them.
+
+    Example:
+        >>> from anybatch.events import StepReport
+        >>> running = RunningLoss()
+        >>> for loss, rows in ((1.0, 3), (2.0, 1)):
+        ...     running.add(StepReport(loss=loss, terms={"loss": loss}, weights={"loss": rows}, rows=rows,
+        ...                            micro_batches=1, grad_norm=math.nan, updated=True))
+        >>> running.value({})
+        1.25
+    """
+
+    def __init__(self, totals: Mapping[str, Sequence[float]] | None = None) -> None:
+        self._totals = {name: Total(*pair) for name, pair in (totals or {}).items()}
+
+    @property
+    def totals(self) -> dict[str, list[float]]:
+        """Sum and weight of each term, to be kept in a checkpoint."""
+        return {name: [float(total.sum), float(total.weight)] for name, total in self._totals.items()}
+
+    def add(self, report: StepReport) -> None:
+        """Add an update; terms without weight have nothing to add."""
+        for name, weight in report.weights.items():
+            if weight:
+                total = Total(report.terms[name] * weight, weight)
+                self._totals[name] = self._totals.get(name, Total.zero()) + total
+
+    def value(self, coefficients: Mapping[str, float]) -> float:
+        """The terms' means with their coefficients (1 where none is given); NaN where nothing was added."""
+        values = [coefficients.get(name, 1.0) * float(total.mean()) for name, total in self._totals.items()]
+        return math.fsum(values) if values else math.nan
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

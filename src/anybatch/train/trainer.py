@@ -1,6 +1,5 @@
 """The loop around the step: epochs, validation, progress, checkpoints, resume."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,12 +8,10 @@ from typing import Any
 from anybatch import rng
 from anybatch.errors import AnybatchError, CheckpointError, DataError, PlanError
 from anybatch.events import StepReport
-from anybatch.losses.resolve import resolve
 from anybatch.step import Step
-from anybatch.total import Total
 from anybatch.train import checkpoint
 from anybatch.train.interrupt import Interruption, deferred
-from anybatch.train.metrics import Metric, evaluate, to_device
+from anybatch.train.metrics import Metric, RunningLoss, evaluate, to_device
 from anybatch.train.rows import Rows
 from anybatch.train.watch import Course, EpochReport, JsonLog, TextLog, Watcher
 
@@ -89,7 +86,7 @@ class Trainer:
         self.seconds = 0.0  # of training, over all starts
         self.best: float | None = None
         self._batch = 0  # batches done in the epoch under way
-        self._totals: dict[str, Total] = {}  # loss terms of the epoch under way
+        self._loss = RunningLoss()  # of the epoch under way
 
     def fit(self, *, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, counting those before a resume.
@@ -145,7 +142,7 @@ class Trainer:
             "updates": self.updates,
             "seconds": self.seconds,
             "best": self.best,
-            "totals": {name: [total.sum, total.weight] for name, total in self._totals.items()},
+            "totals": self._loss.totals,
             "run": self._run_identity(),
             "config": self.config,
         }
@@ -183,7 +180,7 @@ class Trainer:
         progress = found.progress
         self.epoch, self._batch, self.updates = progress["epoch"], progress["batch"], progress["updates"]
         self.seconds, self.best = progress["seconds"], progress["best"]
-        self._totals = {name: Total(*pair) for name, pair in progress["totals"].items()}
+        self._loss = RunningLoss(progress["totals"])
         rng.restore_process(found.random)
 
     def _run_epoch(self, interruption: Interruption) -> EpochReport:
@@ -200,8 +197,8 @@ class Trainer:
         seconds = time.perf_counter() - began
         self.seconds += seconds
         rows = self.train.count - first * self.batch_size
-        loss = self._epoch_loss()
-        self.epoch, self._batch, self._totals = self.epoch + 1, 0, {}
+        loss = self._loss.value(self.step.coefficients)
+        self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
         validation = {} if self.validation is None else self._evaluate(self.validation)
         is_best = self._is_best(validation)
         self._save(LAST)
@@ -223,17 +220,9 @@ class Trainer:
     def _note(self, report: StepReport) -> None:
         self._batch += 1
         self.updates += report.updated
-        for name, weight in report.weights.items():
-            if weight:
-                total = Total(report.terms[name] * weight, weight)
-                self._totals[name] = self._totals.get(name, Total.zero()) + total
+        self._loss.add(report)
         for watcher in self.watchers:
             watcher.step(report)
-
-    def _epoch_loss(self) -> float:
-        coefficients = resolve(self.step.loss).coefficients
-        terms = [coefficients.get(name, 1.0) * float(total.mean()) for name, total in self._totals.items()]
-        return math.fsum(terms) if terms else math.nan
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
         micro_batch = self.step.micro_batch or self.batch_size

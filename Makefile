@@ -1,0 +1,69 @@
+# Every command of the house. Needs Python 3.11 or newer, git and make; everything else goes into .venv.
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --quiet --no-input --disable-pip-version-check --constraint requirements.lock
+RUN ?= runs/demo
+DEMO := --data digits --batch-size 128 --micro-batch 32 --epochs 30 --lr 0.05 --momentum 0.9 --seed 0 --out $(RUN)
+
+# $(call or_say,what to do next): ends a command whose failure should say so in one line.
+or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.SECONDARY:
+.PHONY: help env demo test test-slow check format bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
+
+env: .venv/.with-digits .venv/.with-dev ## make .venv with everything needed to work on anybatch
+	@echo "env: ready in .venv"
+
+demo: .venv/.with-digits ## train LeNet-5 on real handwritten digits and say where the files are
+	@echo "demo: training LeNet-5 on handwritten digits, 128 rows a step, 32 at a time"
+	@$(BIN)/anybatch train lenet5 $(DEMO) $(call or_say,see the message above; for a fresh environment: make clean)
+
+test: env ## run the tests, without those marked slow
+	@echo "test: running all tests but the slow ones"
+	@$(BIN)/python -m pytest -m "not slow" $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
+
+test-slow: env ## run the tests marked slow
+	@echo "test-slow: running the slow tests"
+	@$(BIN)/python -m pytest -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
+
+check: env ## check format, lint and types
+	@echo "check: format, lint, types"
+	@$(BIN)/ruff format --quiet --check --diff . $(call or_say,run: make format)
+	@$(BIN)/ruff check --quiet . $(call or_say,run: make format; then mend what it still names)
+	@$(BIN)/pyright $(call or_say,mend the types named above)
+
+format: env ## format the code and mend what lint can mend by itself
+	@echo "format: rewriting in place"
+	@$(BIN)/ruff check --quiet --fix . $(call or_say,mend by hand what is named above)
+	@$(BIN)/ruff format --quiet . $(call or_say,mend the syntax named above)
+
+bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric
+	@echo "bench: measuring, some minutes; leave the machine alone meanwhile"
+	@$(BIN)/python -m benchmarks $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
+
+clean: ## delete .venv, caches and build outputs; runs/ stays
+	@echo "clean: deleting .venv, caches and build outputs"
+	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The pinned torch goes first and alone: nothing that comes later can then draw in another one.
+.venv/.torch: requirements.lock
+	@for python in $(or $(PYTHON),python3.11 python3) ""; do \
+	    $$python -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
+	done; \
+	test -n "$$python" $(call or_say,install Python 3.11 or newer with its venv module or name one: make PYTHON=/path/to/python3); \
+	echo "env: making .venv with $$($$python --version)"; \
+	$$python -m venv .venv $(call or_say,run: make clean)
+	@echo "env: installing torch (large: minutes on a slow line)"
+	@$(PIP) torch $(call or_say,look at the line above and at your network then repeat; afresh with: make clean)
+	@touch $@
+
+.venv/.with-%: pyproject.toml .venv/.torch
+	@echo "env: installing anybatch [$*]"
+	@$(PIP) --editable '.[$*]' $(call or_say,look at the line above and at your network then repeat; afresh with: make clean)
+	@touch $@

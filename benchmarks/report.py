@@ -1,0 +1,136 @@
+"""The report: raw results as Markdown tables, aligned so that they read well in a terminal too."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from benchmarks.ratios import Ratio
+from benchmarks.results import Exactness, Memory, Race, Raw, names
+from benchmarks.thresholds import Verdict, growth, ratio
+
+
+def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
+    """The whole report."""
+    versions = ", ".join(f"{name} {version}" for name, version in raw.versions.items())
+    lines = [
+        f"# anybatch benchmarks ({raw.config}), {raw.date}",
+        "",
+        f"{raw.hardware}, one thread. {versions}.",
+        *("", "## Thresholds", "", *_thresholds(verdicts)),
+        *("", "## Time of one update over the hand-written loop's, same cut", "", *_races(raw.races)),
+        "",
+        "Medians of paired ratios, measured in turn in one process, with the 95 % interval of the median.",
+        "Garbage: objects per update that only the garbage collector frees (it is off while the clock runs).",
+        *("", "## Relative error in float64", "", *_exactness(raw.exactness)),
+        "",
+        "Gradient: micro-batches of unequal weight, against one whole-batch backward. Parameters: a few",
+        "updates with equal weights, against the hand-written loop: a fair race is one where all end alike.",
+        *("", "## Peak tensor bytes of one update", "", *_memory(raw.memory)),
+        "",
+        "Held: parameters and optimizer state, part of the peaks. The batch is the caller's and not in them.",
+        "Growth is that of the peak above what is held.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def file_name(raw: Raw) -> str:
+    """`what_hardware_date.md`, in lower case and without blanks."""
+    hardware = re.sub(r"[^a-z0-9]+", "-", raw.hardware.lower()).strip("-")
+    return f"steps-{raw.config}_{hardware}_{raw.date}.md"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table with padded columns, the first one to the left and the others to the right."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True)))
+        return f"| {' | '.join(padded)} |"
+
+    rule = [f"{'-' * (w - 1)}:" if i else "-" * w for i, w in enumerate(widths)]
+    return [line(header), f"| {' | '.join(rule)} |", *(line(row) for row in rows)]
+
+
+def _thresholds(verdicts: Sequence[Verdict]) -> list[str]:
+    rows = [(v.what, f"{v.measured:.5g}", f"{v.limit:g}", "pass" if v.holds else "FAIL") for v in verdicts]
+    return table(("threshold", "measured", "at most", "result"), rows)
+
+
+def _races(races: Sequence[Race]) -> list[str]:
+    header = (
+        "task",
+        "rows x micro-batches",
+        "contestant",
+        "wall",
+        "95 %",
+        "CPU",
+        "95 %",
+        "pairs",
+        "garbage",
+        "at most",
+    )
+    return table(header, [row for race in races for row in _race_rows(race)])
+
+
+def _race_rows(race: Race) -> Iterator[tuple[str, ...]]:
+    case = race.case
+    cut = f"{case.rows} x {case.micro_batches}"
+    yield (
+        case.task,
+        cut,
+        "hand",
+        f"{race.step_s * 1e3:.3g} ms",
+        "",
+        "",
+        "",
+        "",
+        f"{race.garbage['hand']:.2g}",
+        "",
+    )
+    for name in race.wall:
+        if name == "hand":
+            continue
+        wall, cpu = ratio(race, name, "wall"), ratio(race, name, "cpu")
+        limit = f"{case.threshold:g}" if name == "anybatch" else ""
+        identical = " (identical)" if name == "anybatch" and race.identical else ""
+        clocks = (f"{wall.median:.3f}", _interval(wall), f"{cpu.median:.3f}", _interval(cpu))
+        yield case.task, cut, name + identical, *clocks, str(wall.pairs), f"{race.garbage[name]:.2g}", limit
+
+
+def _interval(value: Ratio) -> str:
+    return f"{value.low:.3f}..{value.high:.3f}" if value.pairs > 5 else ""  # fewer say nothing
+
+
+def _exactness(entries: Sequence[Exactness]) -> list[str]:
+    contestants = names(entry.gradient for entry in entries)
+    rows = [
+        (entry.task, what, *(f"{errors[name]:.1e}" for name in contestants))
+        for entry in entries
+        for what, errors in (("gradient", entry.gradient), ("parameters", entry.parameters))
+    ]
+    return table(("task", "of the", *contestants), rows)
+
+
+def _memory(entries: Sequence[Memory]) -> list[str]:
+    header = (
+        "task",
+        "contestant",
+        "micro-batches",
+        "held",
+        "peak",
+        "batch",
+        "micro-batches",
+        "peak",
+        "batch",
+        "growth",
+    )
+    rows = [
+        (
+            *(entry.case.task, name),
+            *(str(entry.case.few), f"{entry.held:,}", f"{entry.few[name]:,}", f"{entry.batch[0]:,}"),
+            *(str(entry.case.many), f"{entry.many[name]:,}", f"{entry.batch[1]:,}"),
+            f"{growth(entry, name):.3%}",
+        )
+        for entry in entries
+        for name in entry.few
+    ]
+    return table(header, rows)

@@ -1,0 +1,70 @@
+"""Judges raw results: every threshold with what was measured, and whether it holds."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import isnan, nan
+
+from benchmarks.ratios import Ratio, paired_ratio
+from benchmarks.results import Memory, Race, Raw
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One threshold: `measured` must not exceed `limit`."""
+
+    what: str
+    measured: float
+    limit: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the threshold holds; a NaN never does."""
+        return self.measured <= self.limit
+
+
+def ratio(race: Race, name: str, clock: str) -> Ratio:
+    """The median ratio of `name` to the hand-written loop; `clock` is "wall" or "cpu"."""
+    return paired_ratio(*race.paired(name, clock))
+
+
+def growth(memory: Memory, name: str) -> float:
+    """How far the peak at many micro-batches is from that at few, relative, without what is held all along.
+
+    Stricter than the whole peak: parameters and optimizer state would hide what micro-batches leave behind.
+    """
+    few, many = memory.few[name] - memory.held, memory.many[name] - memory.held
+    return abs(many / few - 1)
+
+
+def judge(raw: Raw) -> Iterator[Verdict]:
+    """All thresholds of a run. Races are judged by wall time: that is what a user waits for."""
+    for race in raw.races:
+        yield Verdict(
+            what=f"{race.case.task}: wall time over the hand-written loop's",
+            measured=ratio(race, "anybatch", "wall").median,
+            limit=race.case.threshold,
+        )
+    for memory in raw.memory:
+        case = memory.case
+        yield Verdict(
+            what=f"{case.task}: growth of the peak, {case.few} to {case.many} micro-batches",
+            measured=growth(memory, "anybatch"),
+            limit=case.tolerance,
+        )
+    for exactness in raw.exactness:
+        for name in ("hand", "anybatch"):
+            yield Verdict(
+                what=f"{exactness.task}: gradient error of {name}, unequal weights",
+                measured=exactness.gradient[name],
+                limit=raw.gradient_error,
+            )
+        yield Verdict(
+            what=f"{exactness.task}: all contestants end at the same parameters, equal weights",
+            measured=_worst(exactness.parameters.values()),
+            limit=raw.parameter_error,
+        )
+
+
+def _worst(errors: Iterable[float]) -> float:
+    values = list(errors)  # `max` alone may pass over a NaN
+    return nan if any(isnan(value) for value in values) else max(values)

@@ -1,0 +1,64 @@
+"""CIFAR-10 in its binary form: records of one label byte and 3072 pixel bytes."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anybatch.data.dataset import Dataset, Split, check_classes, normalise, unreadable
+from anybatch.errors import DataError
+
+RECORD_BYTES = 1 + 3 * 32 * 32
+TRAIN, TEST = "data_batch_*.bin", "test_batch*.bin"
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+
+def read_cifar10(folder: Path) -> Split:
+    """Read the binary CIFAR-10 files of a folder: 32x32 colour images, normalised per channel.
+
+    Args:
+        folder: holds `data_batch_*.bin` and `test_batch*.bin`; as many of them as there are, read in
+            the order of their names.
+
+    Returns:
+        Inputs float32 `(rows, 3, 32, 32)`, each channel of the training pixels with mean 0 and
+        deviation 1; targets int64 in 0 .. 9.
+
+    Raises:
+        DataError: no training or no test file, or one that is empty, truncated or of another kind.
+
+    Source:
+        Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
+    """
+    train, train_targets = _read_all(folder, TRAIN)
+    test, test_targets = _read_all(folder, TEST)
+    train_inputs, test_inputs = normalise(train, test)
+    return Split(
+        train=Dataset(inputs=train_inputs, targets=train_targets, name="CIFAR-10, training", classes=CLASSES),
+        test=Dataset(inputs=test_inputs, targets=test_targets, name="CIFAR-10, test", classes=CLASSES),
+    )
+
+
+def _read_all(folder: Path, pattern: str) -> tuple[Tensor, Tensor]:
+    paths = sorted(folder.glob(pattern))
+    if not paths:
+        raise DataError(f"{folder}: expected files named {pattern}, got none; add the missing files")
+    records = torch.cat([_read_records(path) for path in paths])
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0].long()
+
+
+def _read_records(path: Path) -> Tensor:
+    """One file as uint8 records, `(rows, 3073)`, labels checked."""
+    try:
+        data = bytearray(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error) from None
+    if not data or len(data) % RECORD_BYTES:
+        raise DataError(
+            f"{path}: expected a whole number of records of {RECORD_BYTES} bytes, at least one, "
+            f"got {len(data)} bytes, {len(data) % RECORD_BYTES} past the last whole record; "
+            f"the file is truncated or not CIFAR-10 binary: fetch it again"
+        )
+    records = torch.frombuffer(data, dtype=torch.uint8).view(-1, RECORD_BYTES)
+    check_classes(records[:, 0], num_classes=len(CLASSES), name=str(path))
+    return records

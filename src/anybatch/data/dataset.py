@@ -1,0 +1,160 @@
+"""A data set held in memory: normalised inputs, targets and the names of the classes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dataset:
+    """Rows held in memory: one input and one class for each.
+
+    Args:
+        inputs: float32 images, `(rows, channels, height, width)`, already normalised.
+        targets: int64 classes, `(rows,)`, each an index into `classes`.
+        name: what the rows are, for reports: `"MNIST, training"`.
+        classes: the names of the classes.
+
+    Raises:
+        DataError: no rows, inputs and targets of different length, another dtype or number of
+            dimensions, or a target that is not an index into `classes`.
+
+    Example:
+        >>> rows = Dataset(inputs=torch.zeros(3, 1, 32, 32), targets=torch.tensor([0, 1, 1]),
+        ...                name="toy", classes=("no", "yes"))
+        >>> len(rows)
+        3
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    name: str
+    classes: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no data set, so that every `Dataset` that exists is a valid one."""
+        if self.inputs.ndim != 4 or self.inputs.dtype != torch.float32:
+            raise DataError(
+                f"{self.name}: expected float32 inputs of shape (rows, channels, height, width), "
+                f"got {self.inputs.dtype} of shape {tuple(self.inputs.shape)}; convert them first"
+            )
+        if self.targets.ndim != 1 or self.targets.dtype != torch.int64:
+            raise DataError(
+                f"{self.name}: expected int64 targets of shape (rows,), "
+                f"got {self.targets.dtype} of shape {tuple(self.targets.shape)}; convert them first"
+            )
+        if len(self.inputs) != len(self.targets) or not len(self.targets):
+            raise DataError(
+                f"{self.name}: expected one target for each input and at least one row, "
+                f"got {len(self.inputs)} inputs and {len(self.targets)} targets; are both of one data set?"
+            )
+        check_classes(self.targets, num_classes=len(self.classes), name=self.name)
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.targets)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Split:
+    """Rows to learn from and rows held out, of the same shape and with the same classes.
+
+    Args:
+        train: the rows to learn from.
+        test: the rows held out.
+
+    Raises:
+        DataError: the two do not have the same shape of a row or the same classes.
+
+    Example:
+        >>> rows = Dataset(inputs=torch.zeros(3, 1, 32, 32), targets=torch.tensor([0, 1, 1]),
+        ...                name="toy", classes=("no", "yes"))
+        >>> len(Split(train=rows, test=rows).test)
+        3
+    """
+
+    train: Dataset
+    test: Dataset
+
+    def __post_init__(self) -> None:
+        """Refuse two data sets that one model cannot take."""
+        train, test = self.train, self.test
+        if train.inputs.shape[1:] != test.inputs.shape[1:] or train.classes != test.classes:
+            raise DataError(
+                f"expected {train.name} and {test.name} to agree in the shape of a row and in the classes, "
+                f"got {tuple(train.inputs.shape[1:])} with {len(train.classes)} classes and "
+                f"{tuple(test.inputs.shape[1:])} with {len(test.classes)}; take both from the same data set"
+            )
+
+
+def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:
+    """Refuse targets outside `0 .. num_classes - 1`, naming the first one.
+
+    Args:
+        targets: whole numbers, `(rows,)`.
+        num_classes: how many classes there are.
+        name: the file or data set to name in the error.
+
+    Raises:
+        DataError: a target is not the index of a class.
+
+    Example:
+        >>> check_classes(torch.tensor([0, 9]), num_classes=10, name="labels")
+    """
+    outside = ((targets < 0) | (targets >= num_classes)).nonzero()
+    if len(outside):
+        row = int(outside[0])
+        raise DataError(
+            f"{name}: expected classes 0 to {num_classes - 1}, got {int(targets[row])} in row {row} "
+            f"({len(outside)} such rows); the file is damaged or of another data set"
+        )
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """The error for a file that the operating system will not give.
+
+    Args:
+        path: the file.
+        error: what the operating system said.
+
+    Example:
+        >>> print(unreadable(Path("digits.gz"), FileNotFoundError(2, "No such file or directory")))
+        digits.gz: expected a readable file, got: No such file or directory; check its name and permissions
+    """
+    reason = error.strerror or error
+    return DataError(f"{path}: expected a readable file, got: {reason}; check its name and permissions")
+
+
+def normalise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale each channel to mean 0 and standard deviation 1 over all training pixels.
+
+    The held-out rows are scaled by the training rows' figures: nothing is learned from them. The
+    two moments come from the 256 counts of each channel, whole numbers, so they are exact and do
+    not depend on the order of the rows or on the number of threads.
+
+    Args:
+        train: uint8 images, `(rows, channels, height, width)`.
+        test: uint8 images with the same channels.
+
+    Returns:
+        Both as float32 of unchanged shape.
+
+    Example:
+        >>> train, _ = normalise(torch.tensor([[[[0, 255]]]], dtype=torch.uint8),
+        ...                      torch.zeros(1, 1, 1, 2, dtype=torch.uint8))
+        >>> train.flatten().tolist()
+        [-1.0, 1.0]
+    """
+    levels = torch.arange(256, dtype=torch.float64)
+    counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in train.unbind(1)])
+    share = counts.double() / counts.sum(1, keepdim=True)
+    mean = share @ levels
+    deviation = ((share * (levels - mean[:, None]) ** 2).sum(1)).sqrt()
+    deviation[deviation == 0] = 1.0  # a channel of one level becomes 0, not NaN
+    mean, deviation = (figure.float().view(1, -1, 1, 1) for figure in (mean, deviation))
+    # In place: the float32 copy of the training images is the largest tensor of a small recipe.
+    return train.float().sub_(mean).div_(deviation), test.float().sub_(mean).div_(deviation)

@@ -1,0 +1,304 @@
+"""Checkpoints: one safetensors file, written atomically, verified on load, never unpickled."""
+
+import copy
+import ctypes
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch.errors import CheckpointError
+
+FORMAT = "checkpoint 1"
+_TAG = "$"  # marks what JSON alone cannot say: {"$": "tuple", "of": [...]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Checkpoint:
+    """What a file held, verified, on the CPU.
+
+    Attributes:
+        path: where it was read.
+        model: the model's state dict.
+        optimizers: `(class name, state dict)` of each optimizer.
+        schedulers: the same of each scheduler.
+        progress: the values given to `save`.
+        random: the random state given to `save`.
+    """
+
+    path: Path
+    model: dict[str, Any]
+    optimizers: list[tuple[str, dict[str, Any]]]
+    schedulers: list[tuple[str, dict[str, Any]]]
+    progress: dict[str, Any]
+    random: dict[str, Any]
+
+
+def save(
+    path: str | Path,
+    *,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    schedulers: Sequence[LRScheduler] = (),
+    progress: Mapping[str, Any] | None = None,
+    random: Mapping[str, Any] | None = None,
+) -> None:
+    """Write everything needed to go on: the file is the old one or the new one, never half of it.
+
+    Tensors go into one safetensors file, shared ones (tied weights) once; all else goes into its header as
+    JSON, together with a SHA-256 of both.
+
+    Args:
+        path: the file; its folder must exist.
+        model: whose state dict is kept.
+        optimizers: whose state dicts are kept.
+        schedulers: whose state dicts are kept.
+        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's.
+        random: the same, as `anybatch.rng.capture_process` gives it.
+
+    Raises:
+        CheckpointError: a value that cannot be written without pickle, or a file that cannot be written. An
+            earlier file of that name stays as it was.
+
+    Example:
+        >>> import tempfile
+        >>> model = nn.Linear(2, 1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(f"{folder}/a.safetensors", model=model, progress={"epoch": 3})
+        ...     found = load(f"{folder}/a.safetensors")
+        >>> found.progress, torch.equal(found.model["weight"], model.weight)
+        ({'epoch': 3}, True)
+    """
+    path = Path(path)
+    packer = _Packer()
+    document = {
+        "model": packer.pack(dict(model.state_dict()), "model"),
+        "optimizers": packer.pack([(type(o).__name__, o.state_dict()) for o in optimizers], "optimizers"),
+        "schedulers": packer.pack([(type(s).__name__, s.state_dict()) for s in schedulers], "schedulers"),
+        "progress": packer.pack(dict(progress or {}), "progress"),
+        "random": packer.pack(dict(random or {}), "random"),
+    }
+    text = json.dumps(document)
+    metadata = {"format": "pt", "anybatch": FORMAT, "document": text, "sha256": _digest(packer.tensors, text)}
+    try:
+        _replace_atomically(path, packer.tensors, metadata)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(
+            f"{path}: expected a file that can be written, got: {reason}. Choose another place."
+        ) from None
+
+
+def load(path: str | Path) -> Checkpoint:
+    """Read a file and verify every byte of it, before anything is made of it.
+
+    Raises:
+        CheckpointError: it is missing, truncated, changed, or no checkpoint of anybatch.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"{path}: expected a checkpoint, got no file of that name. Check the path.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: expected a whole safetensors file, got one that cannot be read ({error}). It is "
+            "truncated, damaged or "
+            "of another kind (pickled files are never opened); use an earlier checkpoint."
+        ) from None
+    if metadata.get("anybatch") != FORMAT:
+        found = metadata.get("anybatch", "a file of another program")
+        raise CheckpointError(
+            f"{path}: expected an anybatch {FORMAT!r}, got {found!r}. Load it with what wrote it."
+        )
+    text = metadata.get("document", "")
+    if _digest(tensors, text) != metadata.get("sha256"):
+        raise CheckpointError(
+            f"{path}: expected the bytes that were saved, got others: their SHA-256 differs. Use an "
+            "earlier checkpoint."
+        )
+    values = {name: _unpack(value, tensors) for name, value in json.loads(text).items()}
+    return Checkpoint(path=path, **values)
+
+
+def restore(
+    checkpoint: Checkpoint,
+    *,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer] = (),
+    schedulers: Sequence[LRScheduler] = (),
+) -> None:
+    """Put a checkpoint into a model, optimizers and schedulers; everything is checked before any is touched.
+
+    Args:
+        checkpoint: what `load` gave; it stays as it is.
+        model: of the same parameters and buffers: names, shapes and dtypes.
+        optimizers: of the same classes and parameter groups; none to leave them out.
+        schedulers: of the same classes; none to leave them out.
+
+    Raises:
+        CheckpointError: it is of another model, optimizer or scheduler; nothing was changed.
+    """
+    _check_model(checkpoint, model)
+    if optimizers:
+        _check_classes(checkpoint, "optimizers", [name for name, _ in checkpoint.optimizers], optimizers)
+        for (_, state), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
+            _check_groups(checkpoint, state, optimizer)
+    if schedulers:
+        _check_classes(checkpoint, "schedulers", [name for name, _ in checkpoint.schedulers], schedulers)
+    model.load_state_dict(checkpoint.model)
+    # Copies, because optimizers take over the tensors they are given and write into them.
+    for (_, state), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
+        optimizer.load_state_dict(copy.deepcopy(state))
+    for (_, state), scheduler in zip(checkpoint.schedulers, schedulers, strict=False):
+        scheduler.load_state_dict(copy.deepcopy(state))
+
+
+class _Packer:
+    """Parts nested values into tensors by key and JSON that refers to them."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._keys: dict[tuple[object, ...], str] = {}  # of tensors seen, so that tied ones are kept once
+
+    def pack(self, value: Any, path: str) -> Any:
+        """JSON for a value; its tensors are kept under their paths."""
+        if isinstance(value, Tensor):
+            return {_TAG: "tensor", "of": self._keep(value, path)}
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if type(value) in (list, tuple):
+            items = [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]
+            return items if type(value) is list else {_TAG: "tuple", "of": items}
+        if isinstance(value, Mapping):
+            mapping = cast("Mapping[Any, Any]", value)
+            pairs = [(key, self.pack(item, f"{path}/{key}")) for key, item in mapping.items()]
+            if isinstance(value, Counter):
+                return {_TAG: "counter", "of": pairs}
+            if all(isinstance(key, str) for key, _ in pairs) and _TAG not in value:
+                return dict(pairs)
+            if all(isinstance(key, int | str) and not isinstance(key, bool) for key, _ in pairs):
+                return {_TAG: "dict", "of": pairs}
+        raise CheckpointError(
+            f"{path}: expected tensors, numbers, strings, lists, tuples or dicts, got "
+            f"{type(value).__name__}. "
+            "A checkpoint is never pickled; give that object a state_dict() of plain values."
+        )
+
+    def _keep(self, value: Tensor, path: str) -> str:
+        value = value.detach()
+        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if value.numel() and identity in self._keys:
+            return self._keys[identity]
+        self._keys[identity] = path
+        self.tensors[path] = value.cpu().contiguous()
+        return path
+
+
+def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_unpack(item, tensors) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    mapping = cast("dict[str, Any]", value)
+    kind: str | None = mapping.get(_TAG)
+    of: Any = mapping.get("of")
+    if kind == "tensor":
+        return tensors[of]
+    if kind == "tuple":
+        return tuple(_unpack(of, tensors))
+    if kind in ("dict", "counter"):
+        items = {key: _unpack(item, tensors) for key, item in of}
+        return Counter(items) if kind == "counter" else items
+    return {key: _unpack(item, tensors) for key, item in mapping.items()}
+
+
+def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all tensors, and the JSON."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        if value.numel():
+            size = value.numel() * value.element_size()
+            digest.update((ctypes.c_ubyte * size).from_address(value.data_ptr()))  # no copy
+    return digest.hexdigest()
+
+
+def _replace_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write beside the file, make sure that it is on disk, then take the old one's place in one go."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        _sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
+    there, here = _forms(checkpoint.model), _forms(model.state_dict())
+    differences = [
+        f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differences:
+        shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
+        raise CheckpointError(
+            f"{checkpoint.path}: expected a checkpoint of this {type(model).__name__}, got another "
+            f"model's: {shown}. Build the "
+            "model as it was when the checkpoint was written."
+        )
+
+
+def _forms(state: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else "a value"
+        for name, value in state.items()
+    }
+
+
+def _check_classes(checkpoint: Checkpoint, what: str, there: list[str], here: Iterable[object]) -> None:
+    names = [type(one).__name__ for one in here]
+    if there != names:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected a checkpoint with the {what} {names}, got {there}. "
+            "Make the same ones in the same order."
+        )
+
+
+def _check_groups(checkpoint: Checkpoint, state: Mapping[str, Any], optimizer: Optimizer) -> None:
+    there = [len(group["params"]) for group in state["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if there != here:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected {type(optimizer).__name__} to have parameter groups of {here} "
+            f"parameters, got {there}. Make the optimizer from the same parameters."
+        )

@@ -1,0 +1,1 @@
+"""Tests: the folders mirror src; laws, parity and faults stand beside them."""

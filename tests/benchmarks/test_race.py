@@ -1,0 +1,79 @@
+"""Tests of the race: everyone does the same work, whatever the clock says."""
+
+import gc
+
+from benchmarks.config import Effort, RaceCase
+from benchmarks.contestants import PEERS, Entry, Update, hand
+from benchmarks.race import quiet_collector, race
+from benchmarks.results import Race
+from benchmarks.tasks import Batch
+
+CASE = RaceCase(task="mlp", rows=2, micro_batches=3, threshold=1e9)
+EFFORT = Effort(least_blocks=5, most_blocks=5, seconds=0.0, warm_up=1, peers_every=4, segment_s=0.0)
+PEER = next(iter(PEERS))
+
+
+class Counted:
+    """The hand-written loop, counting its updates."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.update, self.updates = hand(entry), 0
+
+    def __call__(self, batch: Batch) -> float:
+        self.updates += 1
+        return self.update(batch)
+
+
+def halved(entry: Entry) -> Update:
+    for group in entry.optimizer.param_groups:
+        group["lr"] /= 2
+    return hand(entry)
+
+
+def littering(entry: Entry) -> Update:
+    update = hand(entry)
+
+    def litter(batch: Batch) -> float:
+        cycle: list[object] = []
+        cycle.append(cycle)
+        return update(batch)
+
+    return litter
+
+
+def run(**builders: object) -> Race:
+    return race(CASE, EFFORT, {"hand": hand, "anybatch": hand} | builders, seconds=0.0, seed=0)
+
+
+def test_every_block_is_a_pair_and_peers_join_some() -> None:
+    result = run(**{PEER: hand})
+    assert result.blocks == {"hand": [0, 1, 2, 3, 4], "anybatch": [0, 1, 2, 3, 4], PEER: [0, 4]}
+    assert {name: len(seconds) for name, seconds in result.cpu.items()} == {"hand": 5, "anybatch": 5, PEER: 2}
+
+
+def test_everyone_makes_the_same_number_of_updates() -> None:
+    made: list[Counted] = []
+
+    def counted(entry: Entry) -> Update:
+        made.append(Counted(entry))
+        return made[-1]
+
+    run(hand=counted, anybatch=counted)
+    assert [contestant.updates for contestant in made] == [2 + 2 * 5, 2 + 2 * 5]  # warm-up, and two a block
+
+
+def test_a_race_says_whether_the_parameters_are_identical() -> None:
+    assert run().identical
+    assert not run(anybatch=halved).identical
+
+
+def test_garbage_is_counted_for_the_one_who_leaves_it() -> None:
+    assert run(anybatch=littering).garbage == {"hand": 0, "anybatch": 1}
+
+
+def test_collector_rests_and_comes_back() -> None:
+    with quiet_collector():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,49 @@
+"""Tests of the ratio statistics."""
+
+import random
+from statistics import median
+
+import pytest
+
+from benchmarks.ratios import interval_rank, paired_ratio
+
+
+@pytest.mark.parametrize(
+    ("count", "rank"),
+    [(1, 0), (5, 0), (6, 0), (8, 0), (9, 1), (10, 1), (20, 5), (50, 17), (100, 39)],
+)
+def test_interval_ranks_of_printed_tables(count: int, rank: int) -> None:
+    # Tables of the sign test give the ranks from 1: 10 -> 2 and 9, 20 -> 6 and 15, 100 -> 40 and 61.
+    assert interval_rank(count) == rank
+
+
+@pytest.mark.parametrize("count", [10, 25, 60])
+def test_interval_covers_the_median_as_often_as_it_says(count: int) -> None:
+    draw = random.Random(0)
+    covered = 0
+    for _ in range(2000):
+        ratio = paired_ratio([draw.lognormvariate(0.0, 0.3) for _ in range(count)], [1.0] * count)
+        covered += ratio.low <= 1.0 <= ratio.high  # the true median of this distribution
+    # At least 95 %, and not by being needlessly wide: the next narrower interval covers 93 % at most.
+    assert 0.94 <= covered / 2000 <= 0.985
+
+
+def test_pairs_cancel_what_slows_both() -> None:
+    machine = [1.0, 1.1, 3.0, 1.2, 0.9, 2.5, 1.0]  # seconds of the same work, from moment to moment
+    ratio = paired_ratio([1.02 * moment for moment in machine], machine)
+    assert ratio.median == pytest.approx(1.02)
+    assert ratio.width < 1e-9
+    assert ratio.pairs == 7
+
+
+def test_order_of_pairs_matters() -> None:
+    measured, reference = [1.0, 2.0, 4.0], [1.0, 4.0, 16.0]
+    assert paired_ratio(measured, reference).median == 0.5
+    assert paired_ratio(measured, reference[::-1]).median == 0.5
+    assert paired_ratio(measured, [4.0, 1.0, 16.0]).median == 0.25
+    assert median(measured) / median(reference) == 0.5
+
+
+def test_unpaired_seconds_are_refused() -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratio([1.0, 2.0], [1.0])

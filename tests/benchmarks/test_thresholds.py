@@ -1,0 +1,105 @@
+"""Tests of the judgement and the exit code: every threshold can fail."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.config import MemoryCase, RaceCase
+from benchmarks.results import Exactness, Memory, Race, Raw
+from benchmarks.thresholds import growth, judge, ratio
+
+HAND = [1.0, 2.0, 1.5, 1.0, 1.0, 2.0, 1.0, 1.0]  # seconds by block
+
+
+def times(factor: float) -> list[float]:
+    return [factor * seconds for seconds in HAND]
+
+
+def race(factor: float = 1.02) -> Race:
+    seconds = {"hand": HAND, "anybatch": times(factor), "peer": [3.0, 4.0]}
+    every = list(range(8))
+    return Race(
+        case=RaceCase(task="mlp", rows=8, micro_batches=16, threshold=1.03),
+        blocks={"hand": every, "anybatch": every, "peer": [2, 6]},
+        wall=seconds,
+        cpu=seconds,
+        step_s=0.1,
+        garbage={"hand": 0.0, "anybatch": 0.0, "peer": 12.5},
+        identical=True,
+    )
+
+
+def memory(many: int = 5_000) -> Memory:
+    return Memory(
+        case=MemoryCase(task="lenet5", rows=32),
+        held=4_000,
+        batch=(10, 160),
+        few={"hand": 5_000, "anybatch": 5_000},
+        many={"hand": 5_000, "anybatch": many},
+    )
+
+
+def exactness(gradient: float = 1e-15, parameters: float = 1e-16) -> Exactness:
+    return Exactness(
+        task="gpt",
+        gradient={"hand": 1e-15, "anybatch": gradient, "peer": 0.3},  # no threshold for peers
+        parameters={"hand": 0.0, "anybatch": 0.0, "peer": parameters},
+    )
+
+
+def raw() -> Raw:
+    return Raw(
+        config="quick",
+        date="2026-11-21",
+        hardware="A processor (R) @ 2 GHz, 2 cores",
+        versions={"torch": "2.13.0"},
+        gradient_error=1e-12,
+        parameter_error=1e-9,
+        races=[race()],
+        exactness=[exactness()],
+        memory=[memory()],
+    )
+
+
+BREACHES: dict[str, Callable[[Raw], Raw]] = {
+    "wall time": lambda raw: replace(raw, races=[race(1.04)]),
+    "growth of the peak": lambda raw: replace(raw, memory=[memory(5_011)]),
+    "gradient error of anybatch": lambda raw: replace(raw, exactness=[exactness(gradient=2e-12)]),
+    "same parameters": lambda raw: replace(raw, exactness=[exactness(parameters=1e-8)]),
+    "same parameters,": lambda raw: replace(raw, exactness=[exactness(parameters=nan)]),
+}
+
+
+def test_all_hold(tmp_path: Path) -> None:
+    assert all(verdict.holds for verdict in judge(raw()))
+    raw().save(tmp_path / "raw.json")
+    assert main(["--raw", str(tmp_path / "raw.json"), "--folder", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("what", BREACHES)
+def test_one_breach_fails_the_run(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = BREACHES[what](raw())
+    failed = [verdict.what for verdict in judge(broken) if not verdict.holds]
+    assert len(failed) == 1
+    assert what in failed[0]
+    broken.save(tmp_path / "raw.json")
+    assert main(["--raw", str(tmp_path / "raw.json"), "--folder", str(tmp_path)]) == 1
+    assert f"FAILED: {failed[0]}" in capsys.readouterr().out
+
+
+def test_a_peer_is_paired_with_the_blocks_it_ran_in() -> None:
+    assert ratio(race(), "peer", "wall").median == 3.0  # of 3.0 / 1.5 and 4.0 / 1.0
+    assert ratio(race(), "anybatch", "cpu").median == pytest.approx(1.02)
+
+
+def test_what_is_held_all_along_hides_no_growth() -> None:
+    assert growth(memory(5_050), "anybatch") == pytest.approx(0.05)  # 1 % of the whole peak
+
+
+def test_raw_results_come_back_from_json(tmp_path: Path) -> None:
+    raw().save(tmp_path / "folder" / "raw.json")
+    assert Raw.load(tmp_path / "folder" / "raw.json") == raw()

@@ -1,0 +1,87 @@
+"""What surrounds every test: one thread, one seed, nothing left behind."""
+
+import logging
+import multiprocessing
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+
+# What libraries set once and keep. "Dummy-" is a thread that Python did not start, such as autograd's.
+LIBRARY_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+LIBRARY_THREADS = ("Dummy-", "TMonitor", "QueueFeederThread")
+
+#: What a test leaves as it found it, and how to read it.
+STATE: dict[str, Callable[[], set[Any]]] = {
+    "environment": lambda: {item for item in os.environ.items() if item[0] not in LIBRARY_VARIABLES},
+    "threads": lambda: {
+        thread for thread in threading.enumerate() if not thread.name.startswith(LIBRARY_THREADS)
+    },
+    "child processes": lambda: {child.pid for child in multiprocessing.active_children()},
+    "process group": lambda: {torch.distributed.is_available() and torch.distributed.is_initialized()},
+    "default dtype": lambda: {torch.get_default_dtype()},
+    "default device": lambda: {torch.get_default_device()},
+    "grad mode": lambda: {torch.is_grad_enabled()},
+    "anomaly mode": lambda: {torch.is_anomaly_enabled()},
+    "deterministic algorithms": lambda: {torch.are_deterministic_algorithms_enabled()},
+    "number of threads": lambda: {torch.get_num_threads()},
+    "root logger": lambda: {logging.root.level, len(logging.root.handlers)},
+}
+
+
+class TorchRandom:
+    """torch's generator as hypothesis wants it, so that every example starts from the same random state."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis keeps only a weak reference
+
+
+def pytest_configure() -> None:
+    """Once: one thread (with more, a busy small machine crawls), and hypothesis without clocks."""
+    torch.set_num_threads(1)
+    hypothesis.register_random(TORCH_RANDOM)
+    hypothesis.settings.register_profile(
+        "house",
+        deadline=None,
+        derandomize="CI" in os.environ,
+        print_blob=True,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a changed environment, a thread or a changed switch of torch."""
+    before = {name: read() for name, read in STATE.items()}
+    yield
+    for thread in STATE["threads"]() - before["threads"]:
+        thread.join(timeout=5)  # one that is about to end is not left behind
+    after = {name: read() for name, read in STATE.items()}
+    changed = {name: (before[name] - after[name], after[name] - before[name]) for name in STATE}
+    left = [f"{name}: {old or ''} -> {new or ''}" for name, (old, new) in changed.items() if old or new]
+    assert not left, "left behind: " + "; ".join(left)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    """Start every test from seed 0 and give the global random states back."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    yield
+    random.setstate(before[0])
+    np.random.set_state(before[1])
+    torch.set_rng_state(before[2])

@@ -1,0 +1,93 @@
+"""Cases: a loss with its options, what it trains, what it is trained on."""
+
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.laws.draw import Draw
+
+Make = Callable[[Draw], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A model, a loss and a batch, in one dtype."""
+
+    model: nn.Module
+    loss: Any
+    batch: Any
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An option made from the drawn rows; with one entry per row it cannot go where rows come one by one."""
+
+    make: Make
+    per_row: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A loss with one choice of options, as a function, as a module, or both.
+
+    Attributes:
+        name: as a test id.
+        forms: what makes the loss from its options, by name of the form.
+        options: fixed values, or those made from the drawn rows.
+        model: makes what is trained.
+        batch: makes what it is trained on.
+    """
+
+    name: str
+    forms: Mapping[str, Callable[..., Any]]
+    options: Mapping[str, Any]
+    model: Callable[[], nn.Module]
+    batch: Make
+
+    @property
+    def is_per_row(self) -> bool:
+        return any(isinstance(value, Made) and value.per_row for value in self.options.values())
+
+    def problem(
+        self, form: str, rows: int, *, seed: int = 0, mask: str = "some", dtype: torch.dtype = torch.float64
+    ) -> Problem:
+        seed += zlib.crc32(self.name.encode())  # cases that share options do not share rows
+        draw = Draw(rows, seed=seed, mask=mask, dtype=dtype, options=self.options)
+        made = {key: value.make(draw) if isinstance(value, Made) else value for key, value in self.options.items()}
+        loss = self.forms[form](**made)
+        if isinstance(loss, nn.Module):
+            loss = loss.to(dtype)
+        return Problem(model=self.model().to(dtype), loss=loss, batch=self.batch(draw), rows=rows)
+
+
+def cases_of(
+    name: str,
+    model: Callable[[], nn.Module],
+    batch: Make,
+    *,
+    function: Callable[..., Any] | None = None,
+    module: Callable[..., nn.Module] | None = None,
+    **options: Sequence[Any],
+) -> Iterator[Case]:
+    """One case for every combination of options; `None` leaves one out."""
+    forms: dict[str, Callable[..., Any]] = {} if module is None else {"module": module}
+    if function is not None:
+        forms["function"] = lambda **chosen: partial(function, **chosen) if chosen else function
+    for values in itertools.product(*options.values()):
+        chosen = {key: value for key, value in zip(options, values, strict=True) if value is not None}
+        words = [name, *[f"{key}={_word(value)}" for key, value in chosen.items()]]
+        yield Case(name="-".join(words), forms=forms, options=chosen, model=model, batch=batch)
+
+
+def _word(value: object) -> str:
+    value = value.make if isinstance(value, Made) else value
+    if callable(value):
+        return value.__name__
+    return str(value) if isinstance(value, str | int | float | bool) else type(value).__name__

@@ -1,0 +1,57 @@
+"""The bit promise: a batch that is not cut gives torch's own loss and gradients, to the last bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.losses.convention import forward, split
+from anybatch.losses.summed import summed_loss
+from anybatch.testing import relative_error, tolerance
+from tests.laws.cases import Case, Problem
+from tests.laws.check import ADVICE, cut
+from tests.laws.losses import CASES
+
+pytestmark = pytest.mark.filterwarnings(ADVICE)
+
+ROWS = 5
+
+
+def own(problem: Problem) -> tuple[Any, dict[str, Any]]:
+    """Loss and gradients as torch gives them."""
+    known = summed_loss(problem.loss)
+    assert known is not None
+    inputs, targets = split(problem.batch, has_target=known.kind.has_target)
+    loss = problem.loss(*known.kind.arrange(forward(problem.model, inputs), targets))
+    loss.backward()
+    named = dict(problem.model.named_parameters())
+    if isinstance(problem.loss, torch.nn.Module):
+        named |= {f"loss.{name}": parameter for name, parameter in problem.loss.named_parameters()}
+    gradients = {name: parameter.grad.clone() for name, parameter in named.items()}
+    for parameter in named.values():
+        parameter.grad = None
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("form", ["module", "function"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_uncut_is_torch_to_the_bit(case: Case, form: str) -> None:
+    if form not in case.forms:
+        form = next(iter(case.forms))
+    problem = case.problem(form, ROWS, dtype=torch.float32)
+    loss, gradients = own(problem)
+    for micro_batch in (None, ROWS):
+        report, ours = cut(problem, micro_batch)
+        assert torch.equal(torch.tensor(report.loss, dtype=torch.float32), loss)
+        assert ours.keys() == gradients.keys()
+        assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_weights_do_not_depend_on_the_cut(case: Case) -> None:
+    problem = case.problem(next(iter(case.forms)), ROWS)
+    uncut, _ = cut(problem, None)
+    for micro_batch in (1, 3):
+        report, _ = cut(problem, micro_batch)
+        assert relative_error(report.weights, uncut.weights) <= tolerance(torch.float64, ROWS)
+        assert report.terms.keys() == uncut.terms.keys() == {"loss"}

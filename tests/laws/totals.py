@@ -1,0 +1,99 @@
+"""Losses of a user's own: totals by name, with coefficients, each with its own weight."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Terms, Total
+from anybatch.testing import Perceptron
+from tests.laws.cases import Case
+from tests.laws.check import stack
+from tests.laws.draw import CLASSES, FEATURES, Draw
+
+COEFFICIENTS = {"size": 0.01, "spread": -0.3, "right": 0.0}
+
+
+class TwoHeads(nn.Module):
+    """Scores of classes for each place of a row, and one number for the row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes, self.value = Perceptron(FEATURES, CLASSES), Perceptron(FEATURES, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.classes(x), self.value(x).mean((1, 2))
+
+
+def batch(draw: Draw) -> Any:
+    return {"x": draw.normal(4, FEATURES), "labels": draw.classes(4), "value": draw.normal()}
+
+
+def tokens(model: nn.Module, micro: Any) -> Total:
+    """Cross-entropy over valid places."""
+    scores, labels = model(micro["x"])[0].transpose(1, 2), micro["labels"]
+    return Total(F.cross_entropy(scores, labels, reduction="sum"), (labels != -100).sum())
+
+
+def named(model: nn.Module, micro: Any) -> Mapping[str, Total]:
+    """Four terms with four weights: valid places, rows, all places, valid places again but without gradient."""
+    scores, value = model(micro["x"])
+    labels, rows = micro["labels"], len(value)
+    valid = labels != -100
+    entropy = -(scores.softmax(-1) * scores.log_softmax(-1)).sum()
+    return {
+        "tokens": tokens(model, micro),
+        "size": Total(sum(p.square().sum() for p in model.parameters()) * rows, rows),
+        "spread": Total(entropy, labels.numel()),
+        "fit": Total((value - micro["value"]).square().sum(), float(rows)),
+        "right": Total(((scores.argmax(-1) == labels) & valid).sum().item(), int(valid.sum())),
+    }
+
+
+def weigh_tokens(whole: Any) -> Tensor:
+    return (_together(whole)["labels"] != -100).sum()
+
+
+def weigh_named(whole: Any) -> Mapping[str, Any]:
+    labels = _together(whole)["labels"]
+    valid, rows = (labels != -100).sum(), len(labels)
+    return {"tokens": valid, "size": rows, "spread": labels.numel(), "fit": float(rows), "right": valid.item()}
+
+
+def often_nothing(model: nn.Module, micro: Any) -> Mapping[str, Total]:
+    """Terms that many a micro-batch, even the first, has nothing to add to; and one that nobody has."""
+    scores, value = model(micro["x"])
+    fit = Total((value - micro["value"]).square().sum(), len(value))
+    valid = micro["labels"] != -100
+    few = tokens(model, micro) if valid.any() else Total.zero()
+    return {"few": few, "fit": fit, "none": Total((scores * 0).sum(), 0)}
+
+
+def often_nothing_weigh(whole: Any) -> Mapping[str, Any]:
+    return {"few": weigh_tokens(whole), "fit": len(_together(whole)["value"]), "none": 0}
+
+
+def _together(whole: Any) -> Any:
+    """The batch as it was given to the step is a list of samples where these are collated."""
+    return stack(whole) if isinstance(whole, list) else whole
+
+
+def _case(name: str, forms: Mapping[str, Any]) -> Case:
+    made = {form: lambda loss=loss: loss for form, loss in forms.items()}
+    return Case(name=name, forms=made, options={}, model=TwoHeads, batch=batch)
+
+
+# "weighed" says the weights of the batch beforehand and divides early, the others divide late.
+TOTALS = [
+    _case("total", {"function": tokens, "weighed": Terms(tokens, weight=weigh_tokens)}),
+    _case(
+        "named",
+        {"terms": Terms(named, COEFFICIENTS), "weighed": Terms(named, COEFFICIENTS, weigh_named), "function": named},
+    ),
+    _case(
+        "often-nothing",
+        {"function": often_nothing, "weighed": Terms(often_nothing, weight=often_nothing_weigh)},
+    ),
+]

@@ -1,0 +1,72 @@
+"""What surrounds every test can fail: each thing that a test may leave behind is left behind once."""
+
+import random
+import re
+from pathlib import Path
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from tests.conftest import STATE
+
+pytest_plugins = ["pytester"]
+
+LEAKS = {
+    "environment": "os.environ['ANYBATCH'] = '1'",
+    "threads": "threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    "child processes": "fork.Process(target=time.sleep, args=(60,), daemon=True).start()",
+    "process group": "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)",
+    "default dtype": "torch.set_default_dtype(torch.float64)",
+    "default device": "torch.set_default_device('meta')",
+    "grad mode": "torch.set_grad_enabled(False)",
+    "anomaly mode": "torch.autograd.set_detect_anomaly(True)",
+    "deterministic algorithms": "torch.use_deterministic_algorithms(True)",
+    "number of threads": "torch.set_num_threads(torch.get_num_threads() + 1)",
+    "root logger": "logging.root.setLevel(logging.DEBUG)",
+}
+
+MODULE = """
+import logging, multiprocessing, os, pytest, threading, time, torch, torch.distributed as dist
+fork = multiprocessing.get_context("fork")
+
+@pytest.fixture(scope="module", autouse=True)
+def outside():
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(before, torch.get_rng_state())
+
+def test_clean():
+    torch.rand(1)
+"""
+
+
+@pytest.mark.slow
+def test_each_leak_is_found_and_nothing_else(pytester: pytest.Pytester) -> None:
+    assert STATE.keys() == LEAKS.keys()
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    tests = [f"def test_{name.replace(' ', '_')}():\n    {leak}\n" for name, leak in LEAKS.items()]
+    pytester.makepyfile(MODULE + "".join(tests))
+    result = pytester.runpytest_subprocess("--tb=line")
+    result.assert_outcomes(passed=1 + len(LEAKS), errors=len(LEAKS))
+    found = [line.split(":")[2].strip() for line in result.outlines if re.match("E .*left behind: ", line)]
+    assert found == list(LEAKS)
+
+
+def test_starts_from_seed_zero() -> None:
+    assert random.random() == random.Random(0).random()
+    assert np.random.rand() == np.random.RandomState(0).rand()
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+
+def test_drawn_examples_start_from_one_random_state() -> None:
+    seen: set[float] = set()
+
+    @hypothesis.given(st.integers())
+    def draw(_: int) -> None:
+        seen.add(torch.rand(1).item())
+
+    draw()
+    assert len(seen) == 1

@@ -1,0 +1,182 @@
+"""The gradient fold: sums in the right dtype, one division, nothing left hanging."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch.gradients import Gradients, accumulation_dtype, hand_over
+
+
+def make(
+    parameters: Sequence[nn.Parameter],
+    *,
+    dtype: torch.dtype | None = None,
+    compensated: bool = False,
+    banks: Sequence[str] = ("loss",),
+) -> Gradients:
+    return Gradients(parameters, dtype=dtype, compensated=compensated, banks=banks)
+
+
+def one(like: Tensor) -> Tensor:
+    return torch.ones((), dtype=like.dtype)
+
+
+def add(gradients: Gradients, value: Tensor) -> None:
+    gradients.add([value], [one(value)])
+
+
+@pytest.mark.parametrize(
+    ("parameter", "chosen", "expected"),
+    [
+        (torch.float16, None, torch.float32),
+        (torch.bfloat16, None, torch.float32),
+        (torch.float32, None, torch.float32),
+        (torch.float64, None, torch.float64),
+        (torch.complex64, None, torch.complex64),
+        (torch.complex128, None, torch.complex128),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.float64, torch.float64),
+        (torch.complex64, torch.float64, torch.complex128),
+    ],
+)
+def test_accumulation_dtype(
+    parameter: torch.dtype, chosen: torch.dtype | None, expected: torch.dtype
+) -> None:
+    assert accumulation_dtype(parameter, chosen) is expected
+
+
+def summed(parameter: nn.Parameter, gradients: Gradients, values: Sequence[float]) -> Tensor:
+    """The sum of these gradients of a scalar parameter."""
+    for value in values:
+        add(gradients, (parameter * torch.tensor(value, dtype=parameter.dtype)).sum())
+    return gradients.finish({})[parameter]
+
+
+def test_where_autograd_is_exact_its_own_accumulator_is_used() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    gradients = make([parameter])
+    add(gradients, parameter.sum())
+    own = parameter.grad
+    add(gradients, (2 * parameter).sum())
+    assert gradients.finish({})[parameter] is own
+    assert own is not None
+    assert own.tolist() == [3.0] * 3
+
+
+def test_half_precision_gradients_are_summed_in_float32() -> None:
+    values = [0.0009765625] * 1024  # 1.0 in all; each is a power of 2
+    parameter = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
+    total = summed(parameter, make([parameter]), values)
+    assert total.dtype == torch.float32
+    assert total.item() == 1.0
+    for value in values:  # what would have happened in .grad
+        (parameter * torch.tensor(value, dtype=torch.bfloat16)).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.item() < 0.5
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_compensated_sum_keeps_what_a_plain_one_loses(compensated: bool) -> None:
+    values = [1.0] + [2.0**-25] * 1024
+    parameter = nn.Parameter(torch.zeros(()))
+    total = summed(parameter, make([parameter], compensated=compensated), values)
+    assert total.item() == (1.0 + 2.0**-15 if compensated else 1.0)
+
+
+def test_chosen_dtype_is_used() -> None:
+    values = [1.0, 2.0**-30, -1.0]
+    parameter = nn.Parameter(torch.zeros(()))
+    assert summed(parameter, make([parameter], dtype=torch.float64), values).item() == 2.0**-30
+
+
+def test_accumulators_of_complex_parameters_stay_complex() -> None:
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    gradients = make([parameter], dtype=torch.float64)
+    add(gradients, (parameter * 1j).real.sum())
+    total = gradients.finish({})[parameter]
+    assert total.dtype == torch.complex128
+    assert total.tolist() == [-1j, -1j]
+
+
+@pytest.mark.parametrize(("dtype", "is_held"), [(torch.bfloat16, False), (torch.float32, True)])
+def test_gradients_that_move_are_freed_at_once(dtype: torch.dtype, is_held: bool) -> None:
+    first, second = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
+    gradients = make([first, second])
+    held: list[bool] = []
+    hidden = first * 1  # backward reaches `second` before this
+    hidden.register_hook(lambda gradient: held.append(second.grad is not None))
+    add(gradients, (hidden * second).sum())
+    assert held == [is_held]
+    assert (first.grad is not None) == is_held
+
+
+def test_tied_parameters_are_added_once_per_backward() -> None:
+    tied = nn.Parameter(torch.full((2,), 3.0, dtype=torch.bfloat16))
+    gradients = make([tied])
+    for _ in range(2):
+        add(gradients, (tied * tied).sum())
+    assert gradients.finish({})[tied].tolist() == [12.0, 12.0]
+
+
+def test_each_term_has_its_own_divisor() -> None:
+    shared, only = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+    gradients = make([shared, only], banks=["a", "b", "c"])
+    for scale in (1.0, 2.0):
+        hidden = shared * scale  # one graph, three backward passes
+        gradients.add_each({"a": 3 * hidden, "b": 5 * hidden * only, "c": 100 * hidden})
+    found = gradients.finish({"a": 1 / 2, "b": 1 / 4, "c": 0.0})
+    assert found[shared].item() == 3 * 3 / 2 + 3 * 5 / 4
+    assert found[only].item() == 3 * 5 / 4
+    assert shared.grad is None
+
+
+def test_terms_may_be_missing_from_a_backward() -> None:
+    parameter = nn.Parameter(torch.ones(()))
+    gradients = make([parameter], banks=["a", "b"])
+    gradients.add_each({"b": 7 * parameter})
+    assert gradients.finish({"a": 1.0, "b": 0.5})[parameter].item() == 3.5
+
+
+def test_parameters_that_got_no_gradient_are_left_out() -> None:
+    used, unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
+    for banks in (["a"], ["a", "b"]):
+        gradients = make([used, unused], banks=banks)
+        gradients.add_each({"a": 2 * used})
+        found: Mapping[nn.Parameter, Tensor] = gradients.finish({"a": 1.0})
+        assert set(found) == {used}
+        used.grad = None
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"compensated": True}], ids=str)
+def test_sparse_gradients_add_up(options: dict[str, object]) -> None:
+    table = nn.Parameter(torch.zeros(5, 2))
+    gradients = make([table], **options)  # type: ignore[arg-type]
+    for rows in ([0, 1], [1, 4]):
+        picked = nn.functional.embedding(torch.tensor(rows), table, sparse=True)
+        add(gradients, picked.sum())
+    total = gradients.finish({"loss": 0.5})[table]
+    assert total.is_sparse
+    assert total.to_dense()[:, 0].tolist() == [0.5, 1.0, 0.0, 0.0, 0.5]
+
+
+@pytest.mark.parametrize("end", ["close", "finish"])
+def test_hooks_are_taken_off(end: str) -> None:
+    parameter = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+    gradients = make([parameter])
+    add(gradients, 2 * parameter)
+    _ = gradients.close() if end == "close" else gradients.finish({})  # type: ignore[func-returns-value]
+    (2 * parameter).backward()
+    assert parameter.grad is not None
+    assert parameter.grad.item() == 2.0
+
+
+def test_hand_over_is_in_the_parameters_dtype() -> None:
+    half, single = nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(()))
+    ready = {half: torch.tensor(1 + 2.0**-20), single: torch.tensor(math.pi)}
+    hand_over(ready)
+    assert half.grad is not None
+    assert (half.grad.dtype, half.grad.item()) == (torch.bfloat16, 1.0)
+    assert single.grad is ready[single]

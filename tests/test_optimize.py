@@ -1,0 +1,121 @@
+"""From gradient to update: clip as torch does, update once and in order, with what belongs together."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
+
+from anybatch import optimize
+from anybatch.errors import NonFiniteLossError, OptimizerError
+
+
+def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 4), (4,), ())]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return parameters
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.01, 1.0, 1e6])
+def test_clipping_is_that_of_torch(dtype: torch.dtype, max_norm: float) -> None:
+    parameters = make_parameters(dtype)
+    gradients = {p: p.grad.clone() for p in parameters if p.grad is not None}
+    norm = optimize.clip(gradients, max_norm)
+    assert norm == clip_grad_norm_(parameters, max_norm).item()
+    assert all(torch.equal(gradients[p], p.grad) for p in parameters if p.grad is not None)
+    assert norm > 0
+
+
+def test_no_clipping_looks_at_nothing() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    gradient = torch.tensor([math.inf, math.nan])
+    assert math.isnan(optimize.clip({parameter: gradient}, math.inf))
+    assert gradient[0] == math.inf
+
+
+def test_clipping_nothing_has_norm_0() -> None:
+    assert optimize.clip({}, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_is_not_clipped(bad: float) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    with pytest.raises(NonFiniteLossError, match=rf"^Expected a finite gradient, got a norm of {bad}\. "):
+        optimize.clip({parameter: torch.tensor([1.0, bad])}, 1.0)
+
+
+class Note(Optimizer):
+    """An optimizer that notes in a diary that, and with which gradients, it steps."""
+
+    def __init__(self, parameters: list[nn.Parameter], diary: list[Any]) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+        self.diary = diary
+
+    def step(self, closure: Any = None) -> None:
+        self.diary.append([p.grad.item() for p in optimize.owned([self]) if p.grad is not None])
+
+
+def test_every_optimizer_steps_once_and_in_order() -> None:
+    first, second = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
+    diary: list[Any] = []
+    optimize.update(
+        {first: torch.tensor(1.0), second: torch.tensor(2.0)}, [Note([second], diary), Note([first], diary)]
+    )
+    assert diary == [[2.0], [1.0]]
+
+
+def test_every_scheduler_steps_once() -> None:
+    optimizer = SGD(make_parameters(), lr=1.0)
+    schedulers = [StepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 1, gamma=0.1)]
+    optimizer.step()
+    optimize.schedule(schedulers)
+    assert [scheduler.last_epoch for scheduler in schedulers] == [1, 1]
+
+
+def test_owned_parameters_are_of_all_groups_in_order() -> None:
+    a, b, c = make_parameters()
+    b.requires_grad_(False)
+    found = optimize.owned([SGD([{"params": [a]}, {"params": [b]}], lr=1.0), Adam([c])])
+    assert [id(one) for one in found] == [id(one) for one in (a, b, c)]
+
+
+@pytest.mark.parametrize("sequence", [list, tuple])
+def test_one_or_several_optimizers(sequence: Any) -> None:
+    a, b, c = make_parameters()
+    one, two = SGD([a, c], lr=1.0), SGD([b], lr=1.0)
+    assert optimize.check_optimizers(one, [a, b]) == (one,)  # c is somebody else's, but not alone
+    assert optimize.check_optimizers(sequence([one, two]), [a, b]) == (one, two)
+
+
+def test_several_optimizers_may_not_share() -> None:
+    a, b, _ = make_parameters()
+    with pytest.raises(OptimizerError, match="got 1 in optimizers 0 and 1"):
+        optimize.check_optimizers([SGD([a], lr=1.0), SGD([b, a], lr=1.0)], [a, b])
+    same = SGD([a], lr=1.0)
+    with pytest.raises(OptimizerError, match="Each update would be made twice"):
+        optimize.check_optimizers([same, same], [a, b])
+
+
+def test_schedulers_of_every_kind() -> None:
+    optimizer = SGD(make_parameters(), lr=1.0)
+    schedulers = [
+        CosineAnnealingLR(optimizer, 10),
+        ChainedScheduler([ConstantLR(optimizer), StepLR(optimizer, 2)]),
+        SequentialLR(optimizer, [ConstantLR(optimizer), StepLR(optimizer, 2)], [3]),
+    ]
+    for one in schedulers:
+        assert optimize.check_schedulers(one, [optimizer]) == (one,)
+    assert optimize.check_schedulers(schedulers, [optimizer]) == tuple(schedulers)
+    assert optimize.check_schedulers((), [optimizer]) == ()
+
+
+@pytest.mark.parametrize("given", [None, "cosine", 3, [math.cos]])
+def test_other_things_are_no_schedulers(given: object) -> None:
+    with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
+        optimize.check_schedulers(given, [SGD(make_parameters(), lr=1.0)])
