@@ -17,8 +17,9 @@ LAYERS = """
     optimize data.dataset data.idx data.cifar10 data.digits data.open data
     execute
     step
-    train.watch train.progress train.learning_rate train.checkpoint train.interrupt train.rows train.metrics
-    train.trainer train recipes.recipe recipes.lenet5 recipes
+    recipes.recipe recipes.lenet5 recipes
+    train.learning_rate train.checkpoint train.rows train.metrics train.watch train.progress train.interrupt
+    train.trainer train
     testing cli
     anybatch
 """

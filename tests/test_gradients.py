@@ -133,6 +133,15 @@ def test_each_term_has_its_own_divisor() -> None:
     assert shared.grad is None
 
 
+def test_the_last_backward_frees_the_graph() -> None:
+    parameter = nn.Parameter(torch.ones(()))
+    gradients = make([parameter], banks=["a", "b"])
+    hidden = parameter.exp()
+    gradients.add_each({"a": 2 * hidden, "b": 3 * hidden})
+    with pytest.raises(RuntimeError, match="a second time"):
+        hidden.backward()
+
+
 def test_terms_may_be_missing_from_a_backward() -> None:
     parameter = nn.Parameter(torch.ones(()))
     gradients = make([parameter], banks=["a", "b"])

@@ -60,7 +60,12 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
     assert plan.is_cut == (plan.micro_batches > 1)
     assert Plan.from_json(plan.to_json()) == plan
     assert hash(Plan.from_json(plan.to_json())) == hash(plan)
-    assert json.loads(plan.to_json(), parse_constant=pytest.fail)["rows"] == rows  # strict JSON: no Infinity
+
+
+def test_no_clipping_is_null_in_json() -> None:
+    text = Plan(rows=2, micro_batch=1).to_json()
+    assert json.loads(text, parse_constant=pytest.fail)["clip_norm"] is None  # strict JSON has no Infinity
+    assert Plan.from_json(text).clip_norm == math.inf
 
 
 def test_accumulation_dtype_is_none_where_parameters_decide() -> None:

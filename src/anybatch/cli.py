@@ -2,15 +2,15 @@
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybatch import data, recipes, rng
-from anybatch.data import Dataset
+from anybatch import data, recipes
 from anybatch.errors import AnybatchError, CheckpointError, PlanError
 from anybatch.step import Step
 from anybatch.train import checkpoint, learning_rate
@@ -43,50 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    _check(options)
     recipe = recipes.find(options.recipe)
     split = data.load(options.data)
     device = _device(options.device)
-    lr = options.lr
-    if options.lr_scale:
-        lr = learning_rate.scale(
-            lr, batch_size=options.batch_size, base_batch_size=options.base_batch_size, rule=options.lr_scale
-        )
-    torch.manual_seed(options.seed)
-    generator = torch.Generator().manual_seed(rng.derive_seed(options.seed, "model"))
-    model = recipe.build_model(split.train, generator).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
-    schedulers = [learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else []
-    step = Step(
-        model,
-        recipe.build_loss().to(device),
-        optimizer,
-        micro_batch=options.micro_batch,
-        clip_norm=options.clip_norm,
-        scheduler=schedulers,
-    )
-    train, validation = _hold_out(split.train, options.validation, options.seed)
-    out = Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{recipe.name}"))
-    trainer = Trainer(
-        step,
-        train,
-        validation,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        metrics={"accuracy": accuracy},
-        best_by="accuracy",
-        larger_is_better=True,
-        out=out,
-        config={
-            "recipe": recipe.name,
-            "data": str(options.data),
-            "lr": lr,
-            "momentum": options.momentum,
-            "warm_up": options.warm_up,
-        },
-        watchers=() if options.quiet else (ProgressBar(device),),
-    )
-    if options.resume:
-        _resume(trainer, out)
+    trainer, out = _prepare(options, recipe, split, device)
     before_updates, before_seconds = trainer.updates, trainer.seconds
     try:
         trainer.fit(epochs=options.epochs)
@@ -97,8 +58,9 @@ def _train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         )
         raise
     test = trainer.evaluate((split.test.inputs, split.test.targets))
-    rows = (trainer.updates - before_updates) * options.batch_size
     seconds = trainer.seconds - before_seconds
+    updates_per_epoch = -(-trainer.train.count // options.batch_size)
+    rows = (trainer.updates - before_updates) * trainer.train.count / updates_per_epoch
     result = {
         "accuracy": test["accuracy"],
         "loss": test["loss"],
@@ -110,6 +72,67 @@ def _train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "log": str(out / "log.txt"),
     }
     return result, _summary(result, out, trainer)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse numbers that nothing could be trained with, before anything is read or written."""
+    ranges = {
+        "epochs": options.epochs >= 1,
+        "batch-size": options.batch_size >= 1,
+        "lr": 0 < options.lr < math.inf,
+        "momentum": 0 <= options.momentum < 1,
+        "label-smoothing": 0 <= options.label_smoothing <= 1,
+        "warm-up": options.warm_up >= 0,
+        "validation": 0 <= options.validation < 1,
+    }
+    for name, holds in ranges.items():
+        if not holds:
+            value = getattr(options, name.replace("-", "_"))
+            raise PlanError(f"Expected --{name} in its range, got {value}. See anybatch train --help.")
+
+
+def _prepare(
+    options: argparse.Namespace, recipe: recipes.Recipe, split: data.Split, device: torch.device
+) -> tuple[Trainer, Path]:
+    """Build model, step and trainer as the options say, and go on with an earlier run if they say so."""
+    lr = options.lr
+    if options.lr_scale:
+        lr = learning_rate.scale(
+            lr, batch_size=options.batch_size, base_batch_size=options.base_batch_size, rule=options.lr_scale
+        )
+    torch.manual_seed(options.seed)
+    model = recipe.build_model(split.train, torch.Generator().manual_seed(options.seed)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
+    step = Step(
+        model,
+        recipe.build_loss(options.label_smoothing).to(device),
+        optimizer,
+        micro_batch=options.micro_batch,
+        clip_norm=options.clip_norm,
+        scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
+    )
+    train, validation = split.train, None
+    if options.validation:
+        train, held_out = data.hold_out(split.train, options.validation, options.seed)
+        validation = (held_out.inputs, held_out.targets)
+    kept = ("recipe", "momentum", "label_smoothing", "clip_norm", "warm_up", "validation")
+    out = Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{recipe.name}"))
+    trainer = Trainer(
+        step,
+        (train.inputs, train.targets),
+        validation,
+        batch_size=options.batch_size,
+        seed=options.seed,
+        metrics={"accuracy": accuracy},
+        best_by="accuracy",
+        larger_is_better=True,
+        out=out,
+        config={"lr": lr} | {name: getattr(options, name) for name in kept},
+        watchers=() if options.quiet else (ProgressBar(device),),
+    )
+    if options.resume:
+        trainer.resume(out)
+    return trainer, out
 
 
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
@@ -147,7 +170,7 @@ def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     checkpoint.restore(found, model=model)
     step = Step(
         model,
-        recipe.build_loss().to(device),
+        recipe.build_loss(config["label_smoothing"]).to(device),
         torch.optim.SGD(model.parameters(), lr=1.0),
         micro_batch=options.micro_batch,
     )
@@ -163,40 +186,6 @@ def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     }
     text = f"checkpoint  {path}\ntest loss {values['loss']:.4f}\ntest accuracy {values['accuracy']:.4f}"
     return result, text
-
-
-def _resume(trainer: Trainer, out: Path) -> None:
-    """Go on in a folder, if it is the same experiment: the cut may differ, what determines the result "
-    "may not."""
-    trainer.resume(out)
-    # The trainer's own config is what this command line says; the file's is what the run began with.
-    was = checkpoint.load(out / LAST).progress["config"]
-    changed = {
-        name: (was.get(name), value)
-        for name, value in trainer.config.items()
-        if name != "data" and was.get(name) != value
-    }
-    if changed:
-        differences = ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
-        raise CheckpointError(
-            f"{out}: expected a run with the same options, got {differences}. Repeat the options of the "
-            "first start."
-        )
-
-
-def _hold_out(train: Dataset, fraction: float, seed: int) -> tuple[Any, Any]:
-    """Split validation rows off the training rows, in an order of their own; none for a fraction of 0."""
-    if not 0 <= fraction < 1:
-        raise PlanError(
-            f"Expected --validation to be a fraction from 0 to below 1, got {fraction}. Use 0.1 for a tenth."
-        )
-    held_out = round(len(train) * fraction)
-    if not held_out:
-        return (train.inputs, train.targets), None
-    generator = torch.Generator().manual_seed(rng.derive_seed(seed, "validation"))
-    order = torch.randperm(len(train), generator=generator)
-    first, rest = order[:held_out].sort().values, order[held_out:].sort().values
-    return (train.inputs[rest], train.targets[rest]), (train.inputs[first], train.targets[first])
 
 
 def _free_folder(wanted: Path) -> Path:
@@ -227,59 +216,39 @@ def _parser() -> argparse.ArgumentParser:
         prog="anybatch", description="Train with any batch size in the memory you have, and the same result."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train", help="train a recipe on real data", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    train.set_defaults(run=_train)
+    train = _command(commands, "train", "train a recipe on real data", _train)
     train.add_argument("recipe", help=f"one of: {', '.join(recipes.names())}")
-    train.add_argument("--batch-size", type=int, default=128, help="rows of one update")
-    train.add_argument(
-        "--epochs", type=int, default=10, help="passes over the training rows, those before a resume included"
-    )
-    train.add_argument("--lr", type=float, default=0.01, help="learning rate")
-    train.add_argument("--momentum", type=float, default=0.9, help="momentum of SGD")
-    train.add_argument(
-        "--clip-norm",
-        type=float,
-        default=float("inf"),
-        help="largest norm of the gradient of the whole batch",
-    )
-    train.add_argument(
-        "--lr-scale",
-        choices=learning_rate.RULES,
-        help="scale the learning rate from --base-batch-size to --batch-size",
-    )
-    train.add_argument("--base-batch-size", type=int, default=128, help="batch size that --lr was found for")
-    train.add_argument(
-        "--warm-up", type=int, default=0, help="updates over which the learning rate rises to its value"
-    )
-    train.add_argument(
-        "--validation",
-        type=float,
-        default=0.0,
-        help="fraction of the training rows held out to choose the best checkpoint",
-    )
-    train.add_argument("--seed", type=int, default=0, help="determines initial weights and the order of rows")
-    train.add_argument(
-        "--out",
-        help="folder for checkpoints and logs; default runs/RECIPE. An earlier run is never overwritten",
-    )
-    train.add_argument("--resume", metavar="FOLDER", help="go on with the run in this folder")
-    train.add_argument("--quiet", action="store_true", help="no progress bar and no line per epoch")
-    evaluate = commands.add_parser(
-        "eval",
-        help="evaluate a checkpoint on held-out rows",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    evaluate.set_defaults(run=_evaluate)
+    add = train.add_argument
+    add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
+    add("--epochs", type=int, default=10, help="passes over the training rows in all, at least 1")
+    add("--lr", type=float, default=0.01, help="learning rate, above 0")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
+    add("--label-smoothing", type=float, default=0.0, help="how far targets are smoothed, from 0 to 1")
+    add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
+    add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
+    add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
+    add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
+    add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
+    add("--seed", type=int, default=0, help="determines initial weights and the order of rows")
+    add("--out", help="folder for checkpoints and logs, by default runs/RECIPE; no run overwrites another")
+    add("--resume", metavar="FOLDER", help="go on with the run in this folder")
+    add("--quiet", action="store_true", help="no progress bar and no line per epoch")
+    evaluate = _command(commands, "eval", "evaluate a checkpoint on held-out rows", _evaluate)
     evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
-    for command in (train, evaluate):
-        command.add_argument(
-            "--data", default="digits", help="digits, or a folder with MNIST (IDX) or CIFAR-10 (binary) files"
-        )
-        command.add_argument(
-            "--micro-batch", type=int, help="rows that go through the model together; default: all of a batch"
-        )
-        command.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, auto")
-        command.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    return parser
+
+
+def _command(commands: Any, name: str, purpose: str, run: Callable[..., Any]) -> argparse.ArgumentParser:
+    """A command with the options that all commands share."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--data", default="digits", help="digits, or a folder with MNIST (IDX) or CIFAR-10 (binary) files")
+    add(
+        "--micro-batch", type=int, help="rows that go through the model together; all of a batch if not given"
+    )
+    add("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
+    add("--json", action="store_true", help="print one JSON object as the last line")
     return parser

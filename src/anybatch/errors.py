@@ -10,8 +10,8 @@
     ├── DataError         a data file is missing, truncated, corrupt or of another format
     └── CheckpointError   a checkpoint is missing, truncated, corrupt or of another model
 
-All but `WindowError` are also `ValueError`; `WindowError` is a `RuntimeError`. When one of them is raised from
-a step, the model, its buffers, the optimizer and the random state are as they were before that step.
+All but `WindowError` are also `ValueError`; `WindowError` is a `RuntimeError`. When one of them is raised
+from a step, the model, its buffers, the optimizer and the random state are as they were before that step.
 """
 
 

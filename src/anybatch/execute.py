@@ -118,7 +118,7 @@ class Run:
         del terms  # and with it the model's outputs, as far as backward does not need them
         self.is_torn = True
         self._backward(sums)
-        self._sums.append({name: value.detach() for name, value in sums.items()})
+        self._sums.append({name: _detached(value) for name, value in sums.items()})
         if weights:
             self._weights.append(weights)
         self._rows.append(rows)
@@ -282,6 +282,12 @@ def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
         return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
     divisor = divisor.to(like.device, like.dtype)
     return torch.where(divisor == 0, 0, coefficient / divisor)
+
+
+def _detached(value: Tensor) -> Tensor:
+    """The number without its graph, and without the rows some kernels (`mse_loss`) leave in its storage."""
+    value = value.detach()
+    return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
 
 
 def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:

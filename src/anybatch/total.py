@@ -10,6 +10,9 @@ from anybatch.errors import LossError
 
 Number = int | float | Tensor
 
+# Too short to add up in: 65,536 losses of 10 do not fit in float16, and bfloat16 counts to 256.
+SHORT_DTYPES = (torch.float16, torch.bfloat16)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Total:
@@ -42,8 +45,8 @@ class Total:
     def __post_init__(self) -> None:
         _check_sum(self.sum)
         _check_weight(self.weight)
-        if isinstance(self.sum, Tensor) and self.sum.dtype in (torch.float16, torch.bfloat16):
-            object.__setattr__(self, "sum", self.sum.float())  # 65,536 losses of 10 do not fit in float16
+        if isinstance(self.sum, Tensor) and self.sum.dtype in SHORT_DTYPES:
+            object.__setattr__(self, "sum", self.sum.float())
 
     @staticmethod
     def zero() -> "Total":

@@ -60,7 +60,9 @@ class Case:
     ) -> Problem:
         seed += zlib.crc32(self.name.encode())  # cases that share options do not share rows
         draw = Draw(rows, seed=seed, mask=mask, dtype=dtype, options=self.options)
-        made = {key: value.make(draw) if isinstance(value, Made) else value for key, value in self.options.items()}
+        made = {
+            key: value.make(draw) if isinstance(value, Made) else value for key, value in self.options.items()
+        }
         loss = self.forms[form](**made)
         if isinstance(loss, nn.Module):
             loss = loss.to(dtype)

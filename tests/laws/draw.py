@@ -22,7 +22,9 @@ class Draw:
         options: of the loss.
     """
 
-    def __init__(self, rows: int, *, seed: int, mask: str, dtype: torch.dtype, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, rows: int, *, seed: int, mask: str, dtype: torch.dtype, options: Mapping[str, Any]
+    ) -> None:
         self.rows, self.mask, self.dtype, self.options = rows, mask, dtype, options
         self._generator = torch.Generator().manual_seed(seed)
 

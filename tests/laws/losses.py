@@ -133,7 +133,9 @@ def many_negatives(draw: Draw) -> Any:
 def labels(draw: Draw) -> Any:
     """Indices of some classes, then -1."""
     order = draw.uniform(CLASSES).argsort(1)
-    return draw.normal(FEATURES), order.masked_fill(torch.arange(CLASSES) >= draw.integers(0, CLASSES + 1, 1), -1)
+    return draw.normal(FEATURES), order.masked_fill(
+        torch.arange(CLASSES) >= draw.integers(0, CLASSES + 1, 1), -1
+    )
 
 
 # ---- options
@@ -171,7 +173,14 @@ def classifications() -> list[Case]:
         *cases_of("cross_entropy-dense", conv_net(), dense_indices, **cross, **indexed),
         *cases_of("cross_entropy-soft", perceptron(CLASSES), probabilities, **cross, **choices),
         *cases_of("cross_entropy-soft-dense", conv_net(), dense_probabilities, **cross, **choices),
-        *cases_of("cross_entropy-tokens", lambda: Transformer(CLASSES), tokens, ignore_index=(0,), **cross, **choices),
+        *cases_of(
+            "cross_entropy-tokens",
+            lambda: Transformer(CLASSES),
+            tokens,
+            ignore_index=(0,),
+            **cross,
+            **choices,
+        ),
         *cases_of("nll", perceptron(CLASSES, log_softmax), indices, **likely, **indexed),
         *cases_of("nll-dense", conv_net(log_softmax), dense_indices, **likely, **indexed),
     ]
@@ -217,10 +226,27 @@ def regressions() -> list[Case]:
         *cases_of("mse", model, batch, function=F.mse_loss, **each),
         *cases_of("l1", model, batch, function=F.l1_loss, module=nn.L1Loss, **reduction),
         *cases_of("l1", model, batch, function=F.l1_loss, **each),
-        *cases_of("smooth_l1", model, batch, function=F.smooth_l1_loss, module=nn.SmoothL1Loss, beta=(None, 0.3), **reduction),
-        *cases_of("huber", model, batch, function=F.huber_loss, module=nn.HuberLoss, delta=(None, 0.3), **reduction),
+        *cases_of(
+            "smooth_l1",
+            model,
+            batch,
+            function=F.smooth_l1_loss,
+            module=nn.SmoothL1Loss,
+            beta=(None, 0.3),
+            **reduction,
+        ),
+        *cases_of(
+            "huber", model, batch, function=F.huber_loss, module=nn.HuberLoss, delta=(None, 0.3), **reduction
+        ),
         *cases_of("huber", model, batch, function=F.huber_loss, **each),
-        *cases_of("poisson", perceptron(CLASSES, nn.Softplus()), counted, function=F.poisson_nll_loss, module=nn.PoissonNLLLoss, **poisson),
+        *cases_of(
+            "poisson",
+            perceptron(CLASSES, nn.Softplus()),
+            counted,
+            function=F.poisson_nll_loss,
+            module=nn.PoissonNLLLoss,
+            **poisson,
+        ),
         *cases_of("gaussian", lambda: Gaussian(CLASSES, CLASSES), batch, **gauss),
         *cases_of("gaussian-one-variance", lambda: Gaussian(CLASSES, 1), batch, **gauss),
         *cases_of("gaussian-many-targets", lambda: Gaussian(1, 1), batch, **gauss),
@@ -247,13 +273,36 @@ def margins() -> list[Case]:
     cosines = {"function": F.cosine_embedding_loss, "module": nn.CosineEmbeddingLoss, **margin}
     hinges = {"function": F.hinge_embedding_loss, "module": nn.HingeEmbeddingLoss, **margin}
     return [
-        *cases_of("soft_margin", model, signs, function=F.soft_margin_loss, module=nn.SoftMarginLoss, **reduction),
+        *cases_of(
+            "soft_margin", model, signs, function=F.soft_margin_loss, module=nn.SoftMarginLoss, **reduction
+        ),
         *cases_of("hinge", model, signs, **hinges),
         *cases_of("margin_ranking", lambda: Twins(1), pairs, **ranks),
         *cases_of("cosine", lambda: Twins(4), pairs, **cosines),
-        *cases_of("multi_margin", model, lambda draw: (draw.normal(FEATURES), draw.integers(0, CLASSES)), function=F.multi_margin_loss, module=nn.MultiMarginLoss, **multi),
-        *cases_of("multilabel_margin", model, labels, function=F.multilabel_margin_loss, module=nn.MultiLabelMarginLoss, **reduction),
-        *cases_of("multilabel_soft_margin", model, zero_one, function=F.multilabel_soft_margin_loss, module=nn.MultiLabelSoftMarginLoss, **many),
+        *cases_of(
+            "multi_margin",
+            model,
+            lambda draw: (draw.normal(FEATURES), draw.integers(0, CLASSES)),
+            function=F.multi_margin_loss,
+            module=nn.MultiMarginLoss,
+            **multi,
+        ),
+        *cases_of(
+            "multilabel_margin",
+            model,
+            labels,
+            function=F.multilabel_margin_loss,
+            module=nn.MultiLabelMarginLoss,
+            **reduction,
+        ),
+        *cases_of(
+            "multilabel_soft_margin",
+            model,
+            zero_one,
+            function=F.multilabel_soft_margin_loss,
+            module=nn.MultiLabelSoftMarginLoss,
+            **many,
+        ),
     ]
 
 

@@ -33,7 +33,12 @@ class Training:
         assert self.step(full).updated
 
     def state(self) -> Any:
-        everything = self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict(), self.parameters
+        everything = (
+            self.model.state_dict(),
+            self.optimizer.state_dict(),
+            self.scheduler.state_dict(),
+            self.parameters,
+        )
         return copy.deepcopy(everything)
 
 
@@ -49,23 +54,20 @@ def equal(left: Any, right: Any) -> bool:
 
 
 @pytest.mark.parametrize("case", MASKED, ids=lambda case: case.name)
-@pytest.mark.parametrize("micro_batch", [1, 2, None])
-@pytest.mark.parametrize("clip_norm", [math.inf, 0.1])
-def test_nothing_changes(case: Case, micro_batch: int | None, clip_norm: float) -> None:
+def test_nothing_changes(case: Case) -> None:
     form = next(iter(case.forms))
-    problem = case.problem(form, ROWS, mask="none")
-    masked = case.problem(form, ROWS, mask="all")
-    training = Training(problem, problem.batch, micro_batch=micro_batch, clip_norm=clip_norm)
-    before = training.state()
-    report = training.step(masked.batch)
-    assert not report.updated
-    assert math.isnan(report.loss)
-    assert report.weights == {"loss": 0}
-    assert report.rows == ROWS
-    assert equal(before, training.state())
-    assert all(parameter.grad is None for parameter in training.parameters)
-    window = training.step.window()
-    for micro in parts(masked.batch, [2, ROWS - 2]):
-        window.add(micro)
-    assert not window.close().updated
-    assert equal(before, training.state())
+    for micro_batch, clip_norm in ((1, math.inf), (2, 0.1), (None, math.inf), (None, 0.1)):
+        problem = case.problem(form, ROWS, mask="none")
+        masked = case.problem(form, ROWS, mask="all")
+        training = Training(problem, problem.batch, micro_batch=micro_batch, clip_norm=clip_norm)
+        before = training.state()
+        window = training.step.window()
+        for micro in parts(masked.batch, [2, ROWS - 2]):
+            window.add(micro)
+        for report in (window.close(), training.step(masked.batch)):
+            assert not report.updated
+            assert math.isnan(report.loss)
+            assert report.weights == {"loss": 0}
+            assert report.rows == ROWS
+            assert equal(before, training.state())
+            assert all(parameter.grad is None for parameter in training.parameters)

@@ -99,7 +99,9 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(FEATURES, 4), nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -126,7 +128,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "sparse": Sparse,
     "frozen": Frozen,
     "spread": Spread,
-    "batch norm in evaluation": lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), Perceptron(FEATURES, 2)).eval(),
+    "batch norm in evaluation": lambda: nn.Sequential(
+        nn.BatchNorm1d(FEATURES), Perceptron(FEATURES, 2)
+    ).eval(),
 }
 OPTIONS: list[dict[str, Any]] = [{}, {"accumulate": torch.float64, "compensated": True}]
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,7 +37,7 @@ def tokens(model: nn.Module, micro: Any) -> Total:
 
 
 def named(model: nn.Module, micro: Any) -> Mapping[str, Total]:
-    """Four terms with four weights: valid places, rows, all places, valid places again but without gradient."""
+    """Terms weighed by valid places, by rows, by all places; the last one carries no gradient."""
     scores, value = model(micro["x"])
     labels, rows = micro["labels"], len(value)
     valid = labels != -100
@@ -59,7 +58,13 @@ def weigh_tokens(whole: Any) -> Tensor:
 def weigh_named(whole: Any) -> Mapping[str, Any]:
     labels = _together(whole)["labels"]
     valid, rows = (labels != -100).sum(), len(labels)
-    return {"tokens": valid, "size": rows, "spread": labels.numel(), "fit": float(rows), "right": valid.item()}
+    return {
+        "tokens": valid,
+        "size": rows,
+        "spread": labels.numel(),
+        "fit": float(rows),
+        "right": valid.item(),
+    }
 
 
 def often_nothing(model: nn.Module, micro: Any) -> Mapping[str, Total]:
@@ -90,7 +95,11 @@ TOTALS = [
     _case("total", {"function": tokens, "weighed": Terms(tokens, weight=weigh_tokens)}),
     _case(
         "named",
-        {"terms": Terms(named, COEFFICIENTS), "weighed": Terms(named, COEFFICIENTS, weigh_named), "function": named},
+        {
+            "terms": Terms(named, COEFFICIENTS),
+            "weighed": Terms(named, COEFFICIENTS, weigh_named),
+            "function": named,
+        },
     ),
     _case(
         "often-nothing",

@@ -1,11 +1,12 @@
 """A data set held in memory: normalised inputs, targets and the names of the classes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from anybatch import rng
 from anybatch.errors import DataError
 
 
@@ -89,6 +90,46 @@ class Split:
                 f"got {tuple(train.inputs.shape[1:])} with {len(train.classes)} classes and "
                 f"{tuple(test.inputs.shape[1:])} with {len(test.classes)}; take both from the same data set"
             )
+
+
+def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    """Split validation rows off training rows; both keep the order they had.
+
+    Args:
+        rows: what is split.
+        fraction: share of the rows held out, above 0 and below 1; at least one row is left on each side.
+        seed: determines which.
+
+    Returns:
+        The rows that stay and the rows held out.
+
+    Raises:
+        DataError: a fraction that leaves one side without rows.
+
+    Example:
+        >>> rows = Dataset(inputs=torch.zeros(10, 1, 2, 2), targets=torch.zeros(10, dtype=torch.int64),
+        ...                name="toy", classes=("yes",))
+        >>> [len(part) for part in hold_out(rows, 0.2, seed=0)]
+        [8, 2]
+    """
+    count = round(len(rows) * fraction)
+    if not 0 < count < len(rows):
+        raise DataError(
+            f"{rows.name}: expected a fraction that leaves rows on both sides, got {fraction} of {len(rows)}; "
+            "use 0.1 to hold out a tenth"
+        )
+    generator = torch.Generator().manual_seed(rng.derive_seed(seed, "hold out"))
+    order = torch.randperm(len(rows), generator=generator)
+    held_out, stay = order[:count].sort().values, order[count:].sort().values
+    return (
+        replace(rows, inputs=rows.inputs[stay], targets=rows.targets[stay]),
+        replace(
+            rows,
+            inputs=rows.inputs[held_out],
+            targets=rows.targets[held_out],
+            name=f"{rows.name}, validation",
+        ),
+    )
 
 
 def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:

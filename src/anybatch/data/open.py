@@ -51,7 +51,7 @@ def load(source: str | os.PathLike[str]) -> Split:
     Example:
         >>> split = load("digits")
         >>> len(split.train), len(split.test), tuple(split.train.inputs.shape[1:])
-        (1442, 355, (1, 32, 32))
+        (1352, 445, (1, 32, 32))
     """
     if source in NAMES:
         return NAMES[str(source)]()

@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.total import Number
+from anybatch.total import SHORT_DTYPES, Number
 
 Settings = Mapping[str, Any]
 Arguments = tuple[Any, ...]
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ def _sum_of_weights(settings: Settings, arguments: Arguments, targets: Arguments
 
 
 def _sum(weights: Tensor) -> Tensor:
-    return weights.sum(dtype=torch.float32 if weights.dtype in _HALF else None)
+    return weights.sum(dtype=torch.float32 if weights.dtype in SHORT_DTYPES else None)
 
 
 def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:

@@ -6,7 +6,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.loss import _Loss  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.errors import LossError
 from anybatch.losses.loss import Loss
@@ -33,8 +32,8 @@ def resolve(loss: object) -> Loss:
     if known is not None:
         return known
     if isinstance(loss, nn.Module):
-        is_torch = isinstance(loss, _Loss) and type(loss).__module__.startswith("torch.")
-        meant = "is a loss of torch that anybatch cannot sum" if is_torch else "is a module of your own"
+        is_torch = type(loss).__module__.startswith("torch.")
+        meant = "is a module of torch that anybatch cannot sum" if is_torch else "is a module of your own"
         raise LossError(
             f"Expected a loss whose sum and weight are known, got {type(loss).__name__}, which {meant}. "
             f"{BARE_MEAN}\n"

@@ -17,10 +17,9 @@ from anybatch.losses.convention import forward, split
 from anybatch.losses.kinds import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.terms import BARE_MEAN
-from anybatch.total import Number
+from anybatch.total import SHORT_DTYPES, Number
 
 _NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,11 @@ class SummedLoss:
         arguments = self._arrange(forward(model, inputs), targets)
         if self.divided:
             value = _scalar(self.reduced(*arguments))
-        elif self.kind.counted and not _is_half(arguments):
+        elif self.kind.counted and not _is_short(arguments):
             value = self.summed(*arguments)  # one kernel; the weight comes from the targets
         else:
             losses = self.unreduced(*arguments)
-            if self.kind.per_row:
+            if self.kind.per_row and not self.kind.counted:
                 self._check_count(losses, arguments, targets)
             value = self._add_up(losses, arguments)
             if not self.kind.counted:
@@ -107,9 +106,9 @@ class SummedLoss:
         return self.kind.arrange(outputs, targets)
 
     def _add_up(self, losses: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """Sum unreduced losses, at least in float32: 65,536 losses of 10 do not fit in float16."""
+        """Sum unreduced losses, at least in float32."""
         terms = losses if self._is_sum else self.kind.terms(losses, arguments)
-        return terms.sum(dtype=torch.float32 if losses.dtype in _HALF else None)
+        return terms.sum(dtype=torch.float32 if losses.dtype in SHORT_DTYPES else None)
 
     def _count(self, losses: Tensor) -> int:
         """Losses that all weigh the same are counted, so the number is right however they broadcast."""
@@ -118,15 +117,15 @@ class SummedLoss:
     def _check_count(self, losses: Tensor, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
         """A setting for all rows, left uncut, would repeat the losses of a single row."""
         count = self.kind.weigh(self.settings, arguments, targets)
-        if not self.kind.counted and losses.numel() != count:
+        if losses.numel() != count:
             raise LossError(
                 f"Expected {count} losses from {self.name} of this micro-batch, got {losses.numel()}: a "
-                "weight with an entry for every row cannot be cut where rows come one by one. Put it into the "
-                "batch, and write the loss as a function (model, micro) -> ab.Total."
+                "weight with an entry for every row cannot be cut where rows come one by one. Put it into "
+                "the batch, and write the loss as a function (model, micro) -> ab.Total."
             )
 
     def _is_per_row(self, name: str, batch: Batch) -> bool:
-        """Settings broadcast from the last axis: only one with as many axes as the target reaches the rows."""
+        """Settings broadcast from the last axis: one with as many axes as the target reaches the rows."""
         value = self.settings.get(name)
         if value is None or batch.whole is None:
             return False
@@ -255,8 +254,8 @@ def _rebind(call: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callabl
     return _with_attributes(call, settings) if isinstance(call, nn.Module) else partial(call, **settings)
 
 
-def _is_half(arguments: tuple[Any, ...]) -> bool:
-    return isinstance(arguments[0], Tensor) and arguments[0].dtype in _HALF
+def _is_short(arguments: tuple[Any, ...]) -> bool:
+    return isinstance(arguments[0], Tensor) and arguments[0].dtype in SHORT_DTYPES
 
 
 def _scalar(value: Tensor) -> Tensor:

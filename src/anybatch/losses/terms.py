@@ -70,7 +70,12 @@ class Terms:
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that what comes back can be added up."""
-        totals = _named(self.function(model, micro))
+        try:
+            returned = self.function(model, micro)
+        except (TypeError, AttributeError) as error:  # most often a function of outputs and targets
+            error.add_note(f"anybatch calls a loss of your own as loss(model, micro). {BARE_MEAN}")
+            raise
+        totals = _named(returned)
         missing = [name for name in self.coefficients if name not in totals]
         if missing:
             raise LossError(

@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import glob
 import hashlib
 import json
 import os
@@ -71,7 +72,7 @@ def save(
             earlier file of that name stays as it was.
 
     Example:
-        >>> import tempfile
+        >>> import tempfile, torch
         >>> model = nn.Linear(2, 1)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save(f"{folder}/a.safetensors", model=model, progress={"epoch": 3})
@@ -111,7 +112,7 @@ def load(path: str | Path) -> Checkpoint:
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
-            tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            tensors: dict[str, Tensor] = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: expected a whole safetensors file, got one that cannot be read ({error}). It is "
@@ -172,6 +173,8 @@ class _Packer:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._keys: dict[tuple[object, ...], str] = {}  # of tensors seen, so that tied ones are kept once
+        self._seen: list[Tensor] = []  # alive, so that no later tensor takes the address of one of them
+        self._storages: set[int] = set()
 
     def pack(self, value: Any, path: str) -> Any:
         """JSON for a value; its tensors are kept under their paths."""
@@ -203,7 +206,12 @@ class _Packer:
         if value.numel() and identity in self._keys:
             return self._keys[identity]
         self._keys[identity] = path
-        self.tensors[path] = value.cpu().contiguous()
+        self._seen.append(value)
+        stored = value.cpu().contiguous()
+        if stored.untyped_storage().data_ptr() in self._storages:
+            stored = stored.clone()  # safetensors refuses tensors that overlap without being the same
+        self._storages.add(stored.untyped_storage().data_ptr())
+        self.tensors[path] = stored
         return path
 
 
@@ -247,6 +255,8 @@ def _replace_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[s
             raise OSError(str(error)) from None
         _sync(temporary)
         os.replace(temporary, path)
+        for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a process that was killed
+            stray.unlink(missing_ok=True)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)

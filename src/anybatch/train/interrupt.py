@@ -36,8 +36,8 @@ class Interruption:
 def deferred() -> Generator[Interruption]:
     """Note a first Ctrl-C or SIGTERM instead of breaking an update in two; a second one breaks at once.
 
-    Outside the main thread, where Python cannot handle signals, nothing changes. The handlers that were
-    there come back.
+    Outside the main thread, where Python cannot handle signals, nothing changes. A signal that is ignored
+    (Ctrl-C in a shell's background job) stays ignored. The handlers that were there come back.
 
     Example:
         >>> with deferred() as interruption:
@@ -47,7 +47,8 @@ def deferred() -> Generator[Interruption]:
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    found = {number: signal.getsignal(number) for number in SIGNALS}
+    before = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
 
     def note(number: int, frame: FrameType | None) -> None:
         interruption.signal = number
@@ -57,7 +58,7 @@ def deferred() -> Generator[Interruption]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, note)
     try:
         yield interruption

@@ -13,7 +13,7 @@ RULES = ("linear", "square-root")
 def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "linear") -> float:
     """The learning rate for a batch size, from one that was found for another.
 
-    `linear` keeps the expected update per row (Goyal et al. 2017, "Accurate, Large Minibatch SGD",
+    `linear` keeps the expected update per row (Goyal et al. 2017, "Training ImageNet in 1 hour",
     section 2.1; it needs a warm-up). `square-root` keeps the variance of the update (Krizhevsky 2014, "One
     weird trick for parallelizing convolutional neural networks", section 5); it is the milder rule.
 

@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch import rng, tree
+from anybatch import rng
 from anybatch.batch import OpenBatch
+from anybatch.errors import LossError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
 from anybatch.losses.convention import split
-from anybatch.losses.loss import Evaluated
 from anybatch.losses.resolve import resolve
 from anybatch.step import Step
 from anybatch.total import Number, Total
@@ -43,7 +43,8 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
 def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_batch: int) -> dict[str, float]:
     """The loss terms and metrics of all rows, in evaluation mode, without gradient.
 
-    Model modes and the random state are as before. The result does not depend on the cut.
+    Model modes and every random state (torch's, Python's, NumPy's) are as before. The result does not depend
+    on the cut.
 
     Args:
         step: whose model and loss are evaluated.
@@ -53,27 +54,30 @@ def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_bat
 
     Returns:
         `loss`, further terms by name, and each metric.
+
+    Raises:
+        LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
     """
     loss = resolve(step.loss)
     sums: dict[str, Total] = {}
     fixed: Mapping[str, Number] = {}  # divisors that need no weighing: 1 for reduction="sum"
-    folds = {name: _as_fold(metric) for name, metric in metrics.items()}
+    folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
-    device = next(step.model.parameters()).device
     with _evaluating(step.model), _outputs_of(step.model) as seen:
         for group in rows.in_order(micro_batch):
-            micro = to_device(group if step.collate is None else step.collate(group), device)
+            micro = group if step.collate is None else step.collate(group)
             terms = loss.evaluate(step.model, micro)
             fixed = loss.divisors(OpenBatch(), terms, 1) or {}
-            for name, total in _totals(terms, fixed).items():
-                sums[name] = sums.get(name, Total.zero()) + total
+            weights = fixed or terms.weigh()
+            for name, value in terms.sums.items():
+                sums[name] = sums.get(name, Total.zero()) + _widened(Total(value, weights[name]))
             for name, fold in folds.items():
-                pair = (_single(seen[-1]), _single(split(micro)[1]))
-                states[name] = fold.add(states[name], pair)
+                states[name] = fold.add(states[name], _pair(seen, micro))
             seen.clear()
     values = {name: float(total.sum if name in fixed else total.mean()) for name, total in sums.items()}
-    if "loss" not in values:
-        values["loss"] = math.fsum(loss.coefficients.get(name, 1.0) * value for name, value in values.items())
+    # As in a step: terms without weight have nothing to add, and a term called "loss" is not all of it.
+    used = [loss.coefficients.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
+    values["loss"] = math.fsum(used) if used else math.nan
     return values | {name: float(fold.finish(states[name])) for name, fold in folds.items()}
 
 
@@ -114,20 +118,35 @@ class RunningLoss:
         return math.fsum(values) if values else math.nan
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The same nest on a device; the very same object where it is there already."""
-    if all(leaf.device == device for leaf in tree.flatten(batch).leaves):
-        return batch
-    return tree.map_leaves(lambda leaf: leaf.to(device, non_blocking=True), batch)
+def _as_fold(name: str, metric: Metric) -> Fold[Any, Any, Any]:
+    if isinstance(metric, Fold):
+        return metric
+
+    def measure(pair: tuple[Any, Any]) -> Total:
+        total = metric(*pair)
+        if not isinstance(total, Total):
+            raise LossError(
+                f"Expected metric {name!r} to return an ab.Total, got {type(total).__name__}. "
+                "A mean has lost its denominator: return ab.Total(values.sum(), values.numel())."
+            )
+        return _widened(total)
+
+    return weighted_mean(measure)
 
 
-def _as_fold(metric: Metric) -> Fold[Any, Any, Any]:
-    return metric if isinstance(metric, Fold) else weighted_mean(lambda pair: metric(*pair))
+def _widened(total: Total) -> Total:
+    """In double precision, so that counts stay exact and the cut leaves no trace."""
+    return Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
 
 
-def _totals(terms: Evaluated, fixed: Mapping[str, Number]) -> dict[str, Total]:
-    weights = fixed or terms.weigh()
-    return {name: Total(value.double(), weights[name]) for name, value in terms.sums.items()}
+def _pair(seen: Sequence[Any], micro: Any) -> tuple[Any, Any]:
+    """What the model returned last, and the targets."""
+    if not seen:
+        raise LossError(
+            f"Expected the loss to call the model, so that metrics see its outputs, got {len(seen)} calls. "
+            "Call model(...), not its forward or its parts, or leave the metrics out."
+        )
+    return _single(seen[-1]), _single(split(micro)[1])
 
 
 def _single(values: Any) -> Any:
@@ -137,13 +156,15 @@ def _single(values: Any) -> Any:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Generator[None]:
-    """Evaluation mode without gradient; each module's own mode and the random state come back."""
+    """Evaluation mode without gradient; each module's own mode and all random states come back."""
     modes = [(module, module.training) for module in model.modules()]
+    random = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
     model.eval()
     try:
-        with torch.no_grad(), rng.preserved():
+        with torch.no_grad():
             yield
     finally:
+        rng.restore_process(random)
         for module, mode in modes:
             module.training = mode
 

@@ -65,7 +65,7 @@ class ProgressBar:
     def epoch(self, report: EpochReport) -> None:
         """Print the epoch's line above the bar."""
         self._bar.update(self._task, completed=self._done, description=f"epoch {report.epoch}/{self._epochs}")
-        self._console.print(str(report), highlight=False, soft_wrap=True)
+        self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Take the bar away."""

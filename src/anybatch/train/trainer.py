@@ -1,17 +1,22 @@
 """The loop around the step: epochs, validation, progress, checkpoints, resume."""
 
+import json
+import math
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from anybatch import rng
 from anybatch.errors import AnybatchError, CheckpointError, DataError, PlanError
 from anybatch.events import StepReport
+from anybatch.losses.summed import summed_loss
 from anybatch.step import Step
 from anybatch.train import checkpoint
 from anybatch.train.interrupt import Interruption, deferred
-from anybatch.train.metrics import Metric, RunningLoss, evaluate, to_device
+from anybatch.train.metrics import Metric, RunningLoss, evaluate
 from anybatch.train.rows import Rows
 from anybatch.train.watch import Course, EpochReport, JsonLog, TextLog, Watcher
 
@@ -33,15 +38,16 @@ class Trainer:
         seed: determines the order of rows of every epoch. Random numbers inside the model follow torch's
             own seed.
         metrics: named functions of (outputs, targets) to a `Total`, as `anybatch.accuracy`, or folds.
-        best_by: which validation value makes a checkpoint the best one.
+        best_by: which validation value makes a checkpoint the best one; NaN is never the best.
         larger_is_better: whether larger values of it are better.
         out: folder for checkpoints and logs; None to write nothing.
         save_every: also save after this many batches of an epoch; 0 for after each epoch only.
-        config: JSON values kept in every checkpoint, such as the recipe's name.
+        config: values kept in every checkpoint, such as the recipe's name; a resumed run must have the same.
         watchers: who is told how it goes, besides the logs in `out`.
 
     Raises:
-        BatchError, PlanError: rows or sizes that cannot be trained on.
+        BatchError, PlanError: rows, sizes, names or a config that cannot be trained with.
+        DataError: a folder that cannot be written.
 
     Example:
         >>> import torch
@@ -72,13 +78,16 @@ class Trainer:
         self.train = Rows(train, step)
         self.validation = None if validation is None else Rows(validation, step)
         _check_sizes(batch_size, step.micro_batch, self.train.count, save_every)
+        _check_whole("seed", seed, least=0)
+        if validation is not None:
+            _check_best_by(best_by, step, metrics or {})
         self.batch_size = batch_size
         self.seed = seed
         self.metrics = dict(metrics or {})
         self.best_by, self.larger_is_better = best_by, larger_is_better
+        self.config = _check_config(config or {})
         self.out = None if out is None else _make_folder(Path(out))
         self.save_every = save_every
-        self.config = dict(config or {})
         logs = () if self.out is None else (TextLog(self.out / "log.txt"), JsonLog(self.out / "log.jsonl"))
         self.watchers: tuple[Watcher, ...] = (*watchers, *logs)
         self.epoch = 0  # epochs finished
@@ -97,8 +106,7 @@ class Trainer:
         Returns:
             The reports of the epochs finished in this call.
         """
-        if epochs < 1:
-            raise PlanError(f"Expected at least 1 epoch, got {epochs}. Pass epochs=1 or more.")
+        _check_whole("epochs", epochs, least=1)
         per_epoch = -(-self.train.count // self.batch_size)
         course = Course(
             epochs=epochs,
@@ -106,19 +114,16 @@ class Trainer:
             total_updates=epochs * per_epoch,
             rows=self.train.count,
         )
+        # A step takes the short tail of an epoch only after a longer batch; here a resume may begin with it.
+        self.step.most_rows = max(self.step.most_rows, min(self.batch_size, self.train.count))
         reports: list[EpochReport] = []
-        for watcher in self.watchers:
-            watcher.start(course)
-        try:
-            with deferred() as interruption:
-                while self.epoch < epochs:
-                    reports.append(self._run_epoch(interruption))
-        except AnybatchError:  # raised before an update, never in the middle of one
-            self._save(LAST)
-            raise
-        finally:
+        with ExitStack() as stops, deferred() as interruption:
             for watcher in self.watchers:
-                watcher.stop()
+                watcher.start(course)
+                stops.callback(watcher.stop)
+            while self.epoch < epochs:
+                reports.append(self._run_epoch(interruption))
+                interruption.obey()
         return reports
 
     def evaluate(self, rows: Any) -> dict[str, float]:
@@ -166,44 +171,28 @@ class Trainer:
         """
         path = Path(path) / LAST if Path(path).is_dir() else Path(path)
         found = checkpoint.load(path)
-        was, now = found.progress["run"], self._run_identity()
-        if was != now:
-            changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
-            raise CheckpointError(
-                f"{path}: expected a run with the same rows, batch size and seed, got "
-                + ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
-                + ". Start it with the same values, or start a new run."
-            )
+        _check_run(path, found.progress.get("run", {}), self._run_identity())
         checkpoint.restore(
             found, model=self.step.model, optimizers=self.step.optimizers, schedulers=self.step.schedulers
         )
-        progress = found.progress
-        self.epoch, self._batch, self.updates = progress["epoch"], progress["batch"], progress["updates"]
-        self.seconds, self.best = progress["seconds"], progress["best"]
-        self._loss = RunningLoss(progress["totals"])
+        then = found.progress
+        self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
+        self.seconds, self.best, self._loss = then["seconds"], then["best"], RunningLoss(then["totals"])
         rng.restore_process(found.random)
 
     def _run_epoch(self, interruption: Interruption) -> EpochReport:
-        device = next(self.step.model.parameters()).device
-        began, first = time.perf_counter(), self._batch
-        for batch in self.train.batches(
-            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=first
-        ):
-            report = self.step(batch if self.step.collate is not None else to_device(batch, device))
-            self._note(report)
-            if interruption.signal or (self.save_every and self._batch % self.save_every == 0):
-                self._save(LAST)
-            interruption.obey()
-        seconds = time.perf_counter() - began
-        self.seconds += seconds
-        rows = self.train.count - first * self.batch_size
+        before = self.seconds
+        with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
+            rows = self._train_rows(interruption)
+        seconds = self.seconds - before
+        with self._saved_upon(Exception):  # nothing is under way; a resume validates again
+            validation = {} if self.validation is None else self._evaluate(self.validation)
+            is_best = self._is_best(validation)
         loss = self._loss.value(self.step.coefficients)
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
-        validation = {} if self.validation is None else self._evaluate(self.validation)
-        is_best = self._is_best(validation)
-        self._save(LAST)
         if is_best:
-            self._save(BEST)
+            self._save(BEST)  # first, so that no last checkpoint tells of a best one that is not there
+        self._save(LAST)
         done = EpochReport(
             epoch=self.epoch,
             updates=self.updates,
@@ -211,11 +200,29 @@ class Trainer:
             validation=validation,
             learning_rate=float(self.step.optimizers[0].param_groups[0]["lr"]),
             seconds=seconds,
-            samples_per_second=rows / seconds,
+            samples_per_second=rows / seconds if rows else 0.0,
         )
         for watcher in self.watchers:
             watcher.epoch(done)
         return done
+
+    def _train_rows(self, interruption: Interruption) -> int:
+        """Train on what is left of the epoch; returns how many rows that was."""
+        rows, clock = 0, time.perf_counter()
+        for batch in self.train.batches(
+            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch
+        ):
+            report = self.step(batch)
+            rows += report.rows
+            now = time.perf_counter()
+            self.seconds, clock = self.seconds + now - clock, now
+            self._note(report)
+            stop = interruption.signal  # read once: one that comes later waits for the next update
+            if stop or (self.save_every and self._batch % self.save_every == 0):
+                self._save(LAST)
+            if stop:
+                interruption.obey()
+        return rows
 
     def _note(self, report: StepReport) -> None:
         self._batch += 1
@@ -229,31 +236,56 @@ class Trainer:
         return evaluate(self.step, rows, self.metrics, micro_batch=min(micro_batch, rows.count))
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
-        if not validation:
-            return False
-        if self.best_by not in validation:
-            raise PlanError(
-                f"Expected best_by to name a validation value, got {self.best_by!r}. Choose from "
-                f"{sorted(validation)}."
-            )
-        value = validation[self.best_by]
-        better = self.best is None or (value > self.best if self.larger_is_better else value < self.best)
+        if validation and self.best_by not in validation:
+            raise _unknown_best(self.best_by, validation)
+        value = validation.get(self.best_by, math.nan)
+        if self.larger_is_better:
+            better = value > (-math.inf if self.best is None else self.best)
+        else:
+            better = value < (math.inf if self.best is None else self.best)
         if better:
             self.best = value
         return better
+
+    @contextmanager
+    def _saved_upon(self, error: type[Exception]) -> Generator[None]:
+        """Leave a checkpoint behind before such an error goes on, if there was any update to keep."""
+        try:
+            yield
+        except error:
+            if self.updates:
+                self._save(LAST)
+            raise
 
     def _save(self, name: str) -> None:
         if self.out is not None:
             self.save(self.out / name)
 
-    def _run_identity(self) -> dict[str, int]:
-        """What determines the order of rows; a resumed run must agree in it."""
-        return {"rows": self.train.count, "batch_size": self.batch_size, "seed": self.seed}
+    def _run_identity(self) -> dict[str, Any]:
+        """What determines the result besides the cut; a resumed run must agree in it."""
+        return {
+            **self.config,
+            "rows": self.train.count,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "schedulers": len(self.step.schedulers),
+        }
+
+
+def _check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
+    if changed:
+        raise CheckpointError(
+            f"{path}: expected a run with the same rows, sizes, seed and config, got "
+            + ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
+            + ". Start it with the same values, or start a new run."
+        )
 
 
 def _make_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()  # one that exists may still not be written to
     except OSError as error:
         raise DataError(
             f"Expected a folder that can be written, got {path}: {error.strerror}. Choose another one."
@@ -262,13 +294,40 @@ def _make_folder(path: Path) -> Path:
 
 
 def _check_sizes(batch_size: int, micro_batch: int | None, rows: int, save_every: int) -> None:
-    if batch_size < 1 or save_every < 0:
-        raise PlanError(
-            f"Expected batch_size of at least 1 and save_every of at least 0, got {batch_size} and "
-            f"{save_every}."
-        )
+    _check_whole("batch_size", batch_size, least=1)
+    _check_whole("save_every", save_every, least=0)
     if micro_batch is not None and micro_batch > min(batch_size, rows):
         raise PlanError(
             f"Expected micro_batch to be at most the {min(batch_size, rows)} rows of a batch, got "
             f"{micro_batch}. Pass a smaller one."
         )
+
+
+def _check_whole(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(
+            f"Expected {name} to be a whole number of at least {least}, got {value!r}. Pass an int."
+        )
+
+
+def _check_best_by(best_by: str, step: Step, metrics: Mapping[str, Metric]) -> None:
+    """Terms of a loss of the user's own have names that only a forward tells."""
+    names = {"loss", *metrics}
+    if best_by not in names and summed_loss(step.loss) is not None:
+        raise _unknown_best(best_by, names)
+
+
+def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:
+    return PlanError(
+        f"Expected best_by to name a validation value, got {best_by!r}. Choose from {sorted(names)}."
+    )
+
+
+def _check_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"Expected config to hold JSON values, got another: {error}. Make it strings and numbers."
+        ) from None
+    return dict(config)

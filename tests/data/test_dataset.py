@@ -1,0 +1,151 @@
+"""A data set that exists is valid; normalising learns from the training rows alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anybatch.data.dataset import Dataset, Split, check_classes, hold_out, normalise, unreadable
+from anybatch.errors import DataError
+from anybatch.testing import relative_error, tolerance
+
+
+def make(rows: int = 3, **changes: Any) -> Dataset:
+    values = {
+        "inputs": torch.arange(rows, dtype=torch.float32).view(rows, 1, 1, 1).expand(rows, 1, 2, 2),
+        "targets": torch.arange(rows) % 3,
+        "name": "toy",
+        "classes": ("a", "b", "c"),
+    }
+    return Dataset(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inputs": torch.zeros(3, 2, 2)}, r"shape \(rows, channels, height, width\), got .*\(3, 2, 2\)"),
+        ({"inputs": torch.zeros(3, 1, 2, 2, dtype=torch.float64)}, r"float32 inputs .* got torch\.float64"),
+        ({"targets": torch.zeros(3)}, r"int64 targets .* got torch\.float32"),
+        ({"targets": torch.zeros(3, 1, dtype=torch.int64)}, r"shape \(rows,\), got .*\(3, 1\)"),
+        ({"targets": torch.tensor([0, 1])}, "got 3 inputs and 2 targets"),
+        ({"inputs": torch.zeros(0, 1, 2, 2), "targets": torch.tensor([], dtype=torch.int64)}, "got 0 inputs"),
+        ({"targets": torch.tensor([0, 3, 1])}, "classes 0 to 2, got 3 in row 1"),
+        ({"targets": torch.tensor([0, 1, -1])}, "classes 0 to 2, got -1 in row 2"),
+    ],
+)
+def test_no_invalid_data_set_exists(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^toy: expected .*{message}"):
+        make(**changes)
+
+
+def test_length_is_the_number_of_rows() -> None:
+    assert len(make(rows=5)) == 5
+
+
+@pytest.mark.parametrize("changes", [{"inputs": torch.zeros(3, 1, 2, 3)}, {"classes": ("a", "b", "d")}])
+def test_both_sides_of_a_split_are_alike(changes: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="agree in the shape of a row and in the classes"):
+        Split(train=make(), test=make(**changes))
+    assert len(Split(train=make(rows=4), test=make()).train) == 4
+
+
+def test_the_first_wrong_class_is_named() -> None:
+    with pytest.raises(DataError, match=r"^labels\.gz: .* got 12 in row 1 \(2 such rows\)"):
+        check_classes(torch.tensor([3, 12, 9, 200], dtype=torch.uint8), num_classes=10, name="labels.gz")
+
+
+def test_an_unreadable_file_is_named_with_the_reason() -> None:
+    error = unreadable(Path("a/b.bin"), PermissionError(13, "Permission denied"))
+    assert (
+        str(error)
+        == "a/b.bin: expected a readable file, got: Permission denied; check its name and permissions"
+    )
+    assert "odd" in str(unreadable(Path("b"), OSError("odd")))
+
+
+# ---- normalising
+
+
+def draw_images(rows: int, seed: int) -> Tensor:
+    """Three channels of very different brightness."""
+    generator = torch.Generator().manual_seed(seed)
+    tops = torch.tensor([256, 31, 2]).view(1, 3, 1, 1)
+    return (torch.rand(rows, 3, 4, 5, generator=generator) * tops).to(torch.uint8)
+
+
+@given(st.integers(1, 40), st.integers(0, 5))
+def test_normalising_is_the_textbook_formula(rows: int, seed: int) -> None:
+    train, test = draw_images(rows, seed), draw_images(3, seed + 100)
+    exact = train.double()
+    mean = exact.mean((0, 2, 3), keepdim=True)
+    deviation = exact.std((0, 2, 3), keepdim=True, correction=0)
+    bound = tolerance(torch.float32, 1)
+    for actual, images in zip(normalise(train, test), (train, test), strict=True):
+        assert actual.dtype == torch.float32
+        assert relative_error(actual, (images.double() - mean) / deviation) <= bound
+
+
+def test_normalising_does_not_depend_on_the_order_of_rows() -> None:
+    train, test = draw_images(50, 0), draw_images(9, 1)
+    order = torch.randperm(50)
+    one, other = normalise(train, test), normalise(train[order], test)
+    assert torch.equal(one[0][order], other[0])
+    assert torch.equal(one[1], other[1])
+
+
+def test_nothing_is_learned_from_held_out_rows() -> None:
+    train, dark, bright = draw_images(9, 0), torch.zeros(1, 3, 4, 5), torch.full((1, 3, 4, 5), 255.0)
+    one, other = normalise(train, dark.to(torch.uint8)), normalise(train, bright.to(torch.uint8))
+    assert torch.equal(one[0], other[0])
+    assert bool((one[1] < other[1]).all())
+
+
+def test_a_channel_of_one_level_becomes_zero() -> None:
+    train, test = normalise(torch.full((2, 1, 3, 3), 7, dtype=torch.uint8), draw_images(2, 0)[:, :1])
+    assert torch.equal(train, torch.zeros(2, 1, 3, 3))
+    assert bool(test.isfinite().all())
+
+
+def test_the_images_given_stay_as_they_were() -> None:
+    train, test = draw_images(4, 0), draw_images(2, 1)
+    before = train.clone(), test.clone()
+    normalise(train, test)
+    assert torch.equal(train, before[0])
+    assert torch.equal(test, before[1])
+
+
+# ---- validation rows
+
+
+@given(st.integers(2, 60), st.integers(0, 9), st.sampled_from([0.1, 0.25, 0.5, 0.9]))
+def test_held_out_rows_are_the_rest(rows: int, seed: int, fraction: float) -> None:
+    if not 0 < round(rows * fraction) < rows:
+        with pytest.raises(DataError, match=f"rows on both sides.* got {fraction}"):
+            hold_out(make(rows), fraction, seed)
+        return
+    stay, held_out = hold_out(make(rows), fraction, seed)
+    numbers = [part.inputs[:, 0, 0, 0] for part in (stay, held_out)]
+    assert len(held_out) == round(rows * fraction)
+    assert torch.equal(torch.cat(numbers).sort().values, torch.arange(rows, dtype=torch.float32))
+    for part, own in zip((stay, held_out), numbers, strict=True):
+        assert torch.equal(own, own.sort().values)
+        assert torch.equal(part.targets, own.long() % 3)
+        assert torch.equal(part.inputs, own.view(-1, 1, 1, 1).expand(-1, 1, 2, 2))
+
+
+def test_held_out_rows_follow_from_the_seed() -> None:
+    global_stream = torch.get_rng_state()
+    chosen = [hold_out(make(40), 0.25, seed)[1].inputs for seed in (1, 1, 2)]
+    assert torch.equal(chosen[0], chosen[1])
+    assert not torch.equal(chosen[0], chosen[2])
+    assert torch.equal(torch.get_rng_state(), global_stream)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 1.5, 0.001])
+def test_a_side_without_rows_is_refused(fraction: float) -> None:
+    with pytest.raises(DataError, match=f"got {fraction}"):
+        hold_out(make(20), fraction, 0)

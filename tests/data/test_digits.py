@@ -1,0 +1,73 @@
+"""The digits of scikit-learn: the split is fixed, stratified and complete."""
+
+import sys
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.data import Split, digits
+from anybatch.data.dataset import normalise
+from anybatch.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def split() -> Split:
+    return digits.read_digits()
+
+
+def test_shape_and_scale(split: Split) -> None:
+    assert split.train.inputs.shape == (1352, 1, 32, 32)
+    assert split.test.inputs.shape == (445, 1, 32, 32)
+    deviation, mean = torch.std_mean(split.train.inputs.double(), correction=0)
+    assert abs(float(mean)) < float(torch.finfo(torch.float32).eps)
+    assert round(float(deviation), 6) == 1
+
+
+def test_the_split_is_fixed(split: Split) -> None:
+    """Another split would silently make every published accuracy another number."""
+    assert split.test.targets[:12].tolist() == [0, 9, 5, 6, 8, 4, 1, 7, 3, 2, 0, 3]
+    again = digits.read_digits()
+    assert torch.equal(split.test.inputs, again.test.inputs)
+    assert torch.equal(split.train.inputs, again.train.inputs)
+
+
+def test_the_split_is_stratified(split: Split) -> None:
+    held_out = split.test.targets.bincount()
+    everything = held_out + split.train.targets.bincount()
+    assert int(everything.sum()) == 1797
+    assert torch.equal(held_out, everything // 4)
+
+
+def test_no_image_is_on_both_sides(split: Split) -> None:
+    train = {image.numpy().tobytes() for image in split.train.inputs}
+    assert not train & {image.numpy().tobytes() for image in split.test.inputs}
+
+
+def test_images_are_the_small_ones_enlarged(split: Split) -> None:
+    """Between the centres of two pixels lie four new ones, at 1/8, 3/8, 5/8 and 7/8 of the way."""
+    small, targets = digits._load()
+    held_out = digits.held_out_rows(targets)
+    place = ((torch.arange(32) + 0.5) / 4 - 0.5).clamp(0, 7)
+    weights = (1 - (place[:, None] - torch.arange(8)).abs()).clamp(min=0)  # (32, 8)
+    large = (weights @ small @ weights.T * 255 / 16).round().to(torch.uint8)[:, None]
+    train, test = normalise(large[~held_out], large[held_out])
+    assert torch.equal(split.train.inputs, train)
+    assert torch.equal(split.test.inputs, test)
+    assert torch.equal(split.test.targets, targets[held_out])
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
+def test_every_fourth_row_of_a_class_is_held_out(classes: list[int]) -> None:
+    held_out = digits.held_out_rows(torch.tensor(classes, dtype=torch.int64)).tolist()
+    for one in set(classes):
+        marks = [mark for mark, own in zip(held_out, classes, strict=True) if own == one]
+        assert marks == [place % 4 == 3 for place in range(len(marks))]
+
+
+def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(DataError, match=r"expected scikit-learn.*pip install \"anybatch\[digits\]\""):
+        digits.read_digits()

@@ -1,0 +1,119 @@
+"""A training that fails or is asked to stop in the middle: the last whole update is kept, and it goes on."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from anybatch import Total
+from anybatch.errors import LossError, NonFiniteLossError
+from anybatch.events import Event, MicroBatchDone
+from anybatch.train.metrics import accuracy
+from anybatch.train.trainer import LAST
+from tests.snapshots import changes
+from tests.train.runs import (
+    BATCH,
+    EPOCHS,
+    TRAIN,
+    UPDATES,
+    Diary,
+    assert_same_end,
+    finished,
+    make_rows,
+    make_trainer,
+    state,
+    undisturbed,
+)
+
+# ---- failures
+
+
+@pytest.mark.parametrize("row", range(TRAIN))
+def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
+    row: int, tmp_path: Path
+) -> None:
+    x, y = make_rows(TRAIN)
+    spoilt, y[row] = x.clone(), 1
+    spoilt[row] = math.nan
+    trainer = make_trainer(tmp_path, train=(spoilt, y))
+    batches = trainer.train.batches(batch_size=BATCH, seed=5, epoch=0)
+    done = next(index for index, (inputs, _) in enumerate(batches) if inputs.isnan().any())
+    with pytest.raises(NonFiniteLossError):
+        trainer.fit(epochs=EPOCHS)
+    assert trainer.updates == done
+    log = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert log == ["start", *["step"] * done, "stop"]
+    assert (tmp_path / LAST).exists() == (done > 0)
+    again = make_trainer(tmp_path, train=(x, y))  # with the data mended
+    if done:
+        again.resume(tmp_path)
+    assert again.updates == done
+    assert_same_end(again, again.fit(epochs=EPOCHS), finished(train=(x, y)))
+
+
+def test_first_update_that_fails_leaves_an_earlier_runs_checkpoint_alone(tmp_path: Path) -> None:
+    make_trainer(tmp_path).fit(epochs=1)
+    before = (tmp_path / LAST).read_bytes()
+    x, y = make_rows(TRAIN)
+    with pytest.raises(NonFiniteLossError):
+        make_trainer(tmp_path, train=(x * math.nan, y)).fit(epochs=1)
+    assert (tmp_path / LAST).read_bytes() == before
+
+
+@pytest.mark.parametrize("error", [KeyError("mistaken"), LossError("mistaken")], ids=["any", "ours"])
+def test_mistake_in_a_metric_does_not_cost_the_epoch(error: Exception, tmp_path: Path) -> None:
+    def mistaken(scores: Tensor, y: Tensor) -> Total:
+        raise error
+
+    with pytest.raises(type(error), match="mistaken"):
+        make_trainer(tmp_path, metrics={"accuracy": mistaken}).fit(epochs=EPOCHS)
+    again = make_trainer(tmp_path)
+    again.resume(tmp_path)
+    assert (again.epoch, again.updates) == (0, UPDATES)
+    reports = again.fit(epochs=EPOCHS)
+    assert [report.epoch for report in reports] == [1, 2, 3, 4]  # validated again, reported once
+    assert reports[0].samples_per_second == 0  # nothing was left to train
+    assert_same_end(again, reports, undisturbed())
+
+
+# ---- stops that are asked for
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+@pytest.mark.parametrize("place", ["micro-batch", "step", "validation", "epoch"])
+@pytest.mark.parametrize("epoch", [1, EPOCHS])
+def test_stop_waits_for_the_update_under_way_and_loses_nothing(
+    epoch: int, place: str, number: int, error: type[BaseException], tmp_path: Path
+) -> None:
+    def ring(at: str) -> None:
+        if (at, first.epoch + 1) == (place, epoch) and not rung:
+            rung.append(signal.raise_signal(number))
+
+    def metric(scores: Tensor, y: Tensor) -> Total:
+        ring("validation")
+        return accuracy(scores, y)
+
+    rung: list[None] = []
+    done = Diary(("epoch", epoch), lambda: place == "epoch" and rung.append(signal.raise_signal(number)))
+
+    def listen(event: Event) -> None:
+        ring("micro-batch" if isinstance(event, MicroBatchDone) else "step")
+
+    first = make_trainer(tmp_path, listeners=[listen], metrics={"accuracy": metric}, watchers=[done])
+    with pytest.raises(error):
+        first.fit(epochs=EPOCHS)
+    assert rung == [None]
+    whole = place in ("validation", "epoch")
+    assert done.events.count("step") == (epoch - 1) * UPDATES + (UPDATES if whole else 1)
+    assert done.events.count("epoch") == epoch - (not whole)
+    again = make_trainer(tmp_path)
+    again.resume(tmp_path)
+    assert again.updates == first.updates
+    reports = again.fit(epochs=EPOCHS)
+    assert changes(undisturbed().state, state(again)) == []
+    assert [report.epoch for report in reports] == list(range(done.events.count("epoch") + 1, EPOCHS + 1))

@@ -1,0 +1,273 @@
+"""Mistakes that others have made, or that we could make: each must break a law."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybatch import StepReport, execute, gradients
+from anybatch.batch import TensorBatch
+from anybatch.execute import Run
+from anybatch.gradients import Gradients
+from anybatch.losses import kinds
+from anybatch.losses.loss import Evaluated
+from anybatch.losses.summed import SummedLoss
+
+Patch = pytest.MonkeyPatch
+Mutation = Callable[[Patch], None]
+
+
+# ---- the divisor
+
+
+def mean_of_means(patch: Patch) -> None:
+    evaluate = SummedLoss.evaluate
+
+    def evaluate_mean(self: SummedLoss, model: Any, micro: Any) -> Evaluated:
+        return Evaluated(evaluate(replace(self, divided=True), model, micro).sums, lambda: {"loss": 1})
+
+    patch.setattr(SummedLoss, "evaluate", evaluate_mean)
+    divide_by_the_number_of_micro_batches(patch)
+
+
+def divide_by_the_number_of_micro_batches(patch: Patch) -> None:
+    def divisors(self: SummedLoss, batch: Any, first: Evaluated, rows: int) -> Mapping[str, int] | None:
+        return {"loss": -(-batch.rows // rows)} if batch.rows else None
+
+    patch.setattr(SummedLoss, "divisors", divisors)
+    patch.setattr(SummedLoss, "counted", True)
+
+
+def first_weight_times_micro_batches(patch: Patch) -> None:
+    """As if every micro-batch held as many valid targets as the first."""
+
+    def divisors(self: SummedLoss, batch: Any, first: Evaluated, rows: int) -> Mapping[str, Any]:
+        return {"loss": first.weigh()["loss"] * batch.rows / rows}
+
+    patch.setattr(SummedLoss, "divisors", divisors)
+
+
+def _weigh_otherwise(weigh: Callable[..., Any]) -> Mutation:
+    def mutate(patch: Patch) -> None:
+        for table in (kinds.FUNCTIONS, kinds.MODULES):
+            for key, kind in table.items():
+                if kind is kinds.CLASSES:
+                    patch.setitem(table, key, replace(kind, weigh=weigh))
+
+    return mutate
+
+
+def _without(*forgotten: str) -> Mutation:
+    """The weight counted as if these settings were not there."""
+
+    def weigh(settings: Mapping[str, Any], arguments: Any, targets: Any) -> Any:
+        left = {name: value for name, value in settings.items() if name not in forgotten}
+        return kinds.CLASSES.weigh(left, arguments, targets)
+
+    return _weigh_otherwise(weigh)
+
+
+def _smoothing_by_count(settings: Mapping[str, Any], arguments: Any, targets: Any) -> Any:
+    """The smooth part of the loss divided by the number of targets, not by their class weights."""
+    share = settings.get("label_smoothing", 0.0)
+    count = kinds.CLASSES.weigh({**settings, "weight": None}, arguments, targets)
+    return (1 - share) * kinds.CLASSES.weigh(settings, arguments, targets) + share * count
+
+
+rows_instead_of_valid_targets = _weigh_otherwise(lambda settings, arguments, targets: len(targets[0]))
+elements_of_soft_targets = _weigh_otherwise(lambda settings, arguments, targets: targets[0].numel())
+class_weights_forgotten = _without("weight")
+ignored_index_forgotten = _without("ignore_index")
+smoothing_divided_by_count = _weigh_otherwise(_smoothing_by_count)
+
+
+def batchmean_as_mean(patch: Patch) -> None:
+    patch.setattr(SummedLoss, "_is_batchmean", False)
+
+
+def ctc_without_target_lengths(patch: Patch) -> None:
+    plain = replace(kinds.SEQUENCES, terms=lambda losses, arguments: losses)
+    patch.setitem(kinds.FUNCTIONS, torch.nn.functional.ctc_loss, plain)
+
+
+def late_divisor_of_another_term(patch: Patch) -> None:
+    late_factors = Run._late_factors
+
+    def rotated(self: Run, weights: dict[str, float]) -> dict[str, float]:
+        factors = late_factors(self, weights)
+        values = list(factors.values())
+        return dict(zip(factors, values[1:] + values[:1], strict=True))
+
+    patch.setattr(Run, "_late_factors", rotated)
+
+
+def one_bank_for_all_terms(patch: Patch) -> None:
+    def add_each(self: Gradients, sums: Mapping[str, Tensor]) -> None:
+        torch.autograd.backward(list(sums.values()))
+
+    patch.setattr(Gradients, "add_each", add_each)
+
+
+def coefficients_forgotten(patch: Patch) -> None:
+    late_factors, cotangent = Run._late_factors, execute._cotangent
+
+    def factors(self: Run, weights: dict[str, float]) -> dict[str, float]:
+        self._coefficients = dict.fromkeys(self._coefficients, 1.0)
+        return late_factors(self, weights)
+
+    patch.setattr(Run, "_late_factors", factors)
+    patch.setattr(execute, "_cotangent", lambda coefficient, divisor, like: cotangent(1.0, divisor, like))
+
+
+def uncut_divided_by_ourselves(patch: Patch) -> None:
+    patch.setattr(SummedLoss, "uncut", lambda self: self)
+
+
+# ---- the sum
+
+
+def mean_times_count(patch: Patch) -> None:
+    """NaN where a micro-batch holds nothing valid."""
+    evaluate = SummedLoss.evaluate
+
+    def evaluate_product(self: SummedLoss, model: Any, micro: Any) -> Evaluated:
+        mean = evaluate(replace(self, divided=True), model, micro)
+        return Evaluated({"loss": mean.sums["loss"] * mean.weigh()["loss"]}, mean.weigh)
+
+    patch.setattr(SummedLoss, "evaluate", evaluate_product)
+
+
+def last_micro_batch_dropped(patch: Patch) -> None:
+    sizes = execute.cut_sizes
+    patch.setattr(execute, "cut_sizes", lambda rows, micro_batch: sizes(rows, micro_batch)[:-1] or [rows])
+
+
+def first_micro_batch_twice(patch: Patch) -> None:
+    cut = TensorBatch.cut
+
+    def again(self: TensorBatch, micro_batch: int) -> Iterable[Any]:
+        parts = list(cut(self, micro_batch))
+        return [parts[0], *parts[:-1]]
+
+    patch.setattr(TensorBatch, "cut", again)
+
+
+def tail_scaled_like_a_full_one(patch: Patch) -> None:
+    add, backward = Run.add, Run._backward
+
+    def add_scaled(self: Run, micro: Any, loss: Any, rows: int) -> None:
+        self.scale = self._plan.micro_batch / rows
+        add(self, micro, loss, rows)
+
+    def scaled(self: Run, sums: Mapping[str, Tensor]) -> None:
+        backward(self, {name: value * self.scale for name, value in sums.items()})
+
+    patch.setattr(Run, "add", add_scaled)
+    patch.setattr(Run, "_backward", scaled)
+
+
+def weights_of_rows_left_uncut(patch: Patch) -> None:
+    patch.setattr(SummedLoss, "along", lambda self, batch, micro_batch: itertools.repeat(self))
+
+
+def weights_of_other_rows(patch: Patch) -> None:
+    along = SummedLoss.along
+
+    def rotated(self: SummedLoss, batch: Any, micro_batch: int) -> Iterable[Any]:
+        parts = list(itertools.islice(along(self, batch, micro_batch), -(-batch.rows // micro_batch)))
+        return parts[1:-1] + parts[:1] + parts[-1:]
+
+    patch.setattr(SummedLoss, "along", rotated)
+
+
+# ---- the accumulator
+
+
+def sums_in_the_parameters_dtype(patch: Patch) -> None:
+    patch.setattr(gradients, "accumulation_dtype", lambda parameter, chosen=None: chosen or parameter)
+
+
+def kahan_with_the_wrong_sign(patch: Patch) -> None:
+    compensate = Gradients._add_compensated
+
+    def wrong(self: Gradients, total: Tensor, value: Tensor) -> Tensor:
+        if total in self._errors:
+            self._errors[total].neg_()
+        return compensate(self, total, value)
+
+    patch.setattr(Gradients, "_add_compensated", wrong)
+
+
+def kahan_without_compensation(patch: Patch) -> None:
+    patch.setattr(Gradients, "_add_compensated", lambda self, total, value: total + value)
+
+
+def memory_left_shared(patch: Patch) -> None:
+    patch.setattr(Gradients, "_part", lambda self: None)
+
+
+def gradients_of_the_step_before_left_over(patch: Patch) -> None:
+    begin = Run.__init__
+
+    def begin_with_leftovers(self: Run, plan: Any, task: Any, batch: Any, loss: Any) -> None:
+        left = [parameter.grad for parameter in task.parameters]
+        begin(self, plan, task, batch, loss)
+        for parameter, gradient in zip(task.parameters, left, strict=True):
+            parameter.grad = gradient
+
+    patch.setattr(Run, "__init__", begin_with_leftovers)
+    patch.setattr(Run, "clear", lambda self: None)
+
+
+# ---- the update
+
+
+def _after_each_micro_batch(then: Callable[[Run], None]) -> Mutation:
+    def mutate(patch: Patch) -> None:
+        add = Run.add
+
+        def add_then(self: Run, micro: Any, loss: Any, rows: int) -> None:
+            add(self, micro, loss, rows)
+            then(self)
+
+        patch.setattr(Run, "add", add_then)
+
+    return mutate
+
+
+def _clip(run: Run) -> None:
+    torch.nn.utils.clip_grad_norm_(run._task.parameters, run._plan.clip_norm)
+
+
+def _step(run: Run) -> None:
+    for optimizer in run._task.optimizers:
+        optimizer.step()
+
+
+clip_per_micro_batch = _after_each_micro_batch(_clip)
+update_per_micro_batch = _after_each_micro_batch(_step)
+
+
+def schedule_per_micro_batch(patch: Patch) -> None:
+    update = Run.update
+
+    def update_then(self: Run) -> StepReport:
+        report = update(self)
+        for scheduler in [*self._task.schedulers] * (report.micro_batches - 1):
+            scheduler.step()
+        return report
+
+    patch.setattr(Run, "update", update_then)
+
+
+def masked_batches_update_too(patch: Patch) -> None:
+    whole_weights = Run._whole_weights
+    patch.setattr(
+        Run,
+        "_whole_weights",
+        lambda self: {name: weight or 1.0 for name, weight in whole_weights(self).items()},
+    )

@@ -1,0 +1,128 @@
+"""The laws can fail: each mistake of a list breaks one, and without it the same law holds."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from anybatch import AnybatchError
+from tests.laws import mutations, test_masked, test_models, test_precision, test_uncut, test_updates
+from tests.laws.check import ADVICE, check, cut, reference, windowed
+from tests.laws.losses import CASES
+from tests.laws.mutations import Mutation
+from tests.laws.totals import TOTALS
+
+pytestmark = pytest.mark.filterwarnings(ADVICE)
+
+ROWS = 5  # cut into 2, 2, 1
+BY_NAME = {case.name: case for case in [*CASES, *TOTALS]}
+WEIGHTED = "cross_entropy-label_smoothing=0.1-weight=per_class-reduction=mean-ignore_index=2"
+TOKENS = "cross_entropy-tokens-ignore_index=0-reduction=mean"
+SOFT = "cross_entropy-soft-dense-reduction=mean"
+PER_ROW = "bce_logits-pos_weight=for_each-weight=for_row-reduction=mean"
+
+Law = Callable[[], None]
+
+
+def cut_law(name: str, *, mask: str = "some", form: str = "function", repeats: int = 1) -> Law:
+    """The same step, once or more often."""
+
+    def law() -> None:
+        problem = BY_NAME[name].problem(form, ROWS, mask=mask)
+        whole = reference(problem)
+        for _ in range(repeats):
+            check(cut(problem, 2), whole)
+
+    return law
+
+
+def window_law(name: str, form: str = "function") -> Law:
+    def law() -> None:
+        problem = BY_NAME[name].problem(form, ROWS)
+        check(windowed(problem, [1, 3, 1]), reference(problem))
+
+    return law
+
+
+def bit_law() -> None:
+    for case in CASES[::10]:
+        test_uncut.test_uncut_is_torch_to_the_bit(case)
+
+
+def model_law() -> None:
+    test_models.test_any_cut_gives_the_whole_batch("shared memory", {})
+
+
+def update_law() -> None:
+    test_updates.test_parameters_after_several_updates(BY_NAME["mse-reduction=mean"], "momentum", 3)
+
+
+def masked_law() -> None:
+    test_masked.test_nothing_changes(BY_NAME[TOKENS])
+
+
+def bfloat16_law() -> None:
+    test_precision.test_a_thousand_micro_batches_add_up(test_precision.EQUAL, torch.bfloat16, {})
+
+
+def kahan_law() -> None:
+    test_precision.test_compensation_keeps_what_one_addition_rounds_away(True)
+
+
+MUTATIONS: dict[str, tuple[Mutation, Law]] = {
+    "mean of means": (mutations.mean_of_means, cut_law(TOKENS)),
+    "mean of means, in rows": (mutations.mean_of_means, cut_law("mse-reduction=mean")),
+    "divide by the number of micro batches": (
+        mutations.divide_by_the_number_of_micro_batches,
+        cut_law("mse-reduction=mean"),
+    ),
+    "first weight times micro batches": (mutations.first_weight_times_micro_batches, cut_law(TOKENS)),
+    "rows instead of valid targets": (mutations.rows_instead_of_valid_targets, cut_law(TOKENS)),
+    "rows instead of valid targets, late": (mutations.rows_instead_of_valid_targets, window_law(TOKENS)),
+    "elements of soft targets": (mutations.elements_of_soft_targets, cut_law(SOFT)),
+    "class weights forgotten": (mutations.class_weights_forgotten, cut_law(WEIGHTED)),
+    "class weights forgotten, late": (mutations.class_weights_forgotten, window_law(WEIGHTED)),
+    "ignored index forgotten": (mutations.ignored_index_forgotten, cut_law(WEIGHTED)),
+    "smoothing divided by count": (mutations.smoothing_divided_by_count, cut_law(WEIGHTED)),
+    "batchmean as mean": (mutations.batchmean_as_mean, cut_law("kl_div-reduction=batchmean")),
+    "ctc without target lengths": (mutations.ctc_without_target_lengths, cut_law("ctc-reduction=mean")),
+    "late divisor of another term": (mutations.late_divisor_of_another_term, window_law("named", "terms")),
+    "one bank for all terms": (mutations.one_bank_for_all_terms, cut_law("named", form="terms")),
+    "coefficients forgotten": (mutations.coefficients_forgotten, cut_law("named", form="weighed")),
+    "coefficients forgotten, late": (mutations.coefficients_forgotten, cut_law("named", form="terms")),
+    "uncut divided by ourselves": (mutations.uncut_divided_by_ourselves, bit_law),
+    "mean times count": (mutations.mean_times_count, cut_law("cross_entropy-reduction=mean", mask="one")),
+    "last micro batch dropped": (mutations.last_micro_batch_dropped, cut_law(WEIGHTED)),
+    "first micro batch twice": (mutations.first_micro_batch_twice, cut_law(WEIGHTED)),
+    "tail scaled like a full one": (mutations.tail_scaled_like_a_full_one, cut_law("mse-reduction=mean")),
+    "weights of rows left uncut": (mutations.weights_of_rows_left_uncut, cut_law(PER_ROW)),
+    "weights of other rows": (mutations.weights_of_other_rows, cut_law(PER_ROW)),
+    "sums in the parameters dtype": (mutations.sums_in_the_parameters_dtype, bfloat16_law),
+    "kahan with the wrong sign": (mutations.kahan_with_the_wrong_sign, kahan_law),
+    "kahan without compensation": (mutations.kahan_without_compensation, kahan_law),
+    "memory left shared": (mutations.memory_left_shared, model_law),
+    "gradients of the step before left over": (
+        mutations.gradients_of_the_step_before_left_over,
+        cut_law(WEIGHTED, repeats=2),
+    ),
+    "clip per micro batch": (mutations.clip_per_micro_batch, update_law),
+    "update per micro batch": (mutations.update_per_micro_batch, update_law),
+    "schedule per micro batch": (mutations.schedule_per_micro_batch, update_law),
+    "masked batches update too": (mutations.masked_batches_update_too, masked_law),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_each_mistake_breaks_a_law(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation, law = MUTATIONS[name]
+    law()
+    mutation(monkeypatch)
+    with pytest.raises((AssertionError, AnybatchError, RuntimeError)):
+        law()
+
+
+def test_every_mistake_is_tried() -> None:
+    told = {name for name, value in vars(mutations).items() if inspect.isfunction(value) and name[0] != "_"}
+    tried = {name.partition(",")[0].replace(" ", "_") for name in MUTATIONS}
+    assert tried == told - {"replace"}

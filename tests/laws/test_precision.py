@@ -1,0 +1,135 @@
+"""The law in lower precision: against the float64 reference, within the one table of tolerances."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch.testing import relative_error, tolerance
+from tests.laws.cases import Case, Problem
+from tests.laws.check import ADVICE, check, cut, reference, windowed
+from tests.laws.losses import CASES
+from tests.laws.totals import TOTALS
+
+pytestmark = pytest.mark.filterwarnings(ADVICE)
+
+ROWS = 6
+EXACT = {"accumulate": torch.float64, "compensated": True}
+# In 8 or 11 bits a distance next to a kink falls on the wrong side, in torch's own whole batch too; and some
+# losses torch computes on the CPU only in wider dtypes.
+SMOOTH = (
+    "cross_entropy",
+    "nll",
+    "linear",
+    "bce",
+    "mse",
+    "smooth_l1",
+    "huber",
+    "poisson",
+    "gaussian",
+    "kl_div",
+)
+HALF = [case for case in CASES if case.name.startswith(SMOOTH)]
+
+
+@pytest.mark.parametrize("case", [*CASES, *TOTALS], ids=lambda case: case.name)
+def test_float32(case: Case) -> None:
+    for seed, form in enumerate(case.forms):
+        problem = case.problem(form, ROWS, seed=seed, dtype=torch.float32)
+        whole = reference(problem)
+        for micro_batch, options in ((1, {}), (4, {}), (4, EXACT), (None, {})):
+            check(cut(problem, micro_batch, **options), whole, dtype=torch.float32, terms=ROWS)
+        if not case.is_per_row:
+            check(windowed(problem, [3, 1, 2]), whole, dtype=torch.float32, terms=ROWS)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [*HALF, *TOTALS], ids=lambda case: case.name)
+def test_half(case: Case, dtype: torch.dtype) -> None:
+    for seed, form in enumerate(case.forms):
+        problem = case.problem(form, ROWS, seed=seed, dtype=dtype)
+        whole = reference(problem)
+        for micro_batch, options in ((1, {}), (4, {}), (4, EXACT), (None, {})):
+            check(cut(problem, micro_batch, **options), whole, dtype=dtype, terms=ROWS)
+        if not case.is_per_row:
+            check(windowed(problem, [3, 1, 2]), whole, dtype=dtype, terms=ROWS)
+
+
+class Slope(nn.Module):
+    """Its gradient is a mean of its inputs, so each micro-batch adds a number that the test chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.slope
+
+
+def slope(addends: Tensor, *, dtype: torch.dtype) -> Problem:
+    """At slope 0, soft_margin_loss(slope x, -1) has the gradient x / 2: addends come out as they went in."""
+    batch = 2 * addends.to(dtype), -torch.ones(len(addends), dtype=dtype)
+    return Problem(model=Slope().to(dtype), loss=nn.SoftMarginLoss(), batch=batch, rows=len(addends))
+
+
+# In float16 each is divided by 1,024 and still a normal number.
+EQUAL = torch.full((1024,), 0.1)
+LARGE_THEN_SMALL = torch.cat([torch.ones(1), torch.full((1023,), 2.0**-9)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {}),
+        (torch.float16, {}),
+        (torch.float32, {}),
+        (torch.float32, {"accumulate": torch.float64}),
+        (torch.float32, {"compensated": True}),
+        (torch.bfloat16, {"compensated": True}),
+        (torch.bfloat16, {"accumulate": torch.bfloat16, "compensated": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("addends", [EQUAL, LARGE_THEN_SMALL], ids=["equal", "large then small"])
+def test_a_thousand_micro_batches_add_up(
+    addends: Tensor, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    problem = slope(addends, dtype=dtype)
+    check(cut(problem, 1, **options), reference(problem), dtype=dtype, terms=len(addends))
+
+
+@pytest.mark.parametrize("addends", [EQUAL, LARGE_THEN_SMALL], ids=["equal", "large then small"])
+def test_bfloat16_sums_are_lost_only_when_asked_for(addends: Tensor) -> None:
+    problem = slope(addends, dtype=torch.bfloat16)
+    _, gradients = cut(problem, 1, accumulate=torch.bfloat16)
+    error = relative_error(gradients, reference(problem).gradients)
+    assert error > tolerance(torch.bfloat16, len(addends))
+
+
+@pytest.mark.parametrize("compensated", [False, True])
+def test_compensation_keeps_what_one_addition_rounds_away(compensated: bool) -> None:
+    """A thousand additions to 1, each a quarter of the last digit: without compensation all are lost."""
+    addends = torch.cat([torch.ones(1), torch.full((1023,), 2.0**-25)])
+    problem = slope(addends, dtype=torch.float32)
+    _, gradients = cut(problem, 1, compensated=compensated)
+    error = relative_error(gradients, reference(problem).gradients)
+    assert (error <= torch.finfo(torch.float32).eps) == compensated
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.CrossEntropyLoss(), nn.L1Loss(reduction="sum")], ids=str)
+def test_sums_of_losses_outgrow_float16(loss: nn.Module, dtype: torch.dtype) -> None:
+    """Four rows of 8,192 losses above 10 do not fit in float16."""
+    rows, places = 4, 8192
+    model = nn.Sequential(nn.Linear(1, 2 * places), nn.Unflatten(1, (2, places))).to(dtype)
+    with torch.no_grad():
+        model[0].weight.fill_(16.0)
+        model[0].bias[:places].zero_()
+        model[0].weight[:places].zero_()
+    target: Tensor = torch.zeros(rows, places, dtype=torch.long)
+    if not isinstance(loss, nn.CrossEntropyLoss):
+        target = torch.zeros(rows, 2, places, dtype=dtype)
+    problem = Problem(model=model, loss=loss, batch=(torch.ones(rows, 1, dtype=dtype), target), rows=rows)
+    report, _ = cut(problem, 1)
+    assert relative_error(report.loss, reference(problem).loss) <= tolerance(dtype, rows * places)

@@ -1,0 +1,129 @@
+"""What can be a loss, and what is refused with the way out."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Step, Terms, Total
+from anybatch.errors import LossError
+from anybatch.losses.resolve import check, resolve
+from anybatch.losses.summed import SummedLoss
+
+
+def own(model: nn.Module, micro: Any) -> Total:
+    losses = F.mse_loss(model(micro[0]), micro[1], reduction="none")
+    return Total(losses.sum(), losses.numel())
+
+
+class OwnModule(nn.Module):
+    def forward(self, model: nn.Module, micro: Any) -> Total:
+        return own(model, micro)
+
+
+class Focal(nn.CrossEntropyLoss):
+    """A torch loss by name, another by its own forward."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target).square()
+
+
+class Renamed(nn.CrossEntropyLoss):
+    """Another name for the same loss."""
+
+
+def patched() -> nn.Module:
+    loss = nn.MSELoss()
+    loss.forward = lambda input, target: (input - target).abs().mean()  # type: ignore[method-assign]
+    return loss
+
+
+TAKEN = [nn.MSELoss(), F.mse_loss, partial(F.cross_entropy, ignore_index=0), Renamed()]
+
+
+@pytest.mark.parametrize("loss", TAKEN, ids=str)
+def test_torch_losses_are_summed(loss: Any) -> None:
+    assert isinstance(resolve(loss), SummedLoss)
+
+
+@pytest.mark.parametrize("loss", [own, partial(own), OwnModule().forward, Terms(OwnModule())])
+def test_own_functions_are_terms(loss: Any) -> None:
+    assert isinstance(resolve(loss), Terms)
+
+
+TWO_LINES = (
+    'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
+    "    return ab.Total(losses.sum(), losses.numel())"
+)
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    "another loss of torch": (
+        nn.AdaptiveLogSoftmaxWithLoss(8, 4, [2]),
+        "got AdaptiveLogSoftmaxWithLoss, which is a module of torch",
+        TWO_LINES,
+    ),
+    "a module": (OwnModule(), "got OwnModule, which is a module of your own", "ab.Terms(module)"),
+    "a loss with its own forward": (Focal(), "got Focal, which is a module of your own", TWO_LINES),
+    "a loss with another forward": (patched(), "got MSELoss, which is a module of torch", TWO_LINES),
+    "another function": (F.softplus, "got F.softplus", TWO_LINES),
+    "another function with settings": (partial(F.normalize, dim=0), "got F.normalize", TWO_LINES),
+    "no function": (3, "got int", TWO_LINES),
+    "nothing": (None, "got NoneType", TWO_LINES),
+    "no reduction": (nn.MSELoss(reduction="none"), "got 'none'", "one number to minimise"),
+    "no reduction, function": (partial(F.mse_loss, reduction="none"), "got 'none'", "one number to minimise"),
+    "a reduction of another loss": (
+        partial(F.mse_loss, reduction="batchmean"),
+        "got 'batchmean'",
+        "Choose one",
+    ),
+    "deprecated": (
+        partial(F.mse_loss, size_average=False),
+        "the deprecated size_average",
+        "Write reduction=",
+    ),
+    "deprecated, both": (
+        partial(F.cross_entropy, reduce=True, size_average=True),
+        "the deprecated size_average and reduce",
+        "Write reduction=",
+    ),
+    "positional": (partial(F.cross_entropy, torch.zeros(1)), "got positional (tensor([0.]),)", "Name them"),
+    "weight with gradient": (
+        nn.CrossEntropyLoss(weight=torch.ones(3, requires_grad=True)),
+        "`weight` of CrossEntropyLoss without gradient",
+        "Use .detach()",
+    ),
+    "pos_weight with gradient": (
+        partial(F.binary_cross_entropy_with_logits, pos_weight=nn.Parameter(torch.ones(3))),
+        "`pos_weight` of binary_cross_entropy_with_logits without gradient",
+        "Use .detach()",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "got", "todo"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_summed_is_refused(loss: Any, got: str, todo: str) -> None:
+    model = nn.Linear(3, 3)
+    for refuse in (resolve, lambda loss: Step(model, loss, torch.optim.SGD(model.parameters()))):
+        with pytest.raises(LossError) as caught:
+            refuse(loss)
+        assert got in str(caught.value)
+        assert todo in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["weight", "pos_weight"])
+def test_weights_that_no_sum_can_have_are_refused_at_the_door(name: str, bad: float) -> None:
+    weight = torch.tensor([1.0, bad, 2.0])
+    for loss in (
+        nn.BCEWithLogitsLoss(**{name: weight}),
+        partial(F.binary_cross_entropy_with_logits, **{name: weight}),
+    ):
+        with pytest.raises(LossError, match=f"`{name}` of .* finite and at least 0, got values from"):
+            check(loss)
+    check(nn.BCEWithLogitsLoss(**{name: weight.nan_to_num(0, 0, 0).abs()}))
+
+
+def test_a_weight_may_be_zero() -> None:
+    check(nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0])))

@@ -1,0 +1,194 @@
+"""Losses of a user's own: totals by name, coefficients, promised weights."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step, Terms, Total
+from anybatch.errors import LossError
+from anybatch.testing import GradientRecorder, relative_error, tolerance
+
+ROWS = 5
+X = torch.randn(ROWS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def rows_and_size(model: nn.Module, micro: Tensor) -> dict[str, Total]:
+    """Mean of the outputs, and the squared weights."""
+    return {
+        "mean": Total(model(micro).sum(), len(micro)),
+        "size": Total(model.weight.square().sum(), 0.0 + 1),
+    }
+
+
+def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+    model = nn.Linear(2, 1).double()
+    recorder = GradientRecorder(model)
+    step = Step(model, loss, recorder, **{"micro_batch": 2} | options)
+    return step(batch), recorder.gradients
+
+
+def refusal(loss: Any, **options: Any) -> str:
+    with pytest.raises(LossError) as caught:
+        take(loss, **options)
+    return str(caught.value)
+
+
+def test_each_term_is_reported_with_its_weight() -> None:
+    report, _ = take(Terms(rows_and_size, coefficients={"size": 0.5}))
+    assert report.terms.keys() == report.weights.keys() == {"mean", "size"}
+    assert report.weights == {"mean": ROWS, "size": 3}  # one for each micro-batch
+    expected = report.terms["mean"] + 0.5 * report.terms["size"]
+    assert relative_error(report.loss, expected) <= tolerance(torch.float64, 2)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, -2.0, 3])
+def test_coefficients_scale_terms(coefficient: float) -> None:
+    def outputs(model: nn.Module, micro: Tensor) -> dict[str, Total]:
+        value = Total(model(micro).sum(), len(micro))
+        return {"one": value, "again": value}
+
+    report, gradients = take(Terms(outputs, {"again": coefficient}))
+    assert relative_error(report.loss, (1 + coefficient) * report.terms["one"]) <= tolerance(
+        torch.float64, ROWS
+    )
+    expected = {
+        "weight": (1 + coefficient) * X.mean(0, keepdim=True),
+        "bias": torch.ones(1) * (1 + coefficient),
+    }
+    assert relative_error(gradients, expected) <= tolerance(torch.float64, ROWS)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_coefficient_is_finite(value: float) -> None:
+    with pytest.raises(
+        LossError, match=f"finite coefficient for 'size', got {value}. Use 0 to report a term only"
+    ):
+        Terms(rows_and_size, {"size": value})
+
+
+def test_a_coefficient_without_its_term() -> None:
+    message = refusal(Terms(rows_and_size, {"sise": 1.0}))
+    assert "got ['mean', 'size'] without ['sise']" in message
+    assert "drop its coefficient" in message
+
+
+def test_a_function_is_callable() -> None:
+    with pytest.raises(LossError, match="got int"):
+        Terms(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (torch.tensor(1.0), "got a tensor of shape ()"),
+        (torch.ones(3), "got a tensor of shape (3,)"),
+        (1.0, "got float"),
+        (None, "got NoneType"),
+        ({}, "got an empty one"),
+        ({"a": Total(1, 1), "b": torch.tensor(1.0)}, "got {'b': 'Tensor'}"),
+        ([Total(1, 1)], "got list"),
+    ],
+    ids=str,
+)
+def test_a_bare_mean_is_refused_with_the_two_lines(returned: Any, got: str) -> None:
+    message = refusal(lambda model, micro: returned)
+    assert got in message
+    assert 'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")' in message
+    assert "return ab.Total(losses.sum(), losses.numel())" in message
+
+
+def test_the_same_terms_from_every_micro_batch() -> None:
+    def forgetful(model: nn.Module, micro: Tensor) -> dict[str, Total]:
+        terms = rows_and_size(model, micro)
+        return terms if len(micro) == 2 else {"mean": terms["mean"]}
+
+    message = refusal(forgetful)
+    assert "got ['mean'] after ['mean', 'size']" in message
+    assert "ab.Total.zero()" in message
+
+
+# ---- promised weights
+
+
+def test_one_promised_weight_is_for_all_terms() -> None:
+    def twice(model: nn.Module, micro: Tensor) -> dict[str, Total]:
+        value = Total(model(micro).sum(), len(micro))
+        return {"one": value, "two": value}
+
+    report, _ = take(Terms(twice, weight=len))
+    assert report.weights == {"one": ROWS, "two": ROWS}
+
+
+@pytest.mark.parametrize("weight", [ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2], ids=str)
+def test_a_promise_is_kept(weight: Any) -> None:
+    def rows(model: nn.Module, micro: Tensor) -> Total:
+        return Total(model(micro).sum(), len(micro))
+
+    message = refusal(Terms(rows, weight=lambda batch: weight))
+    assert f"add up to the batch's {int(weight)} for 'loss', got {ROWS}" in message
+
+
+@pytest.mark.parametrize(
+    ("weights", "got"),
+    [
+        ({"mean": ROWS}, "got ['mean']. Name the same terms in both"),
+        ({"mean": ROWS, "size": 3, "more": 1}, "got ['mean', 'more', 'size']"),
+        ({"mean": -1, "size": 3}, "got -1"),
+        ({"mean": math.nan, "size": 3}, "got nan"),
+        ({"mean": "5", "size": 3}, "got str"),
+        (torch.ones(2), "got shape (2,)"),
+        (torch.ones(()).requires_grad_(), "without gradient"),
+    ],
+    ids=str,
+)
+def test_promises_that_cannot_be_kept(weights: Any, got: str) -> None:
+    assert got in refusal(Terms(rows_and_size, weight=lambda batch: weights))
+
+
+def test_the_promise_is_asked_with_the_batch_as_it_was_given() -> None:
+    given: list[Any] = []
+
+    def weigh(batch: Any) -> int:
+        given.append(batch)
+        return len(batch)
+
+    def rows(model: nn.Module, micro: Tensor) -> Total:
+        return Total(model(micro).sum(), len(micro))
+
+    samples = list(X)
+    take(Terms(rows, weight=weigh), samples, collate=torch.stack)
+    take(Terms(rows, weight=weigh), X)
+    assert given[0] is samples
+    assert given[1] is X
+    take(Terms(rows, weight=weigh), X, micro_batch=None)  # uncut: the only micro-batch says it
+    assert len(given) == 2
+
+
+def test_numbers_are_as_exact_as_they_are() -> None:
+    def reported(model: nn.Module, micro: Tensor) -> dict[str, Total]:
+        return {"fit": Total(model(micro).sum(), len(micro)), "tenth": Total(0.1 * len(micro), len(micro))}
+
+    report, _ = take(reported)
+    assert relative_error(report.terms["tenth"], 0.1) <= tolerance(torch.float64, ROWS)
+
+
+def test_nothing_in_the_first_micro_batch_is_no_loss_of_digits() -> None:
+    """What flows back has the dtype of the first sum, and that may be a number."""
+
+    def late(model: nn.Module, micro: Tensor) -> Total:
+        return Total.zero() if torch.equal(micro, X[:2]) else Total(model(micro).sum(), len(micro))
+
+    _, gradients = take(Terms(late, weight=lambda batch: 3))
+    expected = {"weight": X[2:].mean(0, keepdim=True), "bias": torch.ones(1)}
+    assert relative_error(gradients, expected) <= tolerance(torch.float64, ROWS)
+
+
+@pytest.mark.parametrize("loss", [lambda x, y: (x - y).mean(), lambda x, y: x.size()], ids=["minus", "size"])
+def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any) -> None:
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        take(loss)
+    assert "as loss(model, micro)" in caught.value.__notes__[0]
+    assert "return ab.Total(losses.sum(), losses.numel())" in caught.value.__notes__[0]

@@ -1,0 +1,240 @@
+"""Peak tensor bytes: flat in the number of micro-batches, and not above the hand-written loop's."""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch import Step, Terms, Total
+from anybatch.testing import Transformer
+from benchmarks.peak_bytes import PeakBytes
+
+ROWS, FEW, MANY = 4, 4, 64  # rows of a micro-batch; numbers of micro-batches
+Batch = tuple[Tensor, Tensor]
+Update = Callable[[Batch], object]
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    """What hangs in a reference cycle counts: it would hang there for a while in a training, too."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class ConvNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 20))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 200))
+
+
+def images(rows: int) -> Batch:
+    return torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))
+
+
+def tokens(rows: int) -> Batch:
+    return torch.randint(1, 50, (rows, 12)), torch.randint(50, (rows, 12))
+
+
+def labels(rows: int) -> Batch:
+    return torch.randn(rows, 16), torch.randint(200, (rows,))
+
+
+def values(rows: int) -> Batch:
+    return torch.randn(rows, 16), torch.randn(rows, 200)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Any]] = {
+    "conv": (ConvNet, images, nn.CrossEntropyLoss()),
+    "transformer": (lambda: Transformer(50, width=16), tokens, nn.CrossEntropyLoss()),
+    "labels": (mlp, labels, nn.CrossEntropyLoss()),
+    "values": (mlp, values, nn.MSELoss()),
+}
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def peak_bytes(update: Update, batch: Batch, model: nn.Module, optimizer: Optimizer) -> int:
+    """Of the second update, as the first makes the optimizer's state; the batch is counted apart."""
+    update((batch[0][:ROWS], batch[1][:ROWS]))
+    state = [value for slots in optimizer.state.values() for value in slots.values()]
+    held = [*model.parameters(), *model.buffers(), *filter(torch.is_tensor, state)]
+    with PeakBytes(held=held, apart=batch) as meter:
+        update(batch)
+    return meter.peak
+
+
+def by_hand(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    summed = copy.copy(criterion)
+    summed.reduction = "sum"
+
+    def update(batch: Batch) -> float:
+        x, y = batch
+        running = torch.zeros(())
+        for part, target in zip(x.split(ROWS), y.split(ROWS), strict=True):
+            uncut = len(x) == ROWS
+            loss = criterion(model(part), target) if uncut else summed(model(part), target) / y.numel()
+            loss.backward()
+            running += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return running.item()
+
+    return update
+
+
+def measure(
+    case: str,
+    micro_batches: int,
+    make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
+    make_update: Callable[[nn.Module, Optimizer, Any], Update] = by_hand,
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    build, make_batch, criterion = CASES[case]
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    optimizer = make_optimizer(model)
+    x, y = make_batch(ROWS * micro_batches)
+    batch = x.to(dtype) if x.is_floating_point() else x, y
+    return peak_bytes(make_update(model, optimizer, criterion), batch, model, optimizer)
+
+
+def by_step(model: nn.Module, optimizer: Optimizer, criterion: Any, **options: Any) -> Update:
+    return Step(model, criterion, optimizer, micro_batch=ROWS, **options)
+
+
+def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    step = Step(model, criterion, optimizer)
+
+    def update(batch: Batch) -> None:
+        with step.window() as window:
+            for micro in zip(batch[0].split(ROWS), batch[1].split(ROWS), strict=True):
+                window.add(micro)
+
+    return update
+
+
+def by_total(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    def loss(model: nn.Module, micro: Batch) -> Total:
+        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+        return Total(losses.sum(), losses.numel())
+
+    return by_step(model, optimizer, loss)
+
+
+def by_terms(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    def loss(model: nn.Module, micro: Batch) -> dict[str, Total]:
+        outputs = model(micro[0])
+        losses = F.cross_entropy(outputs, micro[1], reduction="none")
+        return {
+            "fit": Total(losses.sum(), losses.numel()),
+            "size": Total(outputs.square().sum(), outputs.numel()),
+        }
+
+    return by_step(model, optimizer, Terms(loss, coefficients={"size": 0.1}))
+
+
+def by_samples(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> Batch:
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    step = Step(model, criterion, optimizer, micro_batch=ROWS, collate=collate)
+    return lambda batch: step(list(zip(*batch, strict=True)))
+
+
+WAYS: dict[str, Callable[[nn.Module, Optimizer, Any], Update]] = {
+    "step": by_step,
+    "clipped": lambda *given: by_step(*given, clip_norm=1.0),
+    "float64": lambda *given: by_step(*given, accumulate=torch.float64),
+    "compensated": lambda *given: by_step(*given, compensated=True),
+    "total": by_total,
+    "terms": by_terms,
+    "samples": by_samples,
+    "window": by_window,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", ["conv", "transformer", "labels"])
+def test_peak_is_flat_in_the_number_of_micro_batches(case: str, way: str) -> None:
+    few, many = (measure(case, number, make_update=WAYS[way]) for number in (FEW, MANY))
+    assert abs(many - few) <= few / 100
+
+
+def test_peak_is_flat_also_where_a_sum_drags_its_rows_along() -> None:
+    """On the CPU `mse_loss` returns a scalar in a storage of the size of its input."""
+
+    def by_squares(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+        def loss(model: nn.Module, micro: Batch) -> Total:
+            return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), micro[1].numel())
+
+        return by_step(model, optimizer, loss)
+
+    few, many = (measure("values", number, make_update=by_squares) for number in (FEW, MANY))
+    assert abs(many - few) <= few / 100
+
+
+def test_flatness_can_fail() -> None:
+    """One backward for all micro-batches keeps all their graphs."""
+
+    def hoard(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+        def update(batch: Batch) -> None:
+            parts = zip(batch[0].split(ROWS), batch[1].split(ROWS), strict=True)
+            torch.stack([criterion(model(x), y) for x, y in parts]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return update
+
+    few, many = (measure("conv", number, make_update=hoard) for number in (FEW, MANY))
+    assert many > 1.5 * few
+
+
+def overhead(case: str, micro_batches: int) -> int:
+    """What a step may hold beyond the loop: the buffers as they were, and one number per micro-batch."""
+    buffers = sum(buffer.nbytes for buffer in CASES[case][0]().buffers())
+    return buffers + 4 * micro_batches + 64
+
+
+@pytest.mark.parametrize("micro_batches", [1, FEW, MANY])
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("case", CASES)
+def test_peak_is_not_above_the_hand_written_loop(
+    case: str, make_optimizer: Callable[[nn.Module], Optimizer], micro_batches: int
+) -> None:
+    hand = measure(case, micro_batches, make_optimizer)
+    step = measure(case, micro_batches, make_optimizer, by_step)
+    assert step <= hand + overhead(case, micro_batches)
+    assert step > hand / 2  # something was measured
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_costs_one_float32_sum_per_parameter(case: str) -> None:
+    hand = measure(case, FEW, sgd, dtype=torch.bfloat16)
+    step = measure(case, FEW, sgd, by_step, dtype=torch.bfloat16)
+    sums = sum(4 * parameter.numel() for parameter in CASES[case][0]().parameters())
+    assert step <= hand + sums + overhead(case, FEW)
+
+
+@pytest.mark.parametrize("case", ["conv", "labels"])
+def test_each_further_term_costs_one_gradient(case: str) -> None:
+    one = measure(case, FEW, make_update=by_total)
+    two = measure(case, FEW, make_update=by_terms)
+    parameters = sum(parameter.nbytes for parameter in CASES[case][0]().parameters())
+    assert two <= one + 2 * parameters + 4096  # a bank for each term, and the gradient under way

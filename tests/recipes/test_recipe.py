@@ -1,0 +1,33 @@
+"""A recipe is a frozen value, found by its name."""
+
+import dataclasses
+
+import pytest
+
+from anybatch import recipes
+from anybatch.errors import PlanError
+
+
+def test_recipes_are_found_by_their_names() -> None:
+    assert recipes.names()
+    for name in recipes.names():
+        assert recipes.find(name).name == name
+
+
+@pytest.mark.parametrize("name", ["lenet", "LeNet5", ""])
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        recipes.find(name)
+    assert repr(name) in str(caught.value)
+    assert all(known in str(caught.value) for known in recipes.names())
+
+
+def test_recipes_cannot_be_changed() -> None:
+    recipe = recipes.find("lenet5")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.name = "other"  # type: ignore[misc]
+    assert hash(recipe) == hash(dataclasses.replace(recipe))
+
+
+def test_every_recipe_says_where_it_comes_from() -> None:
+    assert all(recipes.find(name).source for name in recipes.names())

@@ -1,0 +1,149 @@
+"""The command line on small real files: train, resume, evaluate, and every refusal."""
+
+import gzip
+import json
+import random
+import struct
+from pathlib import Path
+
+import pytest
+
+from anybatch import cli
+from anybatch.train import checkpoint
+
+FAST = ["--batch-size", "16", "--micro-batch", "5", "--lr", "0.05", "--quiet", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like MNIST's with a few rows: bright left halves are class 0, bright right halves class 1."""
+    folder = tmp_path_factory.mktemp("mnist")
+    draw = random.Random(0)
+    for stem, rows in (("train", 50), ("t10k", 20)):
+        labels = [row % 2 for row in range(rows)]
+        pixels = bytes(
+            draw.randrange(100, 256) if (column >= 14) == bool(label) else draw.randrange(160)
+            for label in labels
+            for _ in range(28)
+            for column in range(28)
+        )
+        images = struct.pack(">4I", 0x803, rows, 28, 28) + pixels
+        (folder / f"{stem}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, rows) + bytes(labels))
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_train_then_evaluate(mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    code, printed, _ = run(
+        capsys, "train", "lenet5", "--data", mnist, *FAST, "--epochs", 4, "--out", out, "--json"
+    )
+    *text, last = printed.splitlines()
+    told = json.loads(last)
+    assert code == 0
+    assert text[-1] == f"test accuracy {told['accuracy']:.4f}"
+    assert told["accuracy"] > 0.9
+    assert told["updates"] == 4 * 4
+    assert told["checkpoint"] == str(out / "last.safetensors")
+    assert min(told[name] for name in ("loss", "seconds", "samples_per_second", "peak_bytes")) > 0, told
+
+    code, printed, _ = run(capsys, "eval", out, "--data", mnist, "--micro-batch", 3, "--json")
+    again = json.loads(printed.splitlines()[-1])
+    assert code == 0
+    assert again["accuracy"] == told["accuracy"]
+    assert again["rows"] == 20
+    # Other micro-batches may add up in another order; a float32 sum of 20 losses agrees to six digits.
+    assert f"{again['loss']:.5f}" == f"{told['loss']:.5f}"
+
+
+def test_same_seed_same_figures_and_no_run_overwrites_another(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for seed in (1, 1, 2):
+        arguments = ("--epochs", 2, "--seed", seed, "--out", tmp_path / "run", "--json")
+        _, printed, _ = run(capsys, "train", "lenet5", "--data", mnist, *FAST, *arguments)
+        told.append(json.loads(printed.splitlines()[-1]))
+    assert [Path(one["checkpoint"]).parent.name for one in told] == ["run", "run-2", "run-3"]
+    assert told[0]["loss"] == told[1]["loss"]
+    assert told[0]["loss"] != told[2]["loss"]
+
+
+def test_resumed_run_ends_like_an_undisturbed_one(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--validation", 0.2, "--warm-up", 3]
+    run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
+    run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
+    code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts")
+    assert code == 0
+    assert "best" in printed
+    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
+    assert whole.model.keys() == parts.model.keys()
+    assert all(value.equal(parts.model[name]) for name, value in whole.model.items())
+    assert whole.progress["updates"] == parts.progress["updates"] == 3 * 3
+
+
+def test_resume_refuses_other_options(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--epochs", 1]
+    run(capsys, *arguments, "--out", tmp_path / "run")
+    before = (tmp_path / "run" / "last.safetensors").read_bytes()
+    code, _, error = run(capsys, *arguments, "--momentum", 0.5, "--resume", tmp_path / "run")
+    assert code == 1
+    assert "momentum 0.9 there and 0.5 here" in error
+    assert (tmp_path / "run" / "last.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "lenet6"], "lenet5"),
+        (["train", "lenet5", "--data", "no/such/folder"], "no/such/folder"),
+        (["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "at least 1 row"),
+        (
+            ["train", "lenet5", "--data", "{mnist}", "--micro-batch", "40", "--batch-size", "16"],
+            "at most the 16",
+        ),
+        (["train", "lenet5", "--data", "{mnist}", "--batch-size", "0"], "--batch-size"),
+        (["train", "lenet5", "--data", "{mnist}", "--epochs", "0"], "--epochs"),
+        (["train", "lenet5", "--data", "{mnist}", "--clip-norm", "-1"], "clip_norm"),
+        (["train", "lenet5", "--data", "{mnist}", "--device", "warp"], "warp"),
+        (["train", "lenet5", "--data", "{mnist}", "--validation", "1.5"], "1.5"),
+        (["train", "lenet5", "--data", "{mnist}", "--label-smoothing", "2"], "--label-smoothing"),
+        (["train", "lenet5", "--data", "{mnist}", "--lr", "-1"], "--lr"),
+        (["train", "lenet5", "--data", "{mnist}", "--momentum", "-1"], "--momentum"),
+        (["train", "lenet5", "--data", "{mnist}", "--warm-up", "-1"], "warm-up"),
+        (
+            ["train", "lenet5", "--data", "{mnist}", "--lr-scale", "linear", "--base-batch-size", "0"],
+            "base_batch",
+        ),
+        (["train", "lenet5", "--data", "{mnist}", "--resume", "{mnist}"], "no file"),
+        (["eval", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["eval", "{mnist}/t10k-labels-idx1-ubyte"], "safetensors"),
+    ],
+)
+def test_refusals_are_one_message_and_leave_nothing(
+    mnist: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, error = run(capsys, *[argument.format(mnist=mnist) for argument in arguments])
+    assert code == 1
+    assert printed == ""
+    assert error.startswith(f"anybatch {arguments[0]}: ")
+    assert words in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []  # not even an empty folder of a run

@@ -1,0 +1,164 @@
+"""A small training that can be stopped anywhere, and what two of them must agree in."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
+
+from anybatch import Step, StepReport, rng
+from anybatch.train.metrics import accuracy
+from anybatch.train.trainer import Trainer
+from anybatch.train.watch import Course, EpochReport, Watcher
+from tests.snapshots import changes, same, snapshot
+
+FEATURES, CLASSES = 3, 4
+TRAIN, VALIDATION, BATCH = 14, 7, 6  # batches of 6, 6 and 2 rows: the last is shorter than a micro-batch
+UPDATES = 3  # of an epoch
+EPOCHS = 4
+
+Scheduler = Callable[[Optimizer], LRScheduler]
+KINDS: dict[str, tuple[Callable[..., Optimizer], Scheduler]] = {
+    "SGD with momentum": (
+        lambda parameters: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
+        lambda optimizer: StepLR(optimizer, step_size=2, gamma=0.7),
+    ),
+    "AdamW": (
+        lambda parameters: AdamW(parameters, lr=0.01),
+        lambda optimizer: OneCycleLR(optimizer, max_lr=0.05, total_steps=EPOCHS * UPDATES),
+    ),
+}
+
+
+def make_rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, some of them masked."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, FEATURES, generator=generator)
+    y = torch.randint(CLASSES, (count,), generator=generator)
+    return x, torch.where(torch.rand(count, generator=generator) < 0.2, -100, y)
+
+
+def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
+    """With dropout, so that random numbers must be the same, and buffers that every forward changes."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        nn.Linear(FEATURES, 5),
+        nn.BatchNorm1d(5),
+        nn.Tanh(),
+        nn.Dropout(0.5),
+        nn.Linear(5, CLASSES),
+    )
+    make_optimizer, make_scheduler = KINDS[kind]
+    optimizer = make_optimizer(model.parameters())
+    settings = {"loss": nn.CrossEntropyLoss(), "micro_batch": 3, "scheduler": make_scheduler(optimizer)}
+    return Step(model, optimizer=optimizer, **settings | options)
+
+
+def make_trainer(out: Path | None = None, kind: str = "SGD with momentum", **options: Any) -> Trainer:
+    """The same run each time, from fresh objects."""
+    of_step = {name: options.pop(name) for name in ("loss", "micro_batch", "listeners") if name in options}
+    step = options.pop("step", None) or make_step(kind, **of_step)
+    settings: dict[str, Any] = {
+        "train": make_rows(TRAIN),
+        "validation": make_rows(VALIDATION, seed=1),
+        "batch_size": BATCH,
+        "seed": 5,
+        "metrics": {"accuracy": accuracy},
+        "out": out,
+    }
+    return Trainer(step, **settings | options)
+
+
+def state(trainer: Trainer) -> dict[str, Any]:
+    """All that must be the same, bit for bit, whether or not the run was stopped."""
+    return snapshot(trainer.step) | {
+        "epoch": trainer.epoch,
+        "updates": trainer.updates,
+        "best": trainer.best,
+    }
+
+
+def timeless(reports: Sequence[EpochReport]) -> list[EpochReport]:
+    """The reports without what a clock says."""
+    return [replace(report, seconds=0.0, samples_per_second=0.0) for report in reports]
+
+
+class End(NamedTuple):
+    """What a whole training comes to."""
+
+    state: dict[str, Any]
+    reports: list[EpochReport]
+
+
+def finished(**options: Any) -> End:
+    """Train to the end, undisturbed; random numbers go on as if it had not been."""
+    with rng.preserved():
+        trainer = make_trainer(**options)
+        reports = timeless(trainer.fit(epochs=EPOCHS))
+        return End(state(trainer), reports)
+
+
+@cache
+def undisturbed(kind: str = "SGD with momentum", micro_batch: int | None = 3) -> End:
+    """The end of the run that others must come to who were stopped."""
+    return finished(kind=kind, micro_batch=micro_batch)
+
+
+def assert_same_end(trainer: Trainer, reports: Sequence[EpochReport], end: End) -> None:
+    """Bit for bit, and so are the reports of the epochs since."""
+    found = changes(end.state, state(trainer))
+    assert not found, found
+    assert reports, "no epoch was left"
+    expected = end.reports[-len(reports) :]
+    assert same(timeless(reports), expected), (reports, expected)
+
+
+class Diary:
+    """Writes down what a watcher is told; does something at a chosen event.
+
+    Args:
+        at: `("step", 3)` for the third update it is told of.
+        then: called there.
+    """
+
+    def __init__(self, at: tuple[str, int] = ("never", 0), then: Callable[[], None] = lambda: None) -> None:
+        self.events: list[str] = []
+        self.told: list[Course | StepReport | EpochReport] = []
+        self.at, self.then = at, then
+
+    def start(self, course: Course) -> None:
+        self._note("start", course)
+
+    def step(self, report: StepReport) -> None:
+        self._note("step", report)
+
+    def epoch(self, report: EpochReport) -> None:
+        self._note("epoch", report)
+
+    def stop(self) -> None:
+        self._note("stop")
+
+    def _note(self, event: str, *told: Any) -> None:
+        self.events.append(event)
+        self.told.extend(told)
+        if self.at == (event, self.events.count(event)):
+            self.then()
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    """A function that raises."""
+
+    def throw() -> None:
+        raise error
+
+    return throw
+
+
+def stopped(at: tuple[str, int], error: BaseException) -> Watcher:
+    """A watcher that ends the run there."""
+    return Diary(at, raising(error))

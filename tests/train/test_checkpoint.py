@@ -1,0 +1,337 @@
+"""Checkpoints: what was saved is what is loaded, to the bit, and training goes on as if never stopped."""
+
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch import rng
+from anybatch.errors import CheckpointError
+from anybatch.train.checkpoint import load, restore, save
+from anybatch.train.learning_rate import warm_up
+from tests.snapshots import same
+
+PLAIN = st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.text(max_size=5))
+NESTED = st.recursive(
+    PLAIN | st.builds(torch.tensor, st.integers(-9, 9)) | st.just(torch.arange(6.0).view(2, 3).T),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.dictionaries(st.sampled_from(["$", "of", "a/b", "a"]), inner, max_size=3),
+        st.dictionaries(st.integers(-3, 3) | st.sampled_from(["1", "2"]), inner, max_size=3),
+        st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=3).map(Counter),
+    ),
+    max_leaves=12,
+)
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def trip(folder: Path, **progress: Any) -> dict[str, Any]:
+    save(folder / "trip", model=nn.Linear(1, 1), progress=progress)
+    return load(folder / "trip").progress
+
+
+# ---- values
+
+
+@given(NESTED)
+def test_nested_values_come_back_with_their_types(folder: Path, value: Any) -> None:
+    found = trip(folder, value=value)["value"]
+    assert same(found, value)
+    assert repr(found) == repr(value)  # and -0.0 is not 0.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_every_kind_come_back(folder: Path, dtype: torch.dtype) -> None:
+    base = torch.arange(24).to(torch.float32).to(dtype)
+    tensors = {
+        "scalar": base[3],
+        "empty": base[:0].view(0, 5),
+        "transposed": base.view(4, 6).T,
+        "strided": base[::5],
+        "expanded": base[:1].expand(7),
+        "front": base[:16],  # overlaps with the next one
+        "back": base[8:],
+        "whole": base.view(2, 12),  # the same memory in another shape
+    }
+    assert same(trip(folder, **tensors), tensors)
+
+
+def test_special_bits_come_back(folder: Path) -> None:
+    bits = torch.tensor([0x7FC00001, -0x7FFFFFFF, 0x7F800000, -0x80000000], dtype=torch.int32)
+    assert same(trip(folder, value=bits.view(torch.float32))["value"], bits.view(torch.float32))
+
+
+def test_complex_views_come_back_as_values(folder: Path) -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    assert torch.equal(trip(folder, value=value)["value"].resolve_conj(), value.resolve_conj())
+
+
+def test_parameters_come_back_without_graph(folder: Path) -> None:
+    value = torch.ones(2, requires_grad=True) * 2
+    assert not trip(folder, value=value)["value"].requires_grad
+
+
+def test_what_is_loaded_does_not_hang_on_the_file(folder: Path) -> None:
+    path = folder / "gone"
+    save(path, model=nn.Linear(1, 1), progress={"value": torch.arange(5)})
+    found = load(path).progress["value"]
+    path.write_bytes(b"")
+    found += 1
+    assert found.tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ({"deep": [1, {"er": {2, 3}}]}, "progress/deep/1/er"),
+        ({"f": print}, "progress/f"),
+        ({"f": b"bytes"}, "progress/f"),
+        ({"f": 1 + 2j}, "progress/f"),
+        ({"f": np.arange(3)}, "progress/f"),
+        ({"f": {(1, 2): 3}}, "progress/f"),
+        ({"f": {True: 3}}, "progress/f"),
+        ({"f": torch.empty(2, device="meta")}, "progress/f"),
+        ({"f": torch.eye(2).to_sparse()}, "progress/f"),
+    ],
+)
+def test_a_value_that_needs_pickle_is_refused_with_its_place(tmp_path: Path, value: Any, path: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^{path}: expected .* got .*[.] "):
+        save(tmp_path / "a", model=nn.Linear(1, 1), progress=value)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- models
+
+
+class Tied(nn.Module):
+    """Two names for one weight, a buffer, and a state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4, bias=False)
+        self.last.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.extra = 0
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+def test_a_model_comes_back_in_place_with_its_ties(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    model(torch.randn(3, 4)) if callable(getattr(model, "forward", None)) and False else None
+    model.norm(torch.randn(3, 4))
+    model.extra = 7
+    weight = other.first.weight
+    save(tmp_path / "a", model=model)
+    restore(load(tmp_path / "a"), model=other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert other.first.weight is weight is other.last.weight
+    assert other.extra == 7
+
+
+def test_tied_weights_are_stored_once_under_a_name_others_can_read(tmp_path: Path) -> None:
+    model = Tied()
+    save(tmp_path / "a", model=model)
+    found = load_file(tmp_path / "a")
+    assert torch.equal(found["model/first.weight"], model.first.weight)
+    assert sum(value.shape == (4, 4) for value in found.values()) == 1
+
+
+def test_the_header_is_json_for_everyone(tmp_path: Path) -> None:
+    """Also NaN and infinities, which JSON itself does not have."""
+    save(tmp_path / "a", model=nn.Linear(1, 1), progress={"best": math.inf, "loss": math.nan})
+    data = (tmp_path / "a").read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    assert json.loads(header["document"], parse_constant=refuse)["progress"].keys() == {"best", "loss"}
+
+
+# ---- going on
+
+
+def build(seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout(0.3), nn.Linear(4, 2))
+    return model.to(dtype)
+
+
+def two_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    return [{"params": list(model[0].parameters()), **options}, {"params": list(model[1:].parameters())}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "SGD": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "SGD of two groups": lambda m: optim.SGD(two_groups(m, lr=0.2, momentum=0.5), lr=0.1, momentum=0.9),
+    "SGD without state": lambda m: optim.SGD(m.parameters(), lr=0.1),
+    "AdamW": lambda m: optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
+    "AdamW, foreach": lambda m: optim.AdamW(m.parameters(), lr=0.01, foreach=True),
+    "AdamW, fused": lambda m: optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "AdamW, lr as tensor": lambda m: optim.AdamW(two_groups(m), lr=torch.tensor(0.01)),
+    "NAdam": lambda m: optim.NAdam(m.parameters(), lr=0.01),
+    "RMSprop": lambda m: optim.RMSprop(m.parameters(), lr=0.01, centered=True, momentum=0.5),
+    "Adagrad": lambda m: optim.Adagrad(m.parameters(), lr=0.01),
+    "ASGD": lambda m: optim.ASGD(m.parameters(), lr=0.01),
+    "Rprop": lambda m: optim.Rprop(m.parameters(), lr=0.01),
+    "Adafactor": lambda m: optim.Adafactor(m.parameters(), lr=0.01),
+}
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda update: 0.9**update),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, milestones=[3, 3, 7], gamma=0.5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=10),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=4),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [warm_up(o, updates=3), lr_scheduler.MultiStepLR(o, [2, 4])], milestones=[3]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [warm_up(o, updates=8), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+}
+Parts = tuple[nn.Module, list[Optimizer], list[LRScheduler]]
+
+
+def train(parts: Parts, updates: Sequence[int]) -> None:
+    """Some updates, each on rows of its own, with random numbers drawn on the way."""
+    model, optimizers, schedulers = parts
+    for update in updates:
+        generator = torch.Generator().manual_seed(update)
+        dtype = next(model.parameters()).dtype
+        x, y = (torch.randn(6, size, generator=generator).to(dtype) for size in (3, 2))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ((model(x) - y) ** 2).sum().backward()
+        for part in (*optimizers, *schedulers):
+            part.step()
+
+
+def state(parts: Parts) -> list[Any]:
+    return [dict(parts[0].state_dict()), *[part.state_dict() for part in (*parts[1], *parts[2])]]
+
+
+def check_going_on(path: Path, make: Callable[[int], Parts]) -> None:
+    """Ten updates, against five, a checkpoint, new objects from another seed, and five more."""
+    parts = make(0)
+    train(parts, range(5))
+    model, optimizers, schedulers = parts
+    save(path, model=model, optimizers=optimizers, schedulers=schedulers, random=rng.capture_process())
+    train(parts, range(5, 10))
+
+    found, other = load(path), make(1)
+    for _ in range(2):  # twice: going on must not write into the checkpoint
+        restore(found, model=other[0], optimizers=other[1], schedulers=other[2])
+        rng.restore_process(found.random)
+        train(other, range(5, 10))
+        assert same(state(other), state(parts))
+
+
+@pytest.mark.filterwarnings("ignore:.*capturable.*")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    def make(seed: int) -> Parts:
+        model = build(seed, dtype)
+        return model, [OPTIMIZERS[name](model)], []
+
+    check_going_on(tmp_path / "a", make)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, lr as tensor"])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_goes_on(tmp_path: Path, name: str, optimizer: str) -> None:
+    def make(seed: int) -> Parts:
+        model = build(seed)
+        one = OPTIMIZERS[optimizer](model)
+        return model, [one], [SCHEDULERS[name](one)]
+
+    check_going_on(tmp_path / "a", make)
+
+
+def test_several_optimizers_and_schedulers_go_on(tmp_path: Path) -> None:
+    def make(seed: int) -> Parts:
+        model = build(seed)
+        one = optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+        two = optim.AdamW(model[1:].parameters(), lr=0.1)
+        return model, [one, two], [SCHEDULERS["OneCycleLR"](two), SCHEDULERS["LambdaLR"](one)]
+
+    check_going_on(tmp_path / "a", make)
+
+
+def test_a_scheduler_that_watches_a_value_goes_on(tmp_path: Path) -> None:
+    model = build(0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    for value in (3.0, 2.0, 2.5):
+        plateau.step(value)
+    save(tmp_path / "a", model=model, optimizers=[optimizer], schedulers=[plateau])
+    other = lr_scheduler.ReduceLROnPlateau(optimizer)
+    restore(load(tmp_path / "a"), model=model, optimizers=[optimizer], schedulers=[other])
+    for one in (plateau, other):
+        optimizer.param_groups[0]["lr"] = 0.1
+        one.step(2.6)
+        assert optimizer.param_groups[0]["lr"] < 0.1
+
+
+def test_a_model_alone_can_be_restored(tmp_path: Path) -> None:
+    model, other = build(0), build(1)
+    save(tmp_path / "a", model=model, optimizers=[OPTIMIZERS["SGD"](model)])
+    restore(load(tmp_path / "a"), model=other)
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_all_random_streams_go_on(tmp_path: Path) -> None:
+    def draw() -> list[Tensor | float]:
+        return [
+            torch.rand(3),
+            random.random(),
+            random.gauss(),
+            float(np.random.rand()),
+            float(np.random.randn()),
+        ]
+
+    random.gauss()  # Python and NumPy keep the second of two normal numbers
+    np.random.randn()
+    save(tmp_path / "a", model=nn.Linear(1, 1), random=rng.capture_process())
+    expected = draw()
+    rng.restore_process(load(tmp_path / "a").random)
+    assert same(draw(), expected)

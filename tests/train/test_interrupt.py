@@ -1,0 +1,113 @@
+"""Ctrl-C between updates: noted first, obeyed when asked, and nothing left behind."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from anybatch.train.interrupt import SIGNALS, deferred
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The handlers of a Python program, whatever ran before; back afterwards."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def installed() -> list[Any]:
+    return [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_without_a_signal_nothing_happens_and_handlers_come_back() -> None:
+    before = installed()
+    with deferred() as interruption:
+        assert installed() != before
+        interruption.obey()
+    assert interruption.signal == 0
+    assert installed() == before
+
+
+def test_first_ctrl_c_waits_until_it_is_obeyed() -> None:
+    before = installed()
+    with deferred() as interruption:
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            interruption.obey()
+    assert installed() == before
+
+
+def test_second_ctrl_c_breaks_at_once() -> None:
+    before = installed()
+    with deferred() as interruption:
+        signal.raise_signal(signal.SIGINT)
+        assert interruption.signal == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert installed() == before
+
+
+def test_termination_ends_with_the_code_a_shell_gives_for_it() -> None:
+    with deferred() as interruption:
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit) as caught:
+            interruption.obey()
+    assert caught.value.code == 128 + 15
+
+
+def test_own_handlers_come_back_after_the_first_signal_and_after_an_error() -> None:
+    heard: list[int] = []
+
+    def own(number: int, frame: object) -> None:
+        heard.append(number)
+
+    for number in SIGNALS:
+        signal.signal(number, own)
+    with deferred():
+        signal.raise_signal(signal.SIGTERM)
+        assert installed() == [own, own]
+        signal.raise_signal(signal.SIGINT)
+    with contextlib.suppress(ZeroDivisionError), deferred():
+        raise ZeroDivisionError
+    assert installed() == [own, own]
+    assert heard == [signal.SIGINT]
+
+
+def test_ignored_signals_stay_ignored() -> None:
+    """A shell starts background jobs with Ctrl-C ignored: it is meant for the program in front."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with deferred() as interruption:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.signal == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGTERM)
+        assert interruption.signal == signal.SIGTERM
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_threads_leave_signals_alone() -> None:
+    before, found, errors = installed(), [], []
+
+    def work() -> None:
+        try:
+            with deferred() as interruption:
+                found.append(installed())
+                interruption.obey()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert found == [before]
+    assert installed() == before

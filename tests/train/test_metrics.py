@@ -1,0 +1,296 @@
+"""Metrics: exact on every cut, by one forward, and nothing else is any different afterwards."""
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anybatch import Fold, Step, Terms, Total
+from anybatch.errors import LossError
+from anybatch.events import StepReport
+from anybatch.testing import Perceptron, relative_error, tolerance
+from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
+from anybatch.train.rows import Rows
+from tests.snapshots import changes, make_step, snapshot
+
+ROWS = 11
+X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+LIMIT = tolerance(torch.float64, terms=ROWS)
+CLASS_WEIGHT = torch.tensor([1.0, 5.0, 0.25, 2.0], dtype=torch.float64)
+
+
+def targets(masked: list[bool]) -> Tensor:
+    """The first row always counts; the masked ones stand together, so that means of means go wrong."""
+    y = torch.randint(4, (ROWS,), generator=torch.Generator().manual_seed(1))
+    return torch.where(torch.tensor([False, *masked]), -100, y)
+
+
+UNEVEN = targets([False, True, True, True, False, False, False, True, False, False])
+
+
+def evaluated(
+    loss: object, y: Tensor = UNEVEN, *, metrics: dict[str, Metric] | None = None, micro_batch: int
+) -> dict[str, float]:
+    model = Perceptron(3, 4).double()
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    return evaluate(step, Rows((X, y), step), metrics or {}, micro_batch=micro_batch)
+
+
+def outputs() -> Tensor:
+    """What the model of `evaluated` says; every test starts from the same seed."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return Perceptron(3, 4).double()(X)
+
+
+# ---- exact on every cut
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "mean": nn.CrossEntropyLoss(),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "class weights": nn.CrossEntropyLoss(weight=CLASS_WEIGHT),
+    "smoothed": partial(F.cross_entropy, label_smoothing=0.1),
+    "smoothed sum": partial(F.cross_entropy, label_smoothing=0.1, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@settings(max_examples=25)
+@given(masked=st.lists(st.booleans(), min_size=ROWS - 1, max_size=ROWS - 1), cut=st.integers(1, ROWS + 1))
+def test_loss_and_accuracy_are_those_of_all_rows_at_once(loss: Any, masked: list[bool], cut: int) -> None:
+    torch.manual_seed(0)
+    y = targets(masked)
+    found = evaluated(loss, y, metrics={"accuracy": accuracy}, micro_batch=cut)
+    scores, valid = outputs(), y != -100
+    assert relative_error(found["loss"], loss(scores, y)) <= LIMIT
+    right = int((scores.argmax(1) == y)[valid].sum())
+    assert found == {"loss": found["loss"], "accuracy": right / int(valid.sum())}
+
+
+def test_a_mean_of_means_would_be_seen() -> None:
+    parts = [F.cross_entropy(*part) for part in zip(outputs().split(4), UNEVEN.split(4), strict=True)]
+    found = evaluated(nn.CrossEntropyLoss(), micro_batch=4)["loss"]
+    assert relative_error(torch.stack(parts).mean(), found) > 100 * LIMIT
+
+
+def named(model: nn.Module, micro: Any) -> dict[str, Total]:
+    """Two terms that are divided by different weights, and one that has nothing to say about these rows."""
+    x, y = micro
+    scores, valid = model(x), y != -100
+    return {
+        "fit": Total(F.cross_entropy(scores, y, reduction="sum"), valid.sum()),
+        "size": Total(scores.square().sum(), scores.numel()),
+        "other": Total.zero(),
+    }
+
+
+@pytest.mark.parametrize("micro_batch", range(1, ROWS + 1))
+def test_each_named_term_is_divided_by_its_own_weight(micro_batch: int) -> None:
+    found = evaluated(Terms(named, coefficients={"size": 0.5}), micro_batch=micro_batch)
+    fit, size = F.cross_entropy(outputs(), UNEVEN).item(), outputs().square().mean().item()
+    assert list(found) == ["fit", "size", "other", "loss"]
+    assert relative_error([found["fit"], found["size"]], [fit, size]) <= LIMIT
+    assert math.isnan(found["other"])
+    assert relative_error(found["loss"], fit + 0.5 * size) <= LIMIT
+
+
+def test_loss_is_what_a_step_reports_whatever_the_terms_are_called() -> None:
+    def function(model: nn.Module, micro: Any) -> dict[str, Total]:
+        terms = named(model, micro)
+        return {"loss": terms["fit"], "other": terms["other"], "size": terms["size"]}
+
+    for loss in (function, Terms(function, coefficients={"loss": 3.0}), Terms(lambda *_: named(*_)["fit"])):
+        model = Perceptron(3, 4).double()
+        step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        found = evaluate(step, Rows((X, UNEVEN), step), {}, micro_batch=4)
+        assert relative_error(found["loss"], step((X, UNEVEN)).loss) <= LIMIT
+
+
+def test_nothing_but_masked_rows_has_no_loss() -> None:
+    found = evaluated(
+        nn.CrossEntropyLoss(), torch.full((ROWS,), -100), metrics={"accuracy": accuracy}, micro_batch=4
+    )
+    assert list(map(math.isnan, found.values())) == [True, True]
+
+
+# ---- metrics
+
+
+def worst(scores: Tensor, y: Tensor) -> float:
+    return F.cross_entropy(scores, y, reduction="none").max().item()
+
+
+WORST: Fold[Any, float, float] = Fold(
+    init=lambda: -math.inf,
+    add=lambda most, pair: max(most, worst(*pair)),
+    merge=max,
+    finish=lambda most: most,
+)
+
+
+@pytest.mark.parametrize("micro_batch", range(1, ROWS + 1))
+def test_metrics_may_be_whole_folds(micro_batch: int) -> None:
+    found = evaluated(nn.CrossEntropyLoss(), metrics={"worst": WORST}, micro_batch=micro_batch)
+    assert relative_error(found["worst"], worst(outputs(), UNEVEN)) <= LIMIT
+
+
+def test_metrics_are_added_up_and_divided_in_double() -> None:
+    sizes = iter([2.0**24] + [1.0] * (ROWS - 1))
+
+    def size(scores: Tensor, y: Tensor) -> Total:
+        return Total(torch.tensor(next(sizes)), len(y))
+
+    def third(scores: Tensor, y: Tensor) -> Total:
+        return Total(torch.tensor(len(y)), torch.tensor(3 * len(y)))
+
+    found = evaluated(nn.CrossEntropyLoss(), metrics={"size": size, "third": third}, micro_batch=1)
+    assert found["size"] == (2**24 + ROWS - 1) / ROWS  # in float32 every 1 would be lost
+    assert found["third"] == 1 / 3
+
+
+def test_accuracy_of_dense_targets_and_of_another_mask() -> None:
+    scores = torch.zeros(2, 3, 2)
+    scores[:, 1] = 1.0
+    y = torch.tensor([[1, 0], [7, 1]])
+    total = accuracy(scores, y, ignore_index=7)
+    assert (total.sum, total.weight) == (2, 3)
+
+
+def test_metrics_see_outputs_and_targets_as_the_model_gives_and_takes_them() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, *, a: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(a), self.layer(a) + 1
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        first, second = model(a=micro["a"])
+        return Total((second - first).sum(), first.numel())
+
+    def gap(made: tuple[Tensor, Tensor], target: Tensor) -> Total:
+        return Total((made[1] - made[0]).sum() + target.sum(), len(target))
+
+    model = Two()
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    rows = Rows({"a": torch.zeros(5, 3), "labels": torch.ones(5)}, step)
+    assert evaluate(step, rows, {"gap": gap}, micro_batch=2)["gap"] == 3.0
+
+
+def test_metric_without_a_denominator_is_refused() -> None:
+    with pytest.raises(LossError, match=r"'mean' to return an ab.Total, got Tensor.*return ab.Total"):
+        evaluated(nn.CrossEntropyLoss(), metrics={"mean": lambda scores, y: scores.mean()}, micro_batch=4)
+
+
+def test_loss_that_goes_round_the_model_leaves_metrics_nothing_to_see() -> None:
+    def loss(model: nn.Module, micro: Any) -> Total:
+        return Total(model.layers(micro[0]).sum(), len(micro[0]))
+
+    assert math.isfinite(evaluated(loss, micro_batch=4)["loss"])
+    with pytest.raises(LossError, match=r"call the model.*got 0 calls"):
+        evaluated(loss, metrics={"accuracy": accuracy}, micro_batch=4)
+
+
+# ---- nothing else is any different
+
+
+class Watched(nn.Module):
+    """Counts forwards, and draws random numbers from everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forwards = 0
+        self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+        self.last = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        assert not any(module.training for module in self.modules())
+        assert not torch.is_grad_enabled()
+        return self.last(self.layers(x)) + torch.rand(4) * random.random() * float(np.random.rand())
+
+
+def collate(samples: list[Any]) -> Any:
+    random.random()  # as an augmentation does
+    return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("collated", [False, True])
+def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bool) -> None:
+    step = make_step(model=nn.Sequential(nn.Linear(3, 4)), collate=collate if collated else None)
+    step.model = Watched()  # after the first update, because it only takes part in evaluations
+    step.model.train()
+    step.model.layers[1].eval()  # a layer that somebody froze
+    step.model.last.weight.grad = torch.ones(4, 5)
+    x, y = X.float(), UNEVEN
+    rows = Rows(list(zip(x, y, strict=True)) if collated else (x, y), step)
+    before, states = snapshot(step), (random.getstate(), copy.deepcopy(np.random.get_state()))
+    met: list[int] = []
+
+    def metric(scores: Tensor, y: Tensor) -> Total:
+        met.append(len(y))
+        if fails and len(met) == 3:
+            raise ZeroDivisionError
+        return Total(0, len(y))
+
+    try:
+        evaluate(step, rows, {"one": metric, "two": accuracy}, micro_batch=4)
+    except ZeroDivisionError:
+        assert fails
+    assert met == [4, 4, 3]
+    assert step.model.forwards == 3
+    assert changes(before, snapshot(step)) == []
+    assert random.getstate() == states[0]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[1], strict=True))
+
+
+# ---- the loss over an epoch
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 11])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=CLASS_WEIGHT), named])
+def test_running_loss_is_that_of_all_rows(loss: Any, size: int) -> None:
+    model = Perceptron(3, 4).double()
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.0))
+    running, kept = RunningLoss(), RunningLoss()
+    for x, y in zip(X.split(size), UNEVEN.split(size), strict=True):
+        running.add(step((x, y)))
+        kept = RunningLoss(kept.totals)  # as through a checkpoint
+        kept.add(step((x, y)))
+    assert relative_error(running.value(step.coefficients), step((X, UNEVEN)).loss) <= LIMIT
+    assert kept.totals == running.totals
+
+
+def report(**terms: tuple[float, float]) -> StepReport:
+    """Mean and weight of each term."""
+    return StepReport(
+        loss=math.nan,
+        terms={name: mean for name, (mean, _) in terms.items()},
+        weights={name: weight for name, (_, weight) in terms.items()},
+        rows=1,
+        micro_batches=1,
+        grad_norm=math.nan,
+        updated=True,
+    )
+
+
+def test_running_loss_weighs_each_term_by_itself_and_leaves_out_what_weighs_nothing() -> None:
+    running = RunningLoss()
+    assert math.isnan(running.value({}))
+    running.add(report(fit=(math.nan, 0), size=(2.0, 1)))
+    running.add(report(fit=(4.0, 3), size=(math.nan, 0)))
+    running.add(report(fit=(8.0, 1), size=(6.0, 3)))
+    assert running.value({"size": 0.5}) == 5.0 + 0.5 * 5.0
+    assert running.totals == {"size": [20.0, 4.0], "fit": [20.0, 4.0]}

@@ -1,0 +1,167 @@
+"""The progress bar: figures while it runs, a line per epoch, and nothing left on the screen."""
+
+import re
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+
+from anybatch.events import StepReport
+from anybatch.train import progress
+from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
+from anybatch.train.watch import Course, EpochReport
+from tests.train.runs import UPDATES, Diary, make_trainer, raising
+
+CPU = torch.device("cpu")
+COURSE = Course(epochs=2, done_updates=3, total_updates=6, rows=300)
+STEP = StepReport(loss=0.5, terms={}, weights={}, rows=100, micro_batches=1, grad_norm=0.0, updated=True)
+EPOCH = EpochReport(
+    epoch=2,
+    updates=6,
+    loss=0.25,
+    validation={"accuracy [top 5]": 0.75},
+    learning_rate=0.1,
+    seconds=2.0,
+    samples_per_second=1500,
+)
+LINE = "epoch   2  loss 0.2500  validation accuracy [top 5] 0.7500  lr 0.1  1,500 samples/s  2 s"
+
+
+def make_console(terminal: bool) -> Console:
+    return Console(file=StringIO(), force_terminal=terminal, width=120, legacy_windows=False, _environ={})
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def screen(text: str) -> list[str]:
+    """What a terminal shows in the end: the few control codes that rich uses, carried out."""
+    lines, row = [""], 0
+    for token in re.findall(r"\x1b\[\??[\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif token == "\r" or token.endswith(("m", "h", "l")):  # colours, and the cursor shown or hidden
+            continue
+        elif token == "\x1b[1A":
+            row -= 1
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        else:
+            assert not token.startswith("\x1b"), f"unknown control code {token!r}"
+            lines[row] += token
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+class Clock:
+    """Moves on by so many seconds whenever it is looked at."""
+
+    def __init__(self, tick: float) -> None:
+        self.now, self.tick = 0.0, tick
+
+    def perf_counter(self) -> float:
+        self.now += self.tick
+        return self.now
+
+
+def run_bar(console: Console, *, tick: float, steps: int, monkeypatch: pytest.MonkeyPatch) -> ProgressBar:
+    """A bar that has seen some updates."""
+    monkeypatch.setattr(progress, "time", Clock(tick))
+    bar = ProgressBar(CPU, console)
+    bar.start(COURSE)
+    for _ in range(steps):
+        bar.step(STEP)
+    return bar
+
+
+def test_terminal_shows_loss_throughput_and_memory_and_is_clean_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "current_bytes", lambda device: 3 * 2**20)
+    console = make_console(terminal=True)
+    bar = run_bar(console, tick=0.25, steps=2, monkeypatch=monkeypatch)
+    bar._bar.refresh()
+    assert "loss 0.5000  400 samples/s  3.0 MiB" in screen(written(console))[-1]
+    assert "5/6" in screen(written(console))[-1]
+    bar.epoch(EPOCH)
+    bar._bar.refresh()
+    assert screen(written(console))[0] == LINE
+    assert screen(written(console))[1].startswith("epoch 2/2")
+    bar.stop()
+    assert screen(written(console)) == [LINE]
+    assert written(console).rindex("\x1b[?25h") > written(console).rindex("\x1b[?25l")  # the cursor is back
+
+
+def test_figures_are_refreshed_at_most_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(progress, "current_bytes", lambda device: len(asked.append(device) or asked))
+    bar = run_bar(make_console(terminal=True), tick=0.04, steps=6, monkeypatch=monkeypatch)
+    assert asked == [CPU, CPU]
+    figures = bar._bar.tasks[0].fields["figures"]
+    assert figures == "loss 0.5000  2,500 samples/s  2 B"  # 3 updates of 100 rows in 0.12 s
+    bar.stop()
+
+
+def test_without_a_terminal_there_is_one_line_per_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = make_console(terminal=False)
+    bar = run_bar(console, tick=0.25, steps=3, monkeypatch=monkeypatch)
+    assert written(console) == ""
+    bar.epoch(EPOCH)
+    bar.stop()
+    assert written(console) == LINE + "\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_bar_of_a_whole_training(terminal: bool) -> None:
+    console, diary = make_console(terminal), Diary()
+    reports = make_trainer(watchers=[ProgressBar(CPU, console), diary]).fit(epochs=2)
+    assert diary.events == ["start", *["step"] * UPDATES, "epoch", *["step"] * UPDATES, "epoch", "stop"]
+    assert screen(written(console)) == [str(report) for report in reports]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), KeyboardInterrupt(), SystemExit(3)], ids=lambda error: type(error).__name__
+)
+@pytest.mark.parametrize("event", [("start", 1), ("step", UPDATES + 2), ("epoch", 1), ("stop", 1)])
+def test_bar_is_taken_away_upon_exceptions(event: tuple[str, int], error: BaseException) -> None:
+    console = make_console(terminal=True)
+    bar, diary = ProgressBar(CPU, console), Diary(event, raising(error))
+    with pytest.raises(type(error)) as caught:
+        make_trainer(watchers=[bar, diary]).fit(epochs=2)
+    assert caught.value is error
+    assert not bar._bar.live.is_started
+    assert all(line.startswith("epoch   ") for line in screen(written(console)))
+
+
+def test_bar_draws_on_standard_error() -> None:
+    assert ProgressBar(CPU)._console.stderr
+
+
+# ---- memory
+
+
+def test_bytes_of_the_process() -> None:
+    before = current_bytes(CPU)
+    held = torch.ones(2**25)  # 128 MiB, written to, so that they are really there
+    grown = current_bytes(CPU) - before
+    assert held.nbytes / 2 < grown < held.nbytes * 2
+    assert peak_bytes(CPU) >= held.nbytes
+
+
+def test_where_no_file_tells_the_bytes_in_use_the_peak_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(progress, "open", missing, raising=False)
+    monkeypatch.setattr(progress, "peak_bytes", lambda device: 7)
+    assert current_bytes(CPU) == 7
+
+
+def test_bytes_on_cuda_are_those_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    tells = SimpleNamespace(memory_allocated=lambda device: 5, max_memory_allocated=lambda device: 6)
+    monkeypatch.setattr(torch, "cuda", tells)
+    assert (current_bytes(torch.device("cuda")), peak_bytes(torch.device("cuda"))) == (5, 6)
