@@ -47,11 +47,13 @@ def make_task(loss: object, model: nn.Module | None = None, listeners: Any = ())
     model = Scale() if model is None else model
     return Task(
         model=model,
+        modules=list(model.modules()),
         loss=resolve(loss),
         optimizers=(Keep(model),),
         schedulers=(),
         parameters=list(model.parameters()),
         others=(),
+        devices={torch.device("cpu")},
         listeners=listeners,
     )
 
@@ -105,7 +107,12 @@ def test_sum_over_weight_in_every_cut(micro_batch: int, weight: Any, compensated
 
 @pytest.mark.parametrize("micro_batch", CUTS)
 @pytest.mark.parametrize(
-    "weight", [None, lambda x: {"fit": (x > 0).sum(), "size": len(x), "seen": 1, "none": 0}]
+    "weight",
+    [
+        None,
+        lambda x: {"fit": (x > 0).sum(), "size": len(x), "seen": 1, "odd": 1, "none": (x > 9).sum()},
+    ],
+    ids=["late", "promised"],
 )
 def test_each_term_is_divided_by_its_own_weight(micro_batch: int, weight: Any) -> None:
     def terms(model: nn.Module, x: Tensor) -> Mapping[str, Total]:
@@ -113,17 +120,18 @@ def test_each_term_is_divided_by_its_own_weight(micro_batch: int, weight: Any) -
             "fit": total(model, x),
             "size": Total(model.w.square() * len(x), len(x)),
             "seen": Total(7.0, 1) if x[0] == 1 else Total.zero(),  # a number, and from one micro-batch
-            "none": Total(model.w * 0, 0),
+            "odd": Total((model.w - model.w).sqrt(), (x == 1).sum()),  # its gradient is NaN
+            "none": Total(model.w * 5, (x > 9).sum()),  # weighs nothing, so it counts for nothing
         }
 
-    task = make_task(Terms(terms, coefficients={"size": 0.5, "seen": 0.0}, weight=weight))
+    task = make_task(Terms(terms, coefficients={"size": 0.5, "seen": 0.0, "odd": 0.0}, weight=weight))
     report, gradients = run(task, X, micro_batch)
     assert gradients == [2.5 + 0.5 * 4]
-    assert report.weights == {"fit": 4, "size": ROWS, "seen": 1, "none": 0}
+    assert report.weights == {"fit": 4, "size": ROWS, "seen": 1, "odd": 1, "none": 0}
     assert report.loss == 5.0 + 0.5 * 4
-    terms_without_none = {name: value for name, value in report.terms.items() if name != "none"}
-    assert terms_without_none == {"fit": 5.0, "size": 4.0, "seen": 7.0}
-    assert math.isnan(report.terms["none"])
+    values = dict(report.terms)
+    assert math.isnan(values.pop("none"))
+    assert values == {"fit": 5.0, "size": 4.0, "seen": 7.0, "odd": 0.0}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])

@@ -1,7 +1,7 @@
 """Obeys a Plan on a logical batch; contains no doubt."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,21 +27,25 @@ class Task:
 
     Attributes:
         model: called on micro-batches.
+        modules: the modules of the model, the model among them.
         loss: the loss, resolved.
         optimizers: updated in this order.
         schedulers: stepped once per update, after the optimizers.
         parameters: the trainable parameters of the optimizers.
         others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
             part in the update and is left alone.
+        devices: where the parameters of the model are.
         listeners: called with every event.
     """
 
     model: nn.Module
+    modules: Sequence[nn.Module]
     loss: Loss
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
     parameters: Sequence[nn.Parameter]
     others: Sequence[nn.Parameter]
+    devices: Set[torch.device]
     listeners: Sequence[Listener]
 
 
@@ -50,7 +54,7 @@ class Before:
 
     def __init__(self, task: Task) -> None:
         self._random = rng.capture()
-        found = [module._buffers for module in task.model.modules()]  # pyright: ignore[reportPrivateUsage]
+        found = [module._buffers for module in task.modules]  # pyright: ignore[reportPrivateUsage]
         self._slots = [(slots, slots.copy()) for slots in found]
         self._buffers = [
             (buffer, buffer.clone())
@@ -202,20 +206,18 @@ class Run:
             self._gradients.add_each(flowing)
         else:
             self._gradients.add(list(flowing.values()), [self._cotangents[name] for name in flowing])
+        for parameter in self._task.others:  # nobody's, and they may share memory with ours
+            parameter.grad = None
 
     def _whole_weights(self) -> dict[str, float]:
         """The weight of each term over all micro-batches; promised and added-up weights must agree."""
         known = {} if self._divisors is None else _to_host(self._divisors)
+        _check_weights(known, "the whole batch")
         if not self._weights:  # the loss has counted the whole batch already
             return known
         hosted = [_to_host(weights) for weights in self._weights]
         for index, weights in enumerate(hosted):
-            for name, weight in weights.items():
-                if not 0 <= weight < math.inf:
-                    raise LossError(
-                        f"Expected a finite weight of at least 0 for {name!r}, got {weight} in micro-batch "
-                        f"{index}. Count rows or tokens."
-                    )
+            _check_weights(weights, f"micro-batch {index}")
         added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
         for name, promised in known.items():
             if not math.isclose(promised, added[name], rel_tol=1e-6):
@@ -278,6 +280,8 @@ def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
 
 def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
     """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
+    if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
+        divisor = divisor.item()  # no device has to stop for it
     if not isinstance(divisor, Tensor):
         return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
     divisor = divisor.to(like.device, like.dtype)
@@ -288,6 +292,15 @@ def _detached(value: Tensor) -> Tensor:
     """The number without its graph, and without the rows some kernels (`mse_loss`) leave in its storage."""
     value = value.detach()
     return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
+
+
+def _check_weights(weights: Mapping[str, float], where: str) -> None:
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise LossError(
+                f"Expected a finite weight of at least 0 for {name!r}, got {weight} in {where}. "
+                "Count rows or tokens."
+            )
 
 
 def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:

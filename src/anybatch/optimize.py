@@ -38,7 +38,8 @@ def clip(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> float:
     if math.isinf(max_norm):
         return math.nan
     values = list(gradients.values())
-    norm = get_total_norm(values)
+    # A sparse gradient's norm is that of its values, each place once.
+    norm = get_total_norm([v.coalesce().values() if v.is_sparse else v for v in values])
     if not math.isfinite(norm.item()):
         raise NonFiniteLossError(
             f"Expected a finite gradient, got a norm of {norm.item()}. No update was made. "

@@ -1,7 +1,7 @@
 """The front door: one exact optimizer step per logical batch, however it is cut."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +14,7 @@ from anybatch.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import BatchError, OptimizerError, PlanError, WindowError
 from anybatch.events import Listener, StepReport
 from anybatch.execute import Before, Run, Task, execute
-from anybatch.losses.resolve import check, resolve
+from anybatch.losses.resolve import check, parameters_of, resolve
 from anybatch.losses.summed import SummedLoss
 from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan, check_micro_batch
@@ -81,8 +81,7 @@ class Step:
         check(loss)
         self.model = model
         self.loss = loss
-        of_loss = loss.parameters() if isinstance(loss, nn.Module) else ()
-        self.optimizers = check_optimizers(optimizer, [*model.parameters(), *of_loss])
+        self.optimizers = check_optimizers(optimizer, [*model.parameters(), *parameters_of(loss)])
         self.schedulers = check_schedulers(scheduler, self.optimizers)
         self.collate = collate
         self.listeners = tuple(listeners)
@@ -174,14 +173,16 @@ class Step:
                 f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
                 "frozen. Set requires_grad=True on what is to be trained."
             )
-        known = set(trainable)
+        of_model, known = list(self.model.parameters()), set(trainable)
         return Task(
             model=self.model,
+            modules=list(self.model.modules()),
             loss=resolve(self.loss),
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             parameters=trainable,
-            others=[p for p in (*self.model.parameters(), *held) if p not in known],
+            others=[p for p in (*of_model, *parameters_of(self.loss), *held) if p not in known],
+            devices={p.device for p in of_model},
             listeners=self.listeners,
         )
 
@@ -325,16 +326,15 @@ def _admit(batch: Any, task: Task, collate: Collate | None) -> Batch:
         return SampleBatch(batch, collate)
     logical = TensorBatch(batch)
     if isinstance(task.loss, SummedLoss):  # otherwise the caller's function may move rows itself
-        devices = {parameter.device for parameter in task.model.parameters()}
-        strange = {leaf.device for leaf in logical.leaves} - devices
-        if strange and devices:
+        strange = {leaf.device for leaf in logical.leaves} - task.devices
+        if strange and task.devices:
             raise BatchError(
-                f"Expected the batch on the model's device {_names(devices)}, got {_names(strange)}. "
+                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "
                 "Move the batch there with .to(device), or write the loss as a function (model, micro) "
                 "that moves each micro-batch."
             )
     return logical
 
 
-def _names(devices: set[torch.device]) -> str:
+def _names(devices: Set[torch.device]) -> str:
     return ", ".join(sorted(str(device) for device in devices))

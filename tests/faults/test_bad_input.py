@@ -279,13 +279,13 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[AnybatchError], str, str]]
     "negative tensor": (
         lambda x: Total(x.sum(), torch.tensor(-1)),
         LossError,
-        "got -1.0 in micro",
+        "got -1.0 in ",
         "Count rows",
     ),
     "NaN weight": (
         lambda x: Total(x.sum(), torch.tensor(math.nan)),
         LossError,
-        "got nan in micro",
+        "got nan in ",
         "Count rows",
     ),
     "weights": (lambda x: Total(x.sum(), torch.ones(8)), LossError, "got shape (8,)", "Call .sum()"),

@@ -47,7 +47,7 @@ def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
     log = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert log == ["start", *["step"] * done, "stop"]
     assert (tmp_path / LAST).exists() == (done > 0)
-    again = make_trainer(tmp_path, train=(x, y))  # with the data mended
+    again = make_trainer(train=(x, y))  # with the data mended
     if done:
         again.resume(tmp_path)
     assert again.updates == done
@@ -70,7 +70,7 @@ def test_mistake_in_a_metric_does_not_cost_the_epoch(error: Exception, tmp_path:
 
     with pytest.raises(type(error), match="mistaken"):
         make_trainer(tmp_path, metrics={"accuracy": mistaken}).fit(epochs=EPOCHS)
-    again = make_trainer(tmp_path)
+    again = make_trainer()
     again.resume(tmp_path)
     assert (again.epoch, again.updates) == (0, UPDATES)
     reports = again.fit(epochs=EPOCHS)
@@ -111,7 +111,7 @@ def test_stop_waits_for_the_update_under_way_and_loses_nothing(
     whole = place in ("validation", "epoch")
     assert done.events.count("step") == (epoch - 1) * UPDATES + (UPDATES if whole else 1)
     assert done.events.count("epoch") == epoch - (not whole)
-    again = make_trainer(tmp_path)
+    again = make_trainer()
     again.resume(tmp_path)
     assert again.updates == first.updates
     reports = again.fit(epochs=EPOCHS)

@@ -88,6 +88,18 @@ def test_tensors_of_every_kind_come_back(folder: Path, dtype: torch.dtype) -> No
     assert same(trip(folder, **tensors), tensors)
 
 
+def test_values_of_the_same_path_are_kept_apart(folder: Path) -> None:
+    one, two, three, four = torch.arange(4).view(4, 1).unbind()
+    value = {"a/b": one, "a": {"b": two}, "c": {1: three, "1": four}}
+    assert same(trip(folder, value=value)["value"], value)
+
+
+def test_one_tensor_in_two_places_stays_one(folder: Path) -> None:
+    value = torch.arange(3)
+    found = trip(folder, one=[value], two={"three": value, "equal": value.clone()})
+    assert found["one"][0] is found["two"]["three"] is not found["two"]["equal"]
+
+
 def test_special_bits_come_back(folder: Path) -> None:
     bits = torch.tensor([0x7FC00001, -0x7FFFFFFF, 0x7F800000, -0x80000000], dtype=torch.int32)
     assert same(trip(folder, value=bits.view(torch.float32))["value"], bits.view(torch.float32))
@@ -155,7 +167,6 @@ class Tied(nn.Module):
 
 def test_a_model_comes_back_in_place_with_its_ties(tmp_path: Path) -> None:
     model, other = Tied(), Tied()
-    model(torch.randn(3, 4)) if callable(getattr(model, "forward", None)) and False else None
     model.norm(torch.randn(3, 4))
     model.extra = 7
     weight = other.first.weight

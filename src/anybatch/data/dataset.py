@@ -115,7 +115,7 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
     count = round(len(rows) * fraction)
     if not 0 < count < len(rows):
         raise DataError(
-            f"{rows.name}: expected a fraction that leaves rows on both sides, got {fraction} of {len(rows)}; "
+            f"{rows.name}: expected a fraction that leaves rows on both sides, got {fraction}; "
             "use 0.1 to hold out a tenth"
         )
     generator = torch.Generator().manual_seed(rng.derive_seed(seed, "hold out"))

@@ -62,3 +62,14 @@ def check(loss: object) -> None:
                 f"Expected `{name}` of {resolved.name} to be finite and at least 0, got values from "
                 f"{weight.min().item()} to {weight.max().item()}. It says how much a class or element counts."
             )
+
+
+def parameters_of(loss: object) -> list[nn.Parameter]:
+    """The parameters that a loss itself holds, as `LinearCrossEntropyLoss` and modules of your own do.
+
+    Example:
+        >>> parameters_of(nn.MSELoss())
+        []
+    """
+    holder = loss.function if isinstance(loss, Terms) else loss
+    return list(holder.parameters()) if isinstance(holder, nn.Module) else []

@@ -5,16 +5,19 @@ import ctypes
 import glob
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor, equal, nn, strided
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,15 +34,15 @@ class Checkpoint:
     Attributes:
         path: where it was read.
         model: the model's state dict.
-        optimizers: `(class name, state dict)` of each optimizer.
-        schedulers: the same of each scheduler.
+        optimizers: `(class name, state dict, names of the parameters of each group)` of each optimizer.
+        schedulers: `(class name, state dict)` of each scheduler.
         progress: the values given to `save`.
         random: the random state given to `save`.
     """
 
     path: Path
     model: dict[str, Any]
-    optimizers: list[tuple[str, dict[str, Any]]]
+    optimizers: list[tuple[str, dict[str, Any], list[list[str]]]]
     schedulers: list[tuple[str, dict[str, Any]]]
     progress: dict[str, Any]
     random: dict[str, Any]
@@ -84,12 +87,14 @@ def save(
     packer = _Packer()
     document = {
         "model": packer.pack(dict(model.state_dict()), "model"),
-        "optimizers": packer.pack([(type(o).__name__, o.state_dict()) for o in optimizers], "optimizers"),
+        "optimizers": packer.pack(
+            [(type(o).__name__, o.state_dict(), _parameter_names(model, o)) for o in optimizers], "optimizers"
+        ),
         "schedulers": packer.pack([(type(s).__name__, s.state_dict()) for s in schedulers], "schedulers"),
         "progress": packer.pack(dict(progress or {}), "progress"),
         "random": packer.pack(dict(random or {}), "random"),
     }
-    text = json.dumps(document)
+    text = json.dumps(document, allow_nan=False)
     metadata = {"format": "pt", "anybatch": FORMAT, "document": text, "sha256": _digest(packer.tensors, text)}
     try:
         _replace_atomically(path, packer.tensors, metadata)
@@ -107,11 +112,12 @@ def load(path: str | Path) -> Checkpoint:
         CheckpointError: it is missing, truncated, changed, or no checkpoint of anybatch.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # Path.is_file() raises on names that are too long
         raise CheckpointError(f"{path}: expected a checkpoint, got no file of that name. Check the path.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
+            # Copies, because what safe_open gives is the file itself, which may change after it was verified.
             tensors: dict[str, Tensor] = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -130,8 +136,13 @@ def load(path: str | Path) -> Checkpoint:
             f"{path}: expected the bytes that were saved, got others: their SHA-256 differs. Use an "
             "earlier checkpoint."
         )
-    values = {name: _unpack(value, tensors) for name, value in json.loads(text).items()}
-    return Checkpoint(path=path, **values)
+    try:
+        values = {name: _unpack(value, tensors) for name, value in json.loads(text).items()}
+        return Checkpoint(path=path, **values)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: expected what `save` writes, got other values ({error}). Use an earlier checkpoint."
+        ) from None
 
 
 def restore(
@@ -154,17 +165,41 @@ def restore(
     """
     _check_model(checkpoint, model)
     if optimizers:
-        _check_classes(checkpoint, "optimizers", [name for name, _ in checkpoint.optimizers], optimizers)
-        for (_, state), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
-            _check_groups(checkpoint, state, optimizer)
+        _check_classes(checkpoint, "optimizers", [name for name, *_ in checkpoint.optimizers], optimizers)
+        for (_, _, names), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
+            _check_groups(checkpoint, names, model, optimizer)
     if schedulers:
         _check_classes(checkpoint, "schedulers", [name for name, _ in checkpoint.schedulers], schedulers)
-    model.load_state_dict(checkpoint.model)
-    # Copies, because optimizers take over the tensors they are given and write into them.
-    for (_, state), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
-        optimizer.load_state_dict(copy.deepcopy(state))
-    for (_, state), scheduler in zip(checkpoint.schedulers, schedulers, strict=False):
-        scheduler.load_state_dict(copy.deepcopy(state))
+    # What a state dict must hold only its owner knows, so a refusal may still come; then all goes back.
+    before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
+    states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    try:
+        # Copies, because optimizers take over the tensors they are given and write into them.
+        for (_, state), scheduler in zip(checkpoint.schedulers, schedulers, strict=False):
+            scheduler.load_state_dict(copy.deepcopy(state))
+        for (_, state, _), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
+            _load_optimizer(optimizer, copy.deepcopy(state))
+        model.load_state_dict(checkpoint.model)
+    except Exception as error:
+        for optimizer, (state, groups) in zip(optimizers, before, strict=True):
+            optimizer.__setstate__({"state": state, "param_groups": groups})
+        for scheduler, state in zip(schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        raise CheckpointError(
+            f"{checkpoint.path}: expected a state that the model, optimizers and schedulers take, got "
+            f"{type(error).__name__}: {error}. Make them as they were when the checkpoint was written."
+        ) from error
+
+
+def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load, then put right what torch cast to the dtype of the parameter though it was of another."""
+    optimizer.load_state_dict(dict(state))
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], saved["params"], strict=True):
+            own: dict[str, Any] = optimizer.state.get(parameter, {})
+            for name, value in state["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
+                    own[name] = own[name] if own[name].dtype == value.dtype else value.to(own[name].device)
 
 
 class _Packer:
@@ -180,6 +215,8 @@ class _Packer:
         """JSON for a value; its tensors are kept under their paths."""
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "of": self._keep(value, path)}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {_TAG: "float", "of": str(value)}  # JSON has no word for it
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if type(value) in (list, tuple):
@@ -202,12 +239,19 @@ class _Packer:
 
     def _keep(self, value: Tensor, path: str) -> str:
         value = value.detach()
+        if value.layout != strided or value.is_meta or value.is_quantized:
+            raise CheckpointError(
+                f"{path}: expected a dense tensor that holds values, got {value.layout} on {value.device}. "
+                "Make it dense, or leave it out."
+            )
         identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if value.numel() and identity in self._keys:
             return self._keys[identity]
+        while path in self.tensors:  # of another value: {"a/b": ...} beside {"a": {"b": ...}}
+            path += "'"
         self._keys[identity] = path
         self._seen.append(value)
-        stored = value.cpu().contiguous()
+        stored = value.cpu().resolve_conj().resolve_neg().contiguous()
         if stored.untyped_storage().data_ptr() in self._storages:
             stored = stored.clone()  # safetensors refuses tensors that overlap without being the same
         self._storages.add(stored.untyped_storage().data_ptr())
@@ -225,11 +269,15 @@ def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     of: Any = mapping.get("of")
     if kind == "tensor":
         return tensors[of]
+    if kind == "float":
+        return float(of)
     if kind == "tuple":
         return tuple(_unpack(of, tensors))
     if kind in ("dict", "counter"):
         items = {key: _unpack(item, tensors) for key, item in of}
         return Counter(items) if kind == "counter" else items
+    if kind is not None:
+        raise ValueError(f"a value of the kind {kind!r}")
     return {key: _unpack(item, tensors) for key, item in mapping.items()}
 
 
@@ -254,12 +302,14 @@ def _replace_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[s
         except SafetensorError as error:
             raise OSError(str(error)) from None
         _sync(temporary)
+        for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            if stray != temporary:  # of a process that was killed
+                stray.unlink(missing_ok=True)
         os.replace(temporary, path)
-        for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a process that was killed
-            stray.unlink(missing_ok=True)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync(path.parent)
+    with suppress(OSError):  # the file is whole and in place; not every system can sync a folder
+        _sync(path.parent)
 
 
 def _sync(path: Path) -> None:
@@ -277,6 +327,11 @@ def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name)
     ]
+    names: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        first = names.setdefault(id(value), name)
+        if not differences and isinstance(value, Tensor) and not _equal(checkpoint.model, first, name):
+            differences.append(f"{first} and {name}: two values there, one tied parameter here")
     if differences:
         shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
         raise CheckpointError(
@@ -284,6 +339,10 @@ def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
             f"model's: {shown}. Build the "
             "model as it was when the checkpoint was written."
         )
+
+
+def _equal(state: Mapping[str, Any], one: str, other: str) -> bool:
+    return state[one] is state[other] or equal(state[one], state[other])
 
 
 def _forms(state: Mapping[str, Any]) -> dict[str, str]:
@@ -304,11 +363,23 @@ def _check_classes(checkpoint: Checkpoint, what: str, there: list[str], here: It
         )
 
 
-def _check_groups(checkpoint: Checkpoint, state: Mapping[str, Any], optimizer: Optimizer) -> None:
-    there = [len(group["params"]) for group in state["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
+def _check_groups(
+    checkpoint: Checkpoint, there: list[list[str]], model: nn.Module, optimizer: Optimizer
+) -> None:
+    here = _parameter_names(model, optimizer)
     if there != here:
+        sizes = [[len(group) for group in groups] for groups in (here, there)]
+        pairs = zip(chain(*here), chain(*there), strict=False)
+        first = next((f": {one} where it has {other}" for one, other in pairs if one != other), "")
         raise CheckpointError(
-            f"{checkpoint.path}: expected {type(optimizer).__name__} to have parameter groups of {here} "
-            f"parameters, got {there}. Make the optimizer from the same parameters."
+            f"{checkpoint.path}: expected {type(optimizer).__name__} with groups of {sizes[0]} parameters, "
+            f"got {sizes[1]}{first}. Make the optimizer from the same parameters in the same order."
         )
+
+
+def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The model's names for the parameters of each group: state dicts know them only by their number."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [
+        [names.get(id(one), "not the model's") for one in group["params"]] for group in optimizer.param_groups
+    ]

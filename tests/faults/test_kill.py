@@ -1,0 +1,128 @@
+"""Killed at any moment, a training goes on to the very same end; asked to stop, it ends its update first."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch.train import checkpoint
+from anybatch.train.trainer import BEST, LAST
+from tests.snapshots import changes
+from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
+
+ROOT = Path(__file__).parents[2]
+SAVES = EPOCHS * UPDATES + EPOCHS  # of the last checkpoint in a whole life: after each update and each epoch
+
+DRAW = random.Random(0)
+PLACES = ["micro-batch", "update", f"before {LAST}", f"after {LAST}"]
+SCENARIOS: dict[str, list[list[Any]]] = {
+    "first update": [["update", 1]],
+    "first save": [[f"before {LAST}", 1], [f"after {LAST}", 1]],
+    "last save": [[f"before {LAST}", SAVES], [f"after {LAST}", 1]],
+    "between best and last": [[f"after {BEST}", 1], [f"before {BEST}", 1], [f"after {BEST}", 1]],
+    "every save but one": [[f"before {LAST}", 2]] * 6,
+    "at places": [[DRAW.choice(PLACES), DRAW.randint(1, 3)] for _ in range(5)],
+    "at times": [["time", DRAW.random()] for _ in range(8)],
+}
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return os.environ | {"PYTHONPATH": path}
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "tests.faults.mortal", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """All scenarios, played by one program: to load torch for each life would take a minute."""
+    folder = tmp_path_factory.mktemp("lives")
+    done = subprocess.run(
+        command(folder, json.dumps(SCENARIOS)), env=environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
+
+
+def end(folder: Path) -> dict[str, Any]:
+    """What the last checkpoint says, without what a clock says."""
+    found = checkpoint.load(folder / LAST)
+    del found.progress["seconds"]
+    names = ("model", "optimizers", "schedulers", "progress")
+    return {name: getattr(found, name) for name in names} | {"random": found.random["cpu"]}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_training_comes_to_the_same_end(name: str, lives: tuple[Path, dict[str, list[int]]]) -> None:
+    folder, ends = lives
+    *killed, last = ends[name]
+    assert last == 0
+    if name != "at times":  # where a life may end well before its time
+        assert killed == [-signal.SIGKILL] * len(SCENARIOS[name])
+    assert changes(end(folder / "undisturbed"), end(folder / name)) == []
+    best = [checkpoint.load(folder / one / BEST) for one in ("undisturbed", name)]
+    assert changes(best[0].model, best[1].model) == []
+    assert best[0].progress["epoch"] == best[1].progress["epoch"]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_training_leaves_no_half_files_and_whole_logs(
+    name: str, lives: tuple[Path, dict[str, list[int]]]
+) -> None:
+    folder, ends = lives[0] / name, lives[1][name]
+    assert sorted(path.name for path in folder.iterdir()) == [BEST, LAST, "log.jsonl", "log.txt"]
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [one["event"] for one in events].count("stop") == ends.count(0)
+    assert {one["epoch"] for one in events if one["event"] == "epoch"} <= set(range(1, EPOCHS + 1))
+    starts = [one["done_updates"] for one in events if one["event"] == "start"]
+    assert starts == sorted(starts)
+    assert len(starts) == len(ends) or name == "at times"  # where a life may be over before it began
+
+
+def test_killed_in_a_process_of_its_own_is_the_same_as_here(
+    lives: tuple[Path, dict[str, list[int]]],
+) -> None:
+    trainer = make_trainer()
+    trainer.resume(lives[0] / "undisturbed")
+    assert changes(undisturbed().state, state(trainer)) == []
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A program in the middle of its fourth update."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command(tmp_path), env=environment(), text=True, **pipes) as child:
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "in the middle\n"
+            yield child
+        finally:
+            child.kill()  # does nothing to one that has ended
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_program_that_is_asked_to_stop_finishes_its_update(
+    number: int, code: int, waiting: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    waiting.send_signal(number)
+    _, errors = waiting.communicate("go on\n")
+    assert waiting.returncode == code, errors  # a shell shows 130 for a program that ended by SIGINT
+    assert errors.count("Traceback") == (number == signal.SIGINT)
+    events = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert events == ["start", *["step"] * UPDATES, "epoch", "step", "stop"]
+    trainer = make_trainer()
+    trainer.resume(tmp_path)
+    assert trainer.updates == UPDATES + 1
+    trainer.fit(epochs=EPOCHS)
+    assert changes(undisturbed().state, state(trainer)) == []

@@ -1,0 +1,322 @@
+"""A checkpoint that is damaged or foreign is refused; one that cannot be written leaves the earlier one."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as parse
+from safetensors.torch import save_file
+from torch import nn, optim
+
+from anybatch.errors import CheckpointError
+from anybatch.train import checkpoint
+from anybatch.train.checkpoint import load, save
+from tests.snapshots import same
+
+
+def write(path: Path, number: float = 1.0) -> Path:
+    """A checkpoint that says which one it is."""
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.weight, number)
+    save(path, model=model, optimizers=[optim.SGD(model.parameters(), lr=0.1)], progress={"number": number})
+    return path
+
+
+def number_in(path: Path) -> float:
+    found = load(path)
+    assert torch.equal(found.model["weight"], torch.full((2, 2), found.progress["number"]))
+    return found.progress["number"]
+
+
+def change_header(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The same file with another header that is again well formed."""
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def change_document(change: Callable[[dict[str, Any]], object], *, sign: bool) -> Callable[[bytes], bytes]:
+    """The same file with other JSON in it, and where `sign` with the digest that belongs to it."""
+
+    def changed(data: bytes) -> bytes:
+        def apply(header: dict[str, Any]) -> None:
+            metadata = header["__metadata__"]
+            document = json.loads(metadata["document"])
+            change(document)
+            metadata["document"] = json.dumps(document)
+            if sign:
+                tensors = load_tensors(data)
+                metadata["sha256"] = checkpoint._digest(tensors, metadata["document"])
+
+        return change_header(data, apply)
+
+    return changed
+
+
+def load_tensors(data: bytes) -> dict[str, torch.Tensor]:
+    return parse(data)
+
+
+# ---- reading
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "got no file of that name"),
+        (lambda path: path.mkdir(), "got no file of that name"),
+        (lambda path: path.touch(), "cannot be read"),
+        (lambda path: path.write_text("weights"), "cannot be read"),
+        (lambda path: torch.save({"weight": torch.ones(2)}, path), "pickled files are never opened"),
+        (lambda path: save_file({"weight": torch.ones(2)}, path), "got 'a file of another program'"),
+        (lambda path: save_file({}, path, {"anybatch": "checkpoint 2"}), "got 'checkpoint 2'"),
+        (lambda path: save_file({}, path, {"anybatch": "checkpoint 1"}), "SHA-256 differs"),
+    ],
+    ids=["missing", "folder", "empty", "text", "pickle", "others", "later", "unsigned"],
+)
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
+    path = tmp_path / "some.safetensors"
+    make(path)
+    with pytest.raises(CheckpointError, match=rf"some\.safetensors: expected .*{message}.*[.;] \w"):
+        load(path)
+
+
+def test_a_name_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
+        load("x" * 5000)
+
+
+def test_pickles_are_never_run(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path(tmp_path / "was run").touch, ()
+
+    torch.save(Evil(), tmp_path / "evil")
+    with pytest.raises(CheckpointError):
+        load(tmp_path / "evil")
+    assert not (tmp_path / "was run").exists()
+
+
+@pytest.mark.parametrize("sixteenths", range(16))
+def test_a_truncated_file_is_refused(tmp_path: Path, sixteenths: int) -> None:
+    path = write(tmp_path / "a")
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) * sixteenths // 16])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(path)
+
+
+def test_a_file_with_bytes_after_it_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load(path)
+
+
+@pytest.mark.parametrize("bit", [0, 3, 5, 7])
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path, bit: int) -> None:
+    """Or means the same, as upper case does in the digits of an escaped letter."""
+    path = write(tmp_path / "a")
+    data, expected = path.read_bytes(), load(path)
+    accepted = []
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 1 << bit
+        path.write_bytes(changed)
+        try:
+            found = load(path)
+        except CheckpointError as error:
+            assert str(path) in str(error)  # noqa: PT017
+        else:
+            accepted.append(place)
+            assert same(found.model, expected.model)
+            assert same(found.progress, expected.progress)
+            assert same(found.optimizers, expected.optimizers)
+    assert len(accepted) <= len("formatpt"), f"bytes {accepted}"  # a note to other programs: "format": "pt"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document["progress"].update(number=2.0),
+        lambda document: document.pop("random"),
+        lambda document: document["optimizers"].clear(),
+    ],
+    ids=["changed", "missing", "emptied"],
+)
+def test_other_json_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = write(tmp_path / "a")
+    path.write_bytes(change_document(change, sign=False)(path.read_bytes()))
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.pop("random"),
+        lambda document: document.update(more=1),
+        lambda document: document["progress"].update(number={"$": "tensor", "of": "nowhere"}),
+        lambda document: document["progress"].update(number={"$": "tensor"}),
+        lambda document: document["progress"].update(number={"$": "dict", "of": 3}),
+        lambda document: document["progress"].update(number={"$": "tuple", "of": None}),
+        lambda document: document["progress"].update(number={"$": "float", "of": "x"}),
+        lambda document: document["progress"].update(number={"$": "function", "of": "print"}),
+    ],
+    ids=["missing", "more", "no tensor", "no name", "no pairs", "no items", "no number", "no kind"],
+)
+def test_json_that_means_nothing_is_refused_even_if_its_digest_is_right(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    path = write(tmp_path / "a")
+    path.write_bytes(change_document(change, sign=True)(path.read_bytes()))
+    with pytest.raises(CheckpointError, match="expected what `save` writes"):
+        load(path)
+
+
+def test_renamed_tensors_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a")
+
+    def swap(header: dict[str, Any]) -> None:
+        one, other = sorted(name for name in header if name.startswith("model/"))
+        header[one], header[other] = header[other], header[one]
+
+    path.write_bytes(change_header(path.read_bytes(), swap))
+    with pytest.raises(CheckpointError, match="SHA-256 differs"):
+        load(path)
+
+
+def test_the_digest_is_of_all_names_types_shapes_and_bytes(tmp_path: Path) -> None:
+    """Written out once more, from the description."""
+    path = write(tmp_path / "a")
+    data = path.read_bytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    digest = hashlib.sha256(metadata["document"].encode())
+    for name, value in sorted(load_tensors(data).items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode() + value.numpy().tobytes())
+    assert digest.hexdigest() == metadata["sha256"]
+
+
+# ---- writing
+
+
+class Killed(BaseException):
+    """What no handler of errors catches."""
+
+
+def failing(error: BaseException) -> Callable[..., None]:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    return fail
+
+
+def half_written(tensors: dict[str, Any], path: Path, **options: Any) -> None:
+    path.write_bytes(b"half")
+    raise OSError(28, "No space left on device")
+
+
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "full disk": (checkpoint, "save_file", half_written),
+    "killed in the middle": (checkpoint, "save_file", failing(Killed())),
+    "interrupted": (os, "fsync", failing(KeyboardInterrupt())),
+    "not on disk": (os, "fsync", failing(OSError(5, "Input/output error"))),
+    "not replaced": (os, "replace", failing(PermissionError(13, "Permission denied"))),
+    "killed before it counts": (os, "replace", failing(Killed())),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_failed_write_leaves_the_earlier_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, earlier: bool
+) -> None:
+    path = tmp_path / "a.safetensors"
+    if earlier:
+        write(path, 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(*FAULTS[fault])
+        with pytest.raises((CheckpointError, Killed, KeyboardInterrupt)) as caught:
+            write(path, 2.0)
+    if caught.type is CheckpointError:
+        assert re.search(r"a\.safetensors: expected a file that can be written, got: \w+", str(caught.value))
+    assert list(tmp_path.iterdir()) == [path] * earlier
+    if earlier:
+        assert number_in(path) == 1.0
+
+
+def test_a_folder_that_cannot_be_synced_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(22, "Invalid argument")
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert number_in(write(tmp_path / "a")) == 1.0
+
+
+@pytest.mark.parametrize(("name", "reason"), [("no/a", "No such file"), (".", "[Ii]s a directory|busy")])
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, reason: str) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(CheckpointError, match=f"expected a file that can be written, got: .*({reason})"):
+        write(folder / name)
+    assert list(tmp_path.rglob("*")) == [folder]
+
+
+def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
+    path = tmp_path / "a[1]"
+    (tmp_path / ".a[1].123.tmp").write_bytes(b"left by a process that was killed")
+    (tmp_path / ".a1.123.tmp").write_bytes(b"another's")
+    assert number_in(write(path, 1.0)) == 1.0
+    assert number_in(write(path, 2.0)) == 2.0
+    assert {path.name for path in tmp_path.iterdir()} == {"a[1]", ".a1.123.tmp"}
+
+
+WRITER = """
+import sys, torch
+from anybatch.train.checkpoint import save
+model = torch.nn.Linear(500, 500)
+number = 0.0
+while True:
+    number += 1.0
+    torch.nn.init.constant_(model.weight, number)
+    save(sys.argv[1], model=model, progress={"number": number})
+    print(number, flush=True)
+"""
+
+
+def test_a_process_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as writer:
+        assert writer.stdout
+        try:
+            for pause in range(6):
+                written = float(writer.stdout.readline())
+                time.sleep(pause / 1000)
+                writer.send_signal(signal.SIGSTOP)  # what is on disk now is what a kill would leave
+                found = load(path)
+                assert found.progress["number"] >= written
+                assert torch.equal(found.model["weight"], torch.full((500, 500), found.progress["number"]))
+                writer.send_signal(signal.SIGCONT)
+        finally:
+            writer.kill()
+    assert load(path).progress["number"] >= written

@@ -1,0 +1,168 @@
+"""A checkpoint of another model, optimizer or scheduler is refused by name, before anything is touched."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch.errors import CheckpointError
+from anybatch.train.checkpoint import load, restore, save
+from tests.snapshots import same
+
+Optimizers, Schedulers = list[Optimizer], list[LRScheduler]
+
+
+class Net(nn.Module):
+    def __init__(self, *, width: int = 3, dtype: torch.dtype = torch.float32, tied: bool = False) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, width, dtype=dtype)
+        self.two = nn.Linear(3, width, dtype=dtype)
+        if tied:
+            self.two.weight = self.one.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+class Refusing(Net):
+    """Loads its parameters, then refuses."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError("refused")
+
+
+def sgd(model: nn.Module) -> Optimizers:
+    return [optim.SGD(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+def steps(optimizers: Optimizers) -> Schedulers:
+    return [lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+
+
+def sequence(*parts: int) -> Callable[[Optimizers], Schedulers]:
+    def make(optimizers: Optimizers) -> Schedulers:
+        inner = [lr_scheduler.StepLR(optimizers[0], size) for size in parts]
+        return [lr_scheduler.SequentialLR(optimizers[0], inner, milestones=list(range(1, len(parts))))]
+
+    return make
+
+
+def groups(*names: str) -> Callable[[nn.Module], Optimizers]:
+    def make(model: nn.Module) -> Optimizers:
+        return [
+            optim.SGD(
+                [{"params": list(getattr(model, name).parameters())} for name in names], lr=0.1, momentum=0.9
+            )
+        ]
+
+    return make
+
+
+def prepare(
+    model: nn.Module, make_optimizers: Callable[..., Optimizers], make_schedulers: Callable[..., Schedulers]
+) -> tuple[nn.Module, Optimizers, Schedulers]:
+    """Three updates, so that there is a state to lose."""
+    optimizers = make_optimizers(model)
+    schedulers = make_schedulers(optimizers)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        for part in (*optimizers, *schedulers):
+            part.step()
+    return model, optimizers, schedulers
+
+
+def check_refused(path: Path, message: str, there: tuple[Any, ...], here: tuple[Any, ...]) -> None:
+    """Saved from `there`, restored into `here`: refused, and `here` is as it was, to the bit."""
+    model, optimizers, schedulers = prepare(*there)
+    save(path, model=model, optimizers=optimizers, schedulers=schedulers)
+    model, optimizers, schedulers = prepare(*here)
+    parts = (*optimizers, *schedulers)
+    found = load(path)
+    weights = copy.deepcopy(dict(model.state_dict()))
+    before = copy.deepcopy([part.state_dict() for part in parts])
+    with pytest.raises(CheckpointError, match=rf"a\.safetensors: expected .*{message}.*[.] \w") as caught:
+        restore(found, model=model, optimizers=optimizers, schedulers=schedulers)
+    if not isinstance(model, Refusing):
+        assert same(dict(model.state_dict()), weights), caught.value
+    assert same([part.state_dict() for part in parts], before)
+    for part in parts:
+        part.step()  # and it still works
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        (Net(), nn.Linear(3, 3), "checkpoint of this Linear, .*bias: nothing there, float32"),
+        (nn.Linear(3, 3), Net(), "checkpoint of this Net, .*one.weight: nothing there"),
+        (Net(width=4), Net(), r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
+        (Net(dtype=torch.bfloat16), Net(), r"two.weight: bfloat16 \(3, 3\) there, float32 \(3, 3\) here"),
+        (Net(), Net(tied=True), "one.weight and two.weight: two values there, one tied parameter here"),
+    ],
+)
+def test_another_model(tmp_path: Path, there: nn.Module, here: nn.Module, message: str) -> None:
+    check_refused(tmp_path / "a.safetensors", message, (there, sgd, steps), (here, sgd, steps))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        (lambda m: [optim.AdamW(m.parameters())], sgd, r"optimizers \['SGD'\], got \['AdamW'\]"),
+        (lambda m: [], sgd, r"optimizers \['SGD'\], got \[\]"),
+        (lambda m: sgd(m.one) + sgd(m.two), sgd, r"optimizers \['SGD'\], got \['SGD', 'SGD'\]"),
+        (groups("one"), sgd, r"groups of \[4\] parameters, got \[2\]"),
+        (groups("one", "two"), sgd, r"groups of \[4\] parameters, got \[2, 2\]"),
+        (groups("one", "two"), groups("two", "one"), "two.weight where it has one.weight"),
+    ],
+)
+def test_another_optimizer(
+    tmp_path: Path, there: Callable[..., Optimizers], here: Callable[..., Optimizers], message: str
+) -> None:
+    def none(_: Optimizers) -> Schedulers:
+        return []
+
+    check_refused(tmp_path / "a.safetensors", message, (Net(), there, none), (Net(), here, none))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        (sequence(2, 3), steps, r"schedulers \['StepLR'\], got \['SequentialLR'\]"),
+        (lambda optimizers: [], steps, r"schedulers \['StepLR'\], got \[\]"),
+        (sequence(2, 3, 4), sequence(2, 3), "schedulers take, got IndexError"),
+    ],
+)
+def test_another_scheduler(
+    tmp_path: Path, there: Callable[..., Schedulers], here: Callable[..., Schedulers], message: str
+) -> None:
+    check_refused(tmp_path / "a.safetensors", message, (Net(), sgd, there), (Net(), sgd, here))
+
+
+def test_a_model_that_refuses_its_state(tmp_path: Path) -> None:
+    """Too late for its own parameters, but optimizers and schedulers go back."""
+    one, other = (Refusing(), sgd, steps), (Refusing(), sgd, steps)
+    check_refused(tmp_path / "a.safetensors", "RuntimeError: refused", one, other)
+
+
+def test_many_differences_are_cut_short(tmp_path: Path) -> None:
+    model = nn.ModuleList([nn.Linear(2, 2) for _ in range(100)])
+    save(tmp_path / "a", model=model)
+    with pytest.raises(CheckpointError, match="and 195 more") as caught:
+        restore(load(tmp_path / "a"), model=nn.ModuleList())
+    assert len(str(caught.value)) < 1000
+
+
+def test_ties_there_may_be_two_parameters_here(tmp_path: Path) -> None:
+    one, other = Net(tied=True), Net()
+    save(tmp_path / "a", model=one)
+    restore(load(tmp_path / "a"), model=other)
+    assert torch.equal(other.one.weight, one.one.weight)
+    assert torch.equal(other.two.weight, one.one.weight)
+    assert other.one.weight is not other.two.weight
