@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,8 @@ def live(folder: Path, death: Death) -> None:
         reap("micro-batch" if isinstance(event, MicroBatchDone) else "update")
 
     os.replace = replace_or_die
-    os.fsync = lambda descriptor: (
-        None
-    )  # which takes most of the time, and saves from power cuts, not from kills
+    # Syncing takes most of the time, and saves from power cuts, not from kills.
+    os.fsync = lambda descriptor: None
     trainer = make_trainer(folder, listeners=[listen], save_every=1)
     if (folder / LAST).exists():
         trainer.resume(folder)
@@ -72,6 +72,8 @@ def born(folder: Path, death: Death) -> int:
     try:
         live(folder, NEVER if death[0] == "time" else death)
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
