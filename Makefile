@@ -3,7 +3,7 @@
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --no-input --disable-pip-version-check --constraint requirements.lock
 RUN ?= runs/demo
-DEMO := --data digits --batch-size 64 --micro-batch 16 --epochs 25 --lr 0.03 --momentum 0.9 --label-smoothing 0.1 --seed 0 --out $(RUN)
+DEMO := --data digits --batch-size 32 --micro-batch 8 --epochs 20 --lr 0.02 --momentum 0.9 --label-smoothing 0.1 --seed 0 --out $(RUN)
 
 # $(call or_say,what to do next): ends a command whose failure should say so in one line.
 or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
@@ -20,7 +20,7 @@ env: .venv/.with-digits .venv/.with-dev ## make .venv with everything needed to 
 	@echo "env: ready in .venv"
 
 demo: .venv/.with-digits ## train LeNet-5 on real handwritten digits and say where the files are
-	@echo "demo: training LeNet-5 on handwritten digits, 64 rows an update, 16 at a time"
+	@echo "demo: training LeNet-5 on handwritten digits, 32 rows an update, 8 at a time"
 	@$(BIN)/anybatch train lenet5 $(DEMO) $(call or_say,see the message above; for a fresh environment: make clean)
 
 test: env ## run the tests, without those marked slow

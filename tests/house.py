@@ -18,8 +18,8 @@ LAYERS = """
     execute
     step
     recipes.recipe recipes.lenet5 recipes
-    train.learning_rate train.checkpoint train.rows train.metrics train.watch train.progress train.interrupt
-    train.trainer train
+    train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
+    train.interrupt train.trainer train
     testing cli
     anybatch
 """

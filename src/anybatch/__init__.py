@@ -7,5 +7,19 @@ from anybatch.losses.terms import Terms
 from anybatch.plan import Plan
 from anybatch.step import Step, Window
 from anybatch.total import Total
+from anybatch.train.metrics import accuracy
+from anybatch.train.trainer import Trainer
 
-__all__ = ["AnybatchError", "Fold", "Plan", "Step", "StepReport", "Terms", "Total", "Window", "weighted_mean"]
+__all__ = [
+    "AnybatchError",
+    "Fold",
+    "Plan",
+    "Step",
+    "StepReport",
+    "Terms",
+    "Total",
+    "Trainer",
+    "Window",
+    "accuracy",
+    "weighted_mean",
+]

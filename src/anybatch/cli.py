@@ -15,7 +15,7 @@ from anybatch.errors import AnybatchError, CheckpointError, PlanError
 from anybatch.step import Step
 from anybatch.train import checkpoint, learning_rate
 from anybatch.train.metrics import accuracy
-from anybatch.train.progress import ProgressBar, peak_bytes
+from anybatch.train.progress import peak_bytes
 from anybatch.train.trainer import BEST, LAST, Trainer
 from anybatch.units import format_bytes, format_count, format_seconds
 
@@ -128,7 +128,7 @@ def _prepare(
         larger_is_better=True,
         out=out,
         config={"lr": lr} | {name: getattr(options, name) for name in kept},
-        watchers=() if options.quiet else (ProgressBar(device),),
+        progress=not options.quiet,
     )
     if options.resume:
         trainer.resume(out)

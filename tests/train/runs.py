@@ -70,6 +70,7 @@ def make_trainer(out: Path | None = None, kind: str = "SGD with momentum", **opt
         "seed": 5,
         "metrics": {"accuracy": accuracy},
         "out": out,
+        "progress": False,
     }
     return Trainer(step, **settings | options)
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn, optim
 
 from anybatch.errors import CheckpointError
-from anybatch.train import checkpoint
+from anybatch.train import checkpoint, pack
 from anybatch.train.checkpoint import load, save
 from tests.snapshots import same
 
@@ -58,7 +58,7 @@ def change_document(change: Callable[[dict[str, Any]], object], *, sign: bool) -
             metadata["document"] = json.dumps(document)
             if sign:
                 tensors = load_tensors(data)
-                metadata["sha256"] = checkpoint._digest(tensors, metadata["document"])
+                metadata["sha256"] = pack.digest_of(tensors, metadata["document"])
 
         return change_header(data, apply)
 

@@ -1,30 +1,26 @@
 """Checkpoints: one safetensors file, written atomically, verified on load, never unpickled."""
 
 import copy
-import ctypes
 import glob
-import hashlib
 import json
-import math
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, equal, nn, strided
+from torch import Tensor, equal, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.errors import CheckpointError
+from anybatch.train.pack import Packer, digest_of, unpack
 
 FORMAT = "checkpoint 1"
-_TAG = "$"  # marks what JSON alone cannot say: {"$": "tuple", "of": [...]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +80,7 @@ def save(
         ({'epoch': 3}, True)
     """
     path = Path(path)
-    packer = _Packer()
+    packer = Packer()
     document = {
         "model": packer.pack(dict(model.state_dict()), "model"),
         "optimizers": packer.pack(
@@ -95,7 +91,12 @@ def save(
         "random": packer.pack(dict(random or {}), "random"),
     }
     text = json.dumps(document, allow_nan=False)
-    metadata = {"format": "pt", "anybatch": FORMAT, "document": text, "sha256": _digest(packer.tensors, text)}
+    metadata = {
+        "format": "pt",
+        "anybatch": FORMAT,
+        "document": text,
+        "sha256": digest_of(packer.tensors, text),
+    }
     try:
         _replace_atomically(path, packer.tensors, metadata)
     except OSError as error:
@@ -131,13 +132,13 @@ def load(path: str | Path) -> Checkpoint:
             f"{path}: expected an anybatch {FORMAT!r}, got {found!r}. Load it with what wrote it."
         )
     text = metadata.get("document", "")
-    if _digest(tensors, text) != metadata.get("sha256"):
+    if digest_of(tensors, text) != metadata.get("sha256"):
         raise CheckpointError(
             f"{path}: expected the bytes that were saved, got others: their SHA-256 differs. Use an "
             "earlier checkpoint."
         )
     try:
-        values = {name: _unpack(value, tensors) for name, value in json.loads(text).items()}
+        values = {name: unpack(value, tensors) for name, value in json.loads(text).items()}
         return Checkpoint(path=path, **values)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -200,97 +201,6 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
             for name, value in state["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
                     own[name] = own[name] if own[name].dtype == value.dtype else value.to(own[name].device)
-
-
-class _Packer:
-    """Parts nested values into tensors by key and JSON that refers to them."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._keys: dict[tuple[object, ...], str] = {}  # of tensors seen, so that tied ones are kept once
-        self._seen: list[Tensor] = []  # alive, so that no later tensor takes the address of one of them
-        self._storages: set[int] = set()
-
-    def pack(self, value: Any, path: str) -> Any:
-        """JSON for a value; its tensors are kept under their paths."""
-        if isinstance(value, Tensor):
-            return {_TAG: "tensor", "of": self._keep(value, path)}
-        if isinstance(value, float) and not math.isfinite(value):
-            return {_TAG: "float", "of": str(value)}  # JSON has no word for it
-        if value is None or isinstance(value, bool | int | float | str):
-            return value
-        if type(value) in (list, tuple):
-            items = [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]
-            return items if type(value) is list else {_TAG: "tuple", "of": items}
-        if isinstance(value, Mapping):
-            mapping = cast("Mapping[Any, Any]", value)
-            pairs = [(key, self.pack(item, f"{path}/{key}")) for key, item in mapping.items()]
-            if isinstance(value, Counter):
-                return {_TAG: "counter", "of": pairs}
-            if all(isinstance(key, str) for key, _ in pairs) and _TAG not in value:
-                return dict(pairs)
-            if all(isinstance(key, int | str) and not isinstance(key, bool) for key, _ in pairs):
-                return {_TAG: "dict", "of": pairs}
-        raise CheckpointError(
-            f"{path}: expected tensors, numbers, strings, lists, tuples or dicts, got "
-            f"{type(value).__name__}. "
-            "A checkpoint is never pickled; give that object a state_dict() of plain values."
-        )
-
-    def _keep(self, value: Tensor, path: str) -> str:
-        value = value.detach()
-        if value.layout != strided or value.is_meta or value.is_quantized:
-            raise CheckpointError(
-                f"{path}: expected a dense tensor that holds values, got {value.layout} on {value.device}. "
-                "Make it dense, or leave it out."
-            )
-        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
-        if value.numel() and identity in self._keys:
-            return self._keys[identity]
-        while path in self.tensors:  # of another value: {"a/b": ...} beside {"a": {"b": ...}}
-            path += "'"
-        self._keys[identity] = path
-        self._seen.append(value)
-        stored = value.cpu().resolve_conj().resolve_neg().contiguous()
-        if stored.untyped_storage().data_ptr() in self._storages:
-            stored = stored.clone()  # safetensors refuses tensors that overlap without being the same
-        self._storages.add(stored.untyped_storage().data_ptr())
-        self.tensors[path] = stored
-        return path
-
-
-def _unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_unpack(item, tensors) for item in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    mapping = cast("dict[str, Any]", value)
-    kind: str | None = mapping.get(_TAG)
-    of: Any = mapping.get("of")
-    if kind == "tensor":
-        return tensors[of]
-    if kind == "float":
-        return float(of)
-    if kind == "tuple":
-        return tuple(_unpack(of, tensors))
-    if kind in ("dict", "counter"):
-        items = {key: _unpack(item, tensors) for key, item in of}
-        return Counter(items) if kind == "counter" else items
-    if kind is not None:
-        raise ValueError(f"a value of the kind {kind!r}")
-    return {key: _unpack(item, tensors) for key, item in mapping.items()}
-
-
-def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all tensors, and the JSON."""
-    digest = hashlib.sha256(text.encode())
-    for name in sorted(tensors):
-        value = tensors[name]
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        if value.numel():
-            size = value.numel() * value.element_size()
-            digest.update((ctypes.c_ubyte * size).from_address(value.data_ptr()))  # no copy
-    return digest.hexdigest()
 
 
 def _replace_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -1,15 +1,20 @@
 """The progress bar: epochs, loss, throughput and memory at a glance."""
 
+from __future__ import annotations
+
+import random
 import sys
 import time
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anybatch.events import StepReport
 from anybatch.train.watch import Course, EpochReport
 from anybatch.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ProgressBar:
@@ -18,11 +23,13 @@ class ProgressBar:
     Args:
         device: whose memory is shown: allocated bytes on CUDA, the process's resident bytes on the CPU.
         console: where it is drawn; standard error by default, so that standard output stays for results.
-            Where that is no
-            terminal, only the epochs' lines are printed.
+            Where that is no terminal, only the epochs' lines are printed.
     """
 
     def __init__(self, device: torch.device, console: Console | None = None) -> None:
+        _import_rich()
+        from rich.console import Console
+
         self._device = device
         self._console = Console(stderr=True) if console is None else console
         self._epochs = 0
@@ -31,6 +38,8 @@ class ProgressBar:
 
     def start(self, course: Course) -> None:
         """Draw the bar where training starts or goes on."""
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._epochs = course.epochs
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -70,6 +79,15 @@ class ProgressBar:
     def stop(self) -> None:
         """Take the bar away."""
         self._bar.stop()
+
+
+def _import_rich() -> None:
+    """Import rich where a bar is wanted: doing so draws random numbers, and those are the caller's."""
+    state = random.getstate()
+    try:
+        import rich.progress  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    finally:
+        random.setstate(state)
 
 
 def current_bytes(device: torch.device) -> int:

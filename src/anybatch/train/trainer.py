@@ -11,12 +11,12 @@ from typing import Any
 
 from anybatch import rng
 from anybatch.errors import AnybatchError, CheckpointError, DataError, PlanError
-from anybatch.events import StepReport
 from anybatch.losses.summed import summed_loss
 from anybatch.step import Step
 from anybatch.train import checkpoint
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.metrics import Metric, RunningLoss, evaluate
+from anybatch.train.progress import ProgressBar
 from anybatch.train.rows import Rows
 from anybatch.train.watch import Course, EpochReport, JsonLog, TextLog, Watcher
 
@@ -43,7 +43,8 @@ class Trainer:
         out: folder for checkpoints and logs; None to write nothing.
         save_every: also save after this many batches of an epoch; 0 for after each epoch only.
         config: values kept in every checkpoint, such as the recipe's name; a resumed run must have the same.
-        watchers: who is told how it goes, besides the logs in `out`.
+        progress: show a bar with throughput and memory, and a line for every epoch, on standard error.
+        watchers: who else is told how it goes, besides the logs in `out`.
 
     Raises:
         BatchError, PlanError: rows, sizes, names or a config that cannot be trained with.
@@ -53,7 +54,7 @@ class Trainer:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1)
         >>> step = Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
-        >>> trainer = Trainer(step, (torch.zeros(10, 2), torch.zeros(10, 1)), batch_size=4)
+        >>> trainer = Trainer(step, (torch.zeros(10, 2), torch.zeros(10, 1)), batch_size=4, progress=False)
         >>> [report.updates for report in trainer.fit(epochs=2)]
         [3, 6]
     """
@@ -72,6 +73,7 @@ class Trainer:
         out: str | Path | None = None,
         save_every: int = 0,
         config: Mapping[str, Any] | None = None,
+        progress: bool = True,
         watchers: Sequence[Watcher] = (),
     ) -> None:
         self.step = step
@@ -89,7 +91,8 @@ class Trainer:
         self.out = None if out is None else _make_folder(Path(out))
         self.save_every = save_every
         logs = () if self.out is None else (TextLog(self.out / "log.txt"), JsonLog(self.out / "log.jsonl"))
-        self.watchers: tuple[Watcher, ...] = (*watchers, *logs)
+        bars = (ProgressBar(next(step.model.parameters()).device),) if progress else ()
+        self.watchers: tuple[Watcher, ...] = (*bars, *watchers, *logs)
         self.epoch = 0  # epochs finished
         self.updates = 0
         self.seconds = 0.0  # of training, over all starts
@@ -216,20 +219,17 @@ class Trainer:
             rows += report.rows
             now = time.perf_counter()
             self.seconds, clock = self.seconds + now - clock, now
-            self._note(report)
+            self._batch += 1
+            self.updates += report.updated
+            self._loss.add(report)
+            for watcher in self.watchers:
+                watcher.step(report)
             stop = interruption.signal  # read once: one that comes later waits for the next update
             if stop or (self.save_every and self._batch % self.save_every == 0):
                 self._save(LAST)
             if stop:
                 interruption.obey()
         return rows
-
-    def _note(self, report: StepReport) -> None:
-        self._batch += 1
-        self.updates += report.updated
-        self._loss.add(report)
-        for watcher in self.watchers:
-            watcher.step(report)
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
         micro_batch = self.step.micro_batch or self.batch_size
