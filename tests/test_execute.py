@@ -240,3 +240,19 @@ def test_before_puts_back_bits_and_places() -> None:
     for name, buffer in norm.named_buffers():
         assert buffer is places[name]
         assert torch.equal(bits(buffer), bits(found[name]))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "weight",
+    [None, lambda x: {"fit": (x > 0).sum(), "none": (x > 9).sum()}],
+    ids=["late", "promised"],
+)
+def test_numbers_from_the_host_meet_those_of_a_device(weight: Any) -> None:
+    def terms(model: nn.Module, x: Tensor) -> Mapping[str, Total]:
+        fit = total(model, x) if bool((x > 0).any()) else Total.zero()
+        return {"fit": fit, "none": Total(model.w * 5, (x > 9).sum())}
+
+    report, gradients = run(make_task(Terms(terms, weight=weight), Scale().cuda()), X.cuda(), 3)
+    assert gradients == [2.5]
+    assert (report.loss, report.weights) == (5.0, {"fit": 4.0, "none": 0.0})

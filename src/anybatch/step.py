@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -217,6 +217,7 @@ class Window:
     def __init__(self, step: Step, task: Task, run: Run) -> None:
         self._step, self._task, self._run = step, task, run
         self._phase = "open"
+        self._mark = _mark(task.parameters)
         self.rows = 0
 
     def add(self, micro: Any) -> None:
@@ -226,10 +227,11 @@ class Window:
             micro: the rows of one micro-batch, of the same form as a batch.
 
         Raises:
-            WindowError: the window is not open any more.
+            WindowError: the window is not open any more, or somebody else changed gradients meanwhile.
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
+        self._refuse_changed_gradients()
         batch = _admit(micro, self._task, self._step.collate)
         before = Before(self._task)
         try:
@@ -241,6 +243,7 @@ class Window:
                 before.put_back()
             raise
         self.rows += batch.rows
+        self._mark = _mark(self._task.parameters)
 
     def update(self) -> StepReport:
         """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.
@@ -248,10 +251,11 @@ class Window:
         If it fails, the window is discarded.
 
         Raises:
-            WindowError: nothing was added, or the window is not open any more.
+            WindowError: nothing was added, the window is not open any more, or gradients were changed.
             LossError: see `Step.__call__`.
         """
         self._expect("open", "update")
+        self._refuse_changed_gradients()
         if not self.rows:
             raise WindowError(
                 f"Expected at least one micro-batch in the window, got {self.rows} rows. "
@@ -297,7 +301,7 @@ class Window:
             self._run.clear()
         else:
             return
-        self._phase = "closed"
+        self._phase, self._mark = "closed", (None, -1)
         self._step.open_window = None
 
     def __enter__(self) -> "Window":
@@ -311,6 +315,15 @@ class Window:
                 self.close()
         finally:
             self.discard()  # does nothing to a window that is over
+
+    def _refuse_changed_gradients(self) -> None:
+        gradient, version = _mark(self._task.parameters)
+        if gradient is not self._mark[0] or version != self._mark[1]:
+            self.discard()
+            raise WindowError(
+                "Expected gradients to be left alone while a window is open, got changed ones, so it was "
+                "discarded. Call zero_grad(), backward() or clipping before it is opened or after it is closed."
+            )
 
     def _expect(self, phase: str, wish: str) -> None:
         if self._phase != phase:
@@ -334,6 +347,12 @@ def _admit(batch: Any, task: Task, collate: Collate | None) -> Batch:
                 "that moves each micro-batch."
             )
     return logical
+
+
+def _mark(parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, int]:
+    """Changes when somebody clears, scales or adds to the sums, as far as `.grad` holds them."""
+    found = next((p.grad for p in parameters if p.grad is not None), None)
+    return found, -1 if found is None else found._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _names(devices: Set[torch.device]) -> str:

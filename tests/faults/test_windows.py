@@ -1,11 +1,13 @@
 """Windows used out of order, interrupted or fed bad input: nothing is lost that need not be."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from anybatch import Step
 from anybatch.errors import BatchError, NonFiniteLossError, WindowError
 from tests.snapshots import changes, make_batch, snapshot
 from tests.trips import MODES, Trip, assert_same_step, build, step_once
@@ -177,3 +179,54 @@ def test_windows_in_a_row_are_steps_in_a_row() -> None:
         assert step.open_window is None
     steps = [s.schedulers[0].last_epoch for s in (step, twin)]
     assert steps == [3, 3]
+
+
+MEDDLING: dict[str, Callable[[Step], Any]] = {
+    "zero_grad": lambda step: step.optimizers[0].zero_grad(),
+    "zero_grad in place": lambda step: step.optimizers[0].zero_grad(set_to_none=False),
+    "clipping": lambda step: torch.nn.utils.clip_grad_norm_(step.model.parameters(), 1e-3),
+    "a new gradient": lambda step: [
+        one(step) for one in (MEDDLING["zero_grad"], MEDDLING["another backward"])
+    ],
+    "another backward": lambda step: step.model(make_batch()[0]).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("mode", ["early", "late"])
+@pytest.mark.parametrize("at_close", [False, True])
+@pytest.mark.parametrize("meddle", MEDDLING.values(), ids=MEDDLING)
+def test_gradients_changed_while_a_window_is_open_are_no_part_of_an_update(
+    mode: str, at_close: bool, meddle: Callable[[Step], Any]
+) -> None:
+    step, twin = build(Trip(), **MODES[mode]), build(Trip(), **MODES[mode])
+    before = snapshot(step)
+    window = step.window()
+    window.add(make_batch())
+    meddle(step)
+    with pytest.raises(WindowError, match="Expected gradients to be left alone while"):
+        _ = window.close() if at_close else window.add(make_batch())
+    assert changes(before, snapshot(step)) == []
+    assert step.open_window is None
+    assert_same_step(step, twin)
+
+
+def test_gradients_made_before_the_first_micro_batch_of_a_window_are_no_part_of_it() -> None:
+    step = build(Trip())
+    window = step.window()
+    MEDDLING["another backward"](step)
+    with pytest.raises(WindowError, match="Expected gradients to be left alone while"):
+        window.add(make_batch())
+
+
+@pytest.mark.parametrize("mode", ["several terms", "float64", "compensated"])
+def test_sums_in_accumulators_of_their_own_cannot_be_cleared(mode: str) -> None:
+    step, twin = build(Trip(), **MODES[mode]), build(Trip(), **MODES[mode])
+    for one in (step, twin):
+        torch.manual_seed(5)
+        window = one.window()
+        for seed in range(2):
+            window.add(make_batch(seed))
+            if one is step:
+                step.optimizers[0].zero_grad()
+        window.close()
+    assert changes(snapshot(twin), snapshot(step)) == []

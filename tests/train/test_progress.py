@@ -1,6 +1,8 @@
 """The progress bar: figures while it runs, a line per epoch, and nothing left on the screen."""
 
+import random
 import re
+import sys
 from io import StringIO
 from types import SimpleNamespace
 
@@ -139,6 +141,24 @@ def test_bar_is_taken_away_upon_exceptions(event: tuple[str, int], error: BaseEx
 
 def test_bar_draws_on_standard_error() -> None:
     assert ProgressBar(CPU)._console.stderr
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_trainer_shows_a_bar_unless_told_not_to(shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = make_trainer(progress=shown).fit(epochs=2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [str(report) for report in reports if shown]
+
+
+def test_bar_moves_no_random_state_not_even_by_the_first_import_of_rich(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = random.getstate()
+    ProgressBar(CPU)
+    assert random.getstate() == before
 
 
 # ---- memory

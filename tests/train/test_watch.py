@@ -74,6 +74,10 @@ def test_reports_name_what_they_count() -> None:
         assert (report.epoch, report.updates) == (epoch, epoch * UPDATES)
         assert list(report.validation) == ["loss", "accuracy"]
         assert math.isclose(report.samples_per_second * report.seconds, TRAIN)
+        own = steps[(epoch - 1) * UPDATES : epoch * UPDATES]
+        weights = [step.weights["loss"] for step in own]
+        losses = [step.loss * weight for step, weight in zip(own, weights, strict=True)]
+        assert math.isclose(report.loss, sum(losses) / sum(weights))
     assert math.isclose(trainer.seconds, sum(report.seconds for report in reports))
     assert reports[-1].learning_rate == trainer.step.optimizers[0].param_groups[0]["lr"]
 
