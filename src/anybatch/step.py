@@ -322,7 +322,7 @@ class Window:
             self.discard()
             raise WindowError(
                 "Expected gradients to be left alone while a window is open, got changed ones, so it was "
-                "discarded. Call zero_grad(), backward() or clipping before it is opened or after it is closed."
+                "discarded. Call zero_grad(), backward() or clipping before it is opened or after it is over."
             )
 
     def _expect(self, phase: str, wish: str) -> None:

@@ -32,6 +32,7 @@ def flatten(tree: object) -> Nest:
         BatchError: a leaf is neither a tensor nor None; the message names its place.
 
     Example:
+        >>> import torch
         >>> nest = flatten({"x": torch.zeros(4, 2), "y": (torch.ones(4), None)})
         >>> nest.paths
         ("['x']", "['y'][0]")
@@ -48,6 +49,7 @@ def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     """Apply a function to every tensor of a nested value and build the same nest around the results.
 
     Example:
+        >>> import torch
         >>> map_leaves(lambda leaf: leaf + 1, (torch.zeros(2), [torch.ones(1)]))
         (tensor([1., 1.]), [tensor([2.])])
     """

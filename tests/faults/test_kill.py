@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ SCENARIOS: dict[str, list[list[Any]]] = {
     "between best and last": [[f"after {BEST}", 1], [f"before {BEST}", 1], [f"after {BEST}", 1]],
     "every save but one": [[f"before {LAST}", 2]] * 6,
     "at places": [[DRAW.choice(PLACES), DRAW.randint(1, 3)] for _ in range(5)],
-    "at times": [["time", DRAW.random()] for _ in range(8)],
+    "at times": [["time", DRAW.random()] for _ in range(6)],
 }
 
 
@@ -81,11 +82,16 @@ def test_killed_training_leaves_no_half_files_and_whole_logs(
     folder, ends = lives[0] / name, lives[1][name]
     assert sorted(path.name for path in folder.iterdir()) == [BEST, LAST, "log.jsonl", "log.txt"]
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    assert [one["event"] for one in events].count("stop") == ends.count(0)
+    counts = Counter(one["event"] for one in events)
+    if name == "at times":  # where a life may be over before its first word, or after its last one
+        assert counts["start"] <= len(ends)
+        assert counts["stop"] >= ends.count(0)
+    else:
+        assert counts["start"] == len(ends)
+        assert counts["stop"] == ends.count(0)
     assert {one["epoch"] for one in events if one["event"] == "epoch"} <= set(range(1, EPOCHS + 1))
     starts = [one["done_updates"] for one in events if one["event"] == "start"]
     assert starts == sorted(starts)
-    assert len(starts) == len(ends) or name == "at times"  # where a life may be over before it began
 
 
 def test_killed_in_a_process_of_its_own_is_the_same_as_here(
