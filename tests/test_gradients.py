@@ -1,12 +1,16 @@
 """The gradient fold: sums in the right dtype, one division, nothing left hanging."""
 
+import gc
 import math
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from anybatch import Step
 from anybatch.gradients import Gradients, accumulation_dtype, hand_over
 
 
@@ -189,3 +193,29 @@ def test_hand_over_is_in_the_parameters_dtype() -> None:
     assert half.grad is not None
     assert (half.grad.dtype, half.grad.item()) == (torch.bfloat16, 1.0)
     assert single.grad is ready[single]
+
+
+MODES_WITH_HOOKS: list[dict[str, Any]] = [{"compensated": True}, {"accumulate": torch.float64}]
+
+
+@pytest.mark.parametrize("mode", MODES_WITH_HOOKS, ids=["compensated", "float64"])
+def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    batch = (torch.randn(4, 3), torch.randn(4, 2))
+
+    def make_step() -> Step:
+        return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), **mode)
+
+    window = make_step().window()
+    window.add(batch)
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()  # somebody else's, while it is open
+    expected = torch.autograd.grad(nn.functional.mse_loss(model(batch[0]), batch[1]), model.weight)[0]
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, expected)
+    model.zero_grad()
+    assert make_step()(batch).updated  # another step on the same parameters
+    sums = weakref.ref(window._run._gradients)
+    del window
+    gc.collect()
+    assert sums() is None
+    assert not model.weight._post_accumulate_grad_hooks

@@ -5,6 +5,7 @@ from collections import UserDict
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -266,3 +267,9 @@ def test_report_of_a_clipped_step_tells_the_norm_before() -> None:
     assert math.isnan(plain(make_batch()).grad_norm)
     torch.manual_seed(2)
     assert clipped(make_batch()).grad_norm > 1e-3
+
+
+def test_micro_batch_may_be_a_whole_number_of_numpy() -> None:
+    model = nn.Linear(3, 2)
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=np.int64(2))
+    assert step((torch.randn(4, 3), torch.randn(4, 2))).micro_batches == 2

@@ -77,18 +77,23 @@ def _train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _check(options: argparse.Namespace) -> None:
     """Refuse numbers that nothing could be trained with, before anything is read or written."""
     ranges = {
-        "epochs": options.epochs >= 1,
-        "batch-size": options.batch_size >= 1,
-        "lr": 0 < options.lr < math.inf,
-        "momentum": 0 <= options.momentum < 1,
-        "label-smoothing": 0 <= options.label_smoothing <= 1,
-        "warm-up": options.warm_up >= 0,
-        "validation": 0 <= options.validation < 1,
+        "epochs": ("at least 1", options.epochs >= 1),
+        "batch-size": ("at least 1", options.batch_size >= 1),
+        "lr": ("above 0", 0 < options.lr < math.inf),
+        "momentum": ("from 0 to below 1", 0 <= options.momentum < 1),
+        "label-smoothing": ("from 0 to 1", 0 <= options.label_smoothing <= 1),
+        "warm-up": ("at least 0", options.warm_up >= 0),
+        "validation": ("from 0 to below 1", 0 <= options.validation < 1),
+        "seed": ("from 0 to 2**63 - 1", 0 <= options.seed < 2**63),
     }
-    for name, holds in ranges.items():
+    for name, (range_, holds) in ranges.items():
         if not holds:
             value = getattr(options, name.replace("-", "_"))
-            raise PlanError(f"Expected --{name} in its range, got {value}. See anybatch train --help.")
+            raise PlanError(f"Expected --{name} to be {range_}, got {value}. See anybatch train --help.")
+    if options.resume and not Path(options.resume, LAST).is_file():
+        raise CheckpointError(
+            f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
+        )
 
 
 def _prepare(
@@ -127,7 +132,7 @@ def _prepare(
         best_by="accuracy",
         larger_is_better=True,
         out=out,
-        config={"lr": lr} | {name: getattr(options, name) for name in kept},
+        config={"lr": lr, "data": train.name} | {name: getattr(options, name) for name in kept},
         progress=not options.quiet,
     )
     if options.resume:
@@ -202,7 +207,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.ones(1, device=device).item()  # a device without memory, such as meta, has no value to give
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise PlanError(

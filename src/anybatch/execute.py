@@ -27,7 +27,7 @@ class Task:
 
     Attributes:
         model: called on micro-batches.
-        modules: the modules of the model, the model among them.
+        modules: the modules of the model and of the loss.
         loss: the loss, resolved.
         optimizers: updated in this order.
         schedulers: stepped once per update, after the optimizers.
@@ -242,7 +242,8 @@ class Run:
                 raise NonFiniteLossError(
                     f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of "
                     f"{len(sums)} (the first one holds rows {first} to {first + self._rows[bad[0]] - 1}). "
-                    "No update was made; look for bad data in these rows."
+                    "No update was made. Look for bad data in these rows of the batch, too high a learning "
+                    "rate, or a sum that overflows float16."
                 )
         return {
             name: math.fsum(sums) / (1 if self._loss.divided else weights[name])

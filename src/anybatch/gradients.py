@@ -1,9 +1,12 @@
-"""The gradient fold: accumulate, merge, divide once, hand over."""
+"""The gradient fold: accumulate, divide once, hand over."""
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
@@ -56,7 +59,11 @@ class Gradients:
         self._bank = self._banks[banks[0]]
         self._errors: dict[Tensor, Tensor] = {}  # rounding error carried along, by accumulator
         self._awaited = [p for p in parameters if p not in self._dtypes]  # will get a first `.grad`
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in own]
+        self._in_backward = False
+        # Held weakly, so that sums which nobody holds any more are freed, and their hooks with them.
+        take = weakref.WeakMethod(self._take)
+        hooks = [p.register_post_accumulate_grad_hook(partial(_call, take)) for p in own]
+        self._take_hooks_off = weakref.finalize(self, _remove, hooks) if hooks else lambda: None
 
     def add(self, sums: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """One backward pass: add J^T c of these sums, each with its own cotangent, to the one bank.
@@ -65,7 +72,7 @@ class Gradients:
             sums: scalars that carry the graph of one micro-batch.
             cotangents: what flows into each of them, of the same dtype and device.
         """
-        torch.autograd.backward(sums, cotangents)
+        self._backward(sums, cotangents)
         self._part()
 
     def add_each(self, sums: Mapping[str, Tensor]) -> None:
@@ -73,7 +80,7 @@ class Gradients:
         last = len(sums) - 1
         for index, (name, value) in enumerate(sums.items()):
             self._bank = self._banks[name]
-            torch.autograd.backward(value, retain_graph=index < last)
+            self._backward([value], None, retain_graph=index < last)
         self._part()
 
     def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
@@ -100,9 +107,17 @@ class Gradients:
 
     def close(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._take_hooks_off()
+
+    def _backward(
+        self, sums: Sequence[Tensor], cotangents: Sequence[Tensor] | None, *, retain_graph: bool = False
+    ) -> None:
+        """A backward whose gradients the hooks take; those that others make are none of ours."""
+        self._in_backward = True
+        try:
+            torch.autograd.backward(sums, cotangents, retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
 
     def _part(self) -> None:
         """Give each new `.grad` memory of its own, before anything is added to it in place.
@@ -123,6 +138,8 @@ class Gradients:
 
     def _take(self, parameter: Tensor) -> None:
         """Move a finished gradient into the current bank and free it."""
+        if not self._in_backward:
+            return
         gradient = parameter.grad
         # Autograd has just set it.
         assert isinstance(parameter, nn.Parameter) and gradient is not None  # noqa: S101, PT018
@@ -142,6 +159,17 @@ class Gradients:
         new_total = total + value
         self._errors[new_total] = (new_total - total).sub_(value)
         return new_total
+
+
+def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
+    bound = method()
+    if bound is not None:
+        bound(parameter)
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""One random stream per micro-batch: its start is kept, so a replay repeats it."""
+"""Random streams: noted and put back, so that a replay repeats them."""
 
 import hashlib
 import random

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,7 @@ from anybatch.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import BatchError, OptimizerError, PlanError, WindowError
 from anybatch.events import Listener, StepReport
 from anybatch.execute import Before, Run, Task, execute
-from anybatch.losses.resolve import check, parameters_of, resolve
+from anybatch.losses.resolve import check, module_of, resolve
 from anybatch.losses.summed import SummedLoss
 from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan, check_micro_batch
@@ -81,13 +82,15 @@ class Step:
         check(loss)
         self.model = model
         self.loss = loss
-        self.optimizers = check_optimizers(optimizer, [*model.parameters(), *parameters_of(loss)])
+        self.optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
         self.schedulers = check_schedulers(scheduler, self.optimizers)
         self.collate = collate
         self.listeners = tuple(listeners)
-        self.micro_batch = micro_batch
         if micro_batch is not None:
+            if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
+                micro_batch = int(micro_batch)  # NumPy's; a plan holds a plain int
             check_micro_batch(micro_batch)
+        self.micro_batch = micro_batch
         # A plan for a batch not yet seen: what it refuses is refused here, not in the first step.
         self._window_plan = Plan(
             rows=0,
@@ -142,6 +145,11 @@ class Step:
         return self.open_window
 
     @property
+    def loss_module(self) -> nn.Module:
+        """The module the loss is or holds, an empty one if none: its parameters may be trained too."""
+        return module_of(self.loss)
+
+    @property
     def coefficients(self) -> Mapping[str, float]:
         """The factor of each named term in the loss, 1 where none is given."""
         return resolve(self.loss).coefficients
@@ -173,15 +181,15 @@ class Step:
                 f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
                 "frozen. Set requires_grad=True on what is to be trained."
             )
-        of_model, known = list(self.model.parameters()), set(trainable)
+        of_model, of_loss, known = list(self.model.parameters()), module_of(self.loss), set(trainable)
         return Task(
             model=self.model,
-            modules=list(self.model.modules()),
+            modules=[*self.model.modules(), *of_loss.modules()],
             loss=resolve(self.loss),
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             parameters=trainable,
-            others=[p for p in (*of_model, *parameters_of(self.loss), *held) if p not in known],
+            others=[p for p in (*of_model, *of_loss.parameters(), *held) if p not in known],
             devices={p.device for p in of_model},
             listeners=self.listeners,
         )

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def _check_sum(value: object) -> None:
                 f"Expected the sum of a Total to be real, got {value.dtype}. "
                 "Sum a real loss, such as a squared modulus."
             )
-    elif not isinstance(value, int | float):
+    elif not isinstance(value, Real):
         raise LossError(
             f"Expected the sum of a Total to be a scalar tensor or a number, got {type(value).__name__}. "
             "Sum the losses of the rows."
@@ -104,12 +105,12 @@ def _check_weight(value: object) -> None:
                 f"Expected a weight that is a real scalar, got shape {tuple(value.shape)}, {value.dtype}. "
                 "Call .sum() on it."
             )
-    elif not isinstance(value, int | float):
+    elif not isinstance(value, Real):
         raise LossError(
             f"Expected a weight that is a number or a scalar tensor, got {type(value).__name__}. "
             "Count rows or valid tokens."
         )
-    elif not (0 <= value < math.inf):
+    elif not (0 <= float(value) < math.inf):
         raise LossError(
             f"Expected a finite weight of at least 0, got {value}. "
             "A weight counts rows, tokens or class weights."

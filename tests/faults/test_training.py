@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from anybatch import Total
-from anybatch.errors import LossError, NonFiniteLossError
+from anybatch.errors import CheckpointError, LossError, NonFiniteLossError
 from anybatch.events import Event, MicroBatchDone
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import LAST
@@ -54,13 +54,24 @@ def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
     assert_same_end(again, again.fit(epochs=EPOCHS), finished(train=(x, y)))
 
 
-def test_first_update_that_fails_leaves_an_earlier_runs_checkpoint_alone(tmp_path: Path) -> None:
-    make_trainer(tmp_path).fit(epochs=1)
-    before = (tmp_path / LAST).read_bytes()
+def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path)
+    first.fit(epochs=1)
+    first.fit(epochs=2)  # its own folder
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(CheckpointError, match="without an earlier run"):
+        make_trainer(tmp_path).fit(epochs=1)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    again = make_trainer(tmp_path)
+    again.resume(tmp_path)
+    assert again.fit(epochs=3)[0].epoch == 3
+
+
+def test_first_update_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     x, y = make_rows(TRAIN)
     with pytest.raises(NonFiniteLossError):
         make_trainer(tmp_path, train=(x * math.nan, y)).fit(epochs=1)
-    assert (tmp_path / LAST).read_bytes() == before
+    assert not (tmp_path / LAST).exists()
 
 
 @pytest.mark.parametrize("error", [KeyError("mistaken"), LossError("mistaken")], ids=["any", "ours"])

@@ -282,11 +282,17 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, re
 
 def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "a[1]"
-    (tmp_path / ".a[1].123.tmp").write_bytes(b"left by a process that was killed")
-    (tmp_path / ".a1.123.tmp").write_bytes(b"another's")
+    for name in (".a[1].123.tmp", ".a1.123.tmp"):  # the first was left by a process that was killed
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").write_bytes(b"of a file")
     assert number_in(write(path, 1.0)) == 1.0
     assert number_in(write(path, 2.0)) == 2.0
     assert {path.name for path in tmp_path.iterdir()} == {"a[1]", ".a1.123.tmp"}
+
+
+def test_others_may_read_a_checkpoint_as_they_may_read_any_file(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").touch()
+    assert write(tmp_path / "a").stat().st_mode == (tmp_path / "log.txt").stat().st_mode
 
 
 WRITER = """

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import anybatch as ab
 from anybatch import Fold, Step, Total
 from anybatch.errors import (
     AnybatchError,
@@ -299,3 +300,39 @@ def test_evaluate_takes_any_rows_of_the_same_form() -> None:
         found = trainer.evaluate((x, y))
         right = (scores.argmax(1) == y).sum().item()
         assert found["accuracy"] == right / (y != -100).sum().item()
+
+
+@pytest.mark.parametrize("form", ["module", "terms"])
+def test_parameters_of_the_loss_are_kept_and_resumed(form: str, tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
+            x, y = micro
+            losses = nn.functional.cross_entropy(model(x) * self.scale, y, reduction="sum")
+            return Total(losses, len(y))
+
+    def make(out: Path | None) -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 6)
+        linear = nn.LinearCrossEntropyLoss(6, 3) if form == "module" else Scaled()
+        parameters = [*model.parameters(), *linear.parameters()]
+        loss = linear if form == "module" else ab.Terms(linear)
+        step = Step(model, loss, torch.optim.SGD(parameters, lr=0.1, momentum=0.9), micro_batch=2)
+        rows = (torch.randn(12, 4), torch.randint(3, (12,)))
+        return Trainer(step, rows, rows, batch_size=4, out=out, progress=False)
+
+    whole = make(None)
+    whole.fit(epochs=4)
+    make(tmp_path).fit(epochs=2)
+    again = make(tmp_path)
+    with torch.no_grad():  # what a fresh start would not have
+        for parameter in again.step.loss_module.parameters():
+            parameter.zero_()
+    again.resume(tmp_path)
+    again.fit(epochs=4)
+    ours, theirs = again.step.loss_module.state_dict(), whole.step.loss_module.state_dict()
+    assert ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

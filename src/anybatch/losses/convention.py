@@ -1,6 +1,7 @@
 """How a batch is read: which part goes into the model, which part is the target."""
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,13 +22,14 @@ def split(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]
     """Part a micro-batch into the model's inputs and the loss's targets.
 
     `(inputs, target)` is the usual pair; both may be nested. In `(a, b, ..., target)` the last is the target
-    and the others are the model's positional arguments. In a mapping the target stands under one of `target`,
-    `targets`, `label`, `labels`, `y`, and the rest are the model's keyword arguments. A target that is itself
-    a tuple or list is spread over the loss's arguments, as `CTCLoss` needs it. For a loss without target,
-    such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does `(inputs,)`.
+    and the others are the model's positional arguments. In a mapping or a dataclass the target stands under
+    one of `target`, `targets`, `label`, `labels`, `y`, and the rest are the model's keyword arguments. A
+    target that is itself a tuple or list is spread over the loss's arguments, as `CTCLoss` needs it. For a
+    loss without target, such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does
+    `(inputs,)`.
 
     Args:
-        micro: a tuple, a list or a mapping.
+        micro: a tuple, a list, a mapping or a dataclass.
         has_target: whether the loss takes a target besides what the model returns.
 
     Returns:
@@ -50,6 +52,8 @@ def split(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]
             return parts[0] if len(parts) == 1 else parts, ()
         if len(parts) > 1:
             return parts[0] if len(parts) == 2 else parts[:-1], _spread(parts[-1])
+    if is_dataclass(micro) and not isinstance(micro, type):
+        micro = {field.name: getattr(micro, field.name) for field in fields(micro)}
     if isinstance(micro, Mapping):
         mapping = cast("Mapping[str, Any]", micro)
         found = [key for key in TARGET_KEYS if key in mapping]
@@ -83,7 +87,7 @@ def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list):
-        return tuple(cast("tuple[Any, ...]", outputs))
+        return tuple(output for output in cast("tuple[Any, ...]", outputs) if output is not None)
     raise LossError(
         f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}"
     )

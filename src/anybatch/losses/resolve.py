@@ -64,12 +64,12 @@ def check(loss: object) -> None:
             )
 
 
-def parameters_of(loss: object) -> list[nn.Parameter]:
-    """The parameters that a loss itself holds, as `LinearCrossEntropyLoss` and modules of your own do.
+def module_of(loss: object) -> nn.Module:
+    """The module a loss is or holds, whose parameters and buffers belong to the run; an empty one if none.
 
     Example:
-        >>> parameters_of(nn.MSELoss())
-        []
+        >>> module_of(nn.MSELoss()), module_of(Terms(lambda model, micro: model(micro)))
+        (MSELoss(), Identity())
     """
-    holder = loss.function if isinstance(loss, Terms) else loss
-    return list(holder.parameters()) if isinstance(holder, nn.Module) else []
+    held = loss.function if isinstance(loss, Terms) else loss
+    return held if isinstance(held, nn.Module) else nn.Identity()

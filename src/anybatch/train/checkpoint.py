@@ -4,6 +4,7 @@ import copy
 import glob
 import json
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Checkpoint:
     Attributes:
         path: where it was read.
         model: the model's state dict.
+        loss: the loss's state dict, empty where it is no module.
         optimizers: `(class name, state dict, names of the parameters of each group)` of each optimizer.
         schedulers: `(class name, state dict)` of each scheduler.
         progress: the values given to `save`.
@@ -38,6 +40,7 @@ class Checkpoint:
 
     path: Path
     model: dict[str, Any]
+    loss: dict[str, Any]
     optimizers: list[tuple[str, dict[str, Any], list[list[str]]]]
     schedulers: list[tuple[str, dict[str, Any]]]
     progress: dict[str, Any]
@@ -48,6 +51,7 @@ def save(
     path: str | Path,
     *,
     model: nn.Module,
+    loss: nn.Module | None = None,
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[LRScheduler] = (),
     progress: Mapping[str, Any] | None = None,
@@ -61,6 +65,7 @@ def save(
     Args:
         path: the file; its folder must exist.
         model: whose state dict is kept.
+        loss: a loss that is a module, whose state dict is kept too: it may hold trained parameters.
         optimizers: whose state dicts are kept.
         schedulers: whose state dicts are kept.
         progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's.
@@ -83,8 +88,10 @@ def save(
     packer = Packer()
     document = {
         "model": packer.pack(dict(model.state_dict()), "model"),
+        "loss": packer.pack({} if loss is None else dict(loss.state_dict()), "loss"),
         "optimizers": packer.pack(
-            [(type(o).__name__, o.state_dict(), _parameter_names(model, o)) for o in optimizers], "optimizers"
+            [(type(o).__name__, o.state_dict(), _parameter_names(model, loss, o)) for o in optimizers],
+            "optimizers",
         ),
         "schedulers": packer.pack([(type(s).__name__, s.state_dict()) for s in schedulers], "schedulers"),
         "progress": packer.pack(dict(progress or {}), "progress"),
@@ -150,6 +157,7 @@ def restore(
     checkpoint: Checkpoint,
     *,
     model: nn.Module,
+    loss: nn.Module | None = None,
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[LRScheduler] = (),
 ) -> None:
@@ -158,17 +166,20 @@ def restore(
     Args:
         checkpoint: what `load` gave; it stays as it is.
         model: of the same parameters and buffers: names, shapes and dtypes.
+        loss: the same of a loss that is a module; None to leave it out.
         optimizers: of the same classes and parameter groups; none to leave them out.
         schedulers: of the same classes; none to leave them out.
 
     Raises:
         CheckpointError: it is of another model, optimizer or scheduler; nothing was changed.
     """
-    _check_model(checkpoint, model)
+    _check_module(checkpoint, checkpoint.model, model)
+    if loss is not None:
+        _check_module(checkpoint, checkpoint.loss, loss)
     if optimizers:
         _check_classes(checkpoint, "optimizers", [name for name, *_ in checkpoint.optimizers], optimizers)
         for (_, _, names), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
-            _check_groups(checkpoint, names, model, optimizer)
+            _check_groups(checkpoint, names, _parameter_names(model, loss, optimizer), optimizer)
     if schedulers:
         _check_classes(checkpoint, "schedulers", [name for name, _ in checkpoint.schedulers], schedulers)
     # What a state dict must hold only its owner knows, so a refusal may still come; then all goes back.
@@ -180,6 +191,8 @@ def restore(
             scheduler.load_state_dict(copy.deepcopy(state))
         for (_, state, _), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
             _load_optimizer(optimizer, copy.deepcopy(state))
+        if loss is not None:
+            loss.load_state_dict(checkpoint.loss)
         model.load_state_dict(checkpoint.model)
     except Exception as error:
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
@@ -205,19 +218,22 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 def _replace_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     """Write beside the file, make sure that it is on disk, then take the old one's place in one go."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a process that was killed
+        shutil.rmtree(stray, ignore_errors=True)
+    # In a folder of its own, because safetensors too has files on the way, under names that only it knows.
+    folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        folder.mkdir()
+        temporary = folder / path.name
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from None
+        temporary.chmod(folder.stat().st_mode & 0o666)  # what the umask says, not for the owner alone
         _sync(temporary)
-        for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            if stray != temporary:  # of a process that was killed
-                stray.unlink(missing_ok=True)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # the file is whole and in place; not every system can sync a folder
         _sync(path.parent)
 
@@ -230,24 +246,23 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_model(checkpoint: Checkpoint, model: nn.Module) -> None:
-    there, here = _forms(checkpoint.model), _forms(model.state_dict())
+def _check_module(checkpoint: Checkpoint, state: Mapping[str, Any], module: nn.Module) -> None:
+    there, here = _forms(state), _forms(module.state_dict())
     differences = [
         f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
         for name in sorted(there.keys() | here.keys())
         if there.get(name) != here.get(name)
     ]
     names: dict[int, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in module.state_dict(keep_vars=True).items():
         first = names.setdefault(id(value), name)
-        if not differences and isinstance(value, Tensor) and not _equal(checkpoint.model, first, name):
+        if not differences and isinstance(value, Tensor) and not _equal(state, first, name):
             differences.append(f"{first} and {name}: two values there, one tied parameter here")
     if differences:
         shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
         raise CheckpointError(
-            f"{checkpoint.path}: expected a checkpoint of this {type(model).__name__}, got another "
-            f"model's: {shown}. Build the "
-            "model as it was when the checkpoint was written."
+            f"{checkpoint.path}: expected a checkpoint of this {type(module).__name__}, got another "
+            f"model's: {shown}. Build it as it was when the checkpoint was written."
         )
 
 
@@ -274,9 +289,8 @@ def _check_classes(checkpoint: Checkpoint, what: str, there: list[str], here: It
 
 
 def _check_groups(
-    checkpoint: Checkpoint, there: list[list[str]], model: nn.Module, optimizer: Optimizer
+    checkpoint: Checkpoint, there: list[list[str]], here: list[list[str]], optimizer: Optimizer
 ) -> None:
-    here = _parameter_names(model, optimizer)
     if there != here:
         sizes = [[len(group) for group in groups] for groups in (here, there)]
         pairs = zip(chain(*here), chain(*there), strict=False)
@@ -287,9 +301,10 @@ def _check_groups(
         )
 
 
-def _parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """The model's names for the parameters of each group: state dicts know them only by their number."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+def _parameter_names(model: nn.Module, loss: nn.Module | None, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters of each group: state dicts know them only by their number."""
+    of_loss = () if loss is None else loss.named_parameters(prefix="loss")
+    names = {id(parameter): name for name, parameter in chain(of_loss, model.named_parameters())}
     return [
         [names.get(id(one), "not the model's") for one in group["params"]] for group in optimizer.param_groups
     ]

@@ -63,7 +63,7 @@ def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_bat
     fixed: Mapping[str, Number] = {}  # divisors that need no weighing: 1 for reduction="sum"
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
-    with _evaluating(step.model), _outputs_of(step.model) as seen:
+    with _evaluating(step.model, step.loss_module), _outputs_of(step.model) as seen:
         for group in rows.in_order(micro_batch):
             micro = group if step.collate is None else step.collate(group)
             terms = loss.evaluate(step.model, micro)
@@ -155,12 +155,13 @@ def _single(values: Any) -> Any:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
+def _evaluating(*parts: nn.Module) -> Generator[None]:
     """Evaluation mode without gradient; each module's own mode and all random states come back."""
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for part in parts for module in part.modules()]
     random = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
-    model.eval()
     try:
+        for part in parts:
+            part.eval()
         with torch.no_grad():
             yield
     finally:

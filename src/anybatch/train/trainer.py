@@ -97,6 +97,7 @@ class Trainer:
         self.updates = 0
         self.seconds = 0.0  # of training, over all starts
         self.best: float | None = None
+        self._is_ours = False  # whether the checkpoints in `out` are of this run
         self._batch = 0  # batches done in the epoch under way
         self._loss = RunningLoss()  # of the epoch under way
 
@@ -108,8 +109,13 @@ class Trainer:
 
         Returns:
             The reports of the epochs finished in this call.
+
+        Raises:
+            CheckpointError: `out` holds another run, which would be overwritten.
         """
         _check_whole("epochs", epochs, least=1)
+        if self.out is not None and not self._is_ours:
+            _check_folder_is_free(self.out)
         per_epoch = -(-self.train.count // self.batch_size)
         course = Course(
             epochs=epochs,
@@ -151,12 +157,13 @@ class Trainer:
             "seconds": self.seconds,
             "best": self.best,
             "totals": self._loss.totals,
-            "run": self._run_identity(),
+            "run": _identity(self),
             "config": self.config,
         }
         checkpoint.save(
             path,
             model=self.step.model,
+            loss=self.step.loss_module,
             optimizers=self.step.optimizers,
             schedulers=self.step.schedulers,
             progress=progress,
@@ -174,14 +181,19 @@ class Trainer:
         """
         path = Path(path) / LAST if Path(path).is_dir() else Path(path)
         found = checkpoint.load(path)
-        _check_run(path, found.progress.get("run", {}), self._run_identity())
+        _check_run(path, found.progress.get("run", {}), _identity(self))
         checkpoint.restore(
-            found, model=self.step.model, optimizers=self.step.optimizers, schedulers=self.step.schedulers
+            found,
+            model=self.step.model,
+            loss=self.step.loss_module,
+            optimizers=self.step.optimizers,
+            schedulers=self.step.schedulers,
         )
         then = found.progress
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best, self._loss = then["seconds"], then["best"], RunningLoss(then["totals"])
         rng.restore_process(found.random)
+        self._is_ours = self.out is not None and path.resolve().parent == self.out.resolve()
 
     def _run_epoch(self, interruption: Interruption) -> EpochReport:
         before = self.seconds
@@ -260,16 +272,20 @@ class Trainer:
     def _save(self, name: str) -> None:
         if self.out is not None:
             self.save(self.out / name)
+            self._is_ours = True
 
-    def _run_identity(self) -> dict[str, Any]:
-        """What determines the result besides the cut; a resumed run must agree in it."""
-        return {
-            **self.config,
-            "rows": self.train.count,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "schedulers": len(self.step.schedulers),
-        }
+
+def _identity(trainer: Trainer) -> dict[str, Any]:
+    """What determines the result besides the cut; a resumed run must agree in it."""
+    loss = trainer.step.loss
+    return {
+        **trainer.config,
+        "rows": trainer.train.count,
+        "batch_size": trainer.batch_size,
+        "seed": trainer.seed,
+        "schedulers": len(trainer.step.schedulers),
+        "loss": getattr(loss, "__qualname__", type(loss).__name__),
+    }
 
 
 def _check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -291,6 +307,14 @@ def _make_folder(path: Path) -> Path:
             f"Expected a folder that can be written, got {path}: {error.strerror}. Choose another one."
         ) from None
     return path
+
+
+def _check_folder_is_free(out: Path) -> None:
+    if (out / LAST).exists():
+        raise CheckpointError(
+            f"{out}: expected a folder without an earlier run, got one with {LAST}. Go on with that run by "
+            f"resume({str(out)!r}), or choose another folder."
+        )
 
 
 def _check_sizes(batch_size: int, micro_batch: int | None, rows: int, save_every: int) -> None:
