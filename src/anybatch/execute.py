@@ -49,8 +49,8 @@ class Task:
     listeners: Sequence[Listener]
 
 
-class Before:
-    """What a failed step puts back: buffers, the random state and the gradients found there."""
+class Surroundings:
+    """What a forward may change: buffers and the random state, noted so that they can be put back."""
 
     def __init__(self, task: Task) -> None:
         self._random = rng.capture()
@@ -62,7 +62,6 @@ class Before:
             for buffer in slots.values()
             if buffer is not None and not is_lazy(buffer)
         ]
-        self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
 
     def put_back(self) -> None:
         """Put buffers and the random state back."""
@@ -74,6 +73,14 @@ class Before:
             for buffer, value in self._buffers:
                 if not torch.equal(buffer, value):  # what is constant may be expanded, and not writable
                     buffer.copy_(value)
+
+
+class Before(Surroundings):
+    """What a failed step puts back: its surroundings, and the gradients found there."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
         """Put the gradients back that were there, of all parameters or only of these."""

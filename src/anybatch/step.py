@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import BatchError, OptimizerError, PlanError, WindowError
 from anybatch.events import Listener, StepReport
-from anybatch.execute import Before, Run, Task, execute
+from anybatch.execute import Run, Surroundings, Task, execute
 from anybatch.losses.resolve import check, module_of, resolve
 from anybatch.losses.summed import SummedLoss
 from anybatch.optimize import check_optimizers, check_schedulers, owned
@@ -241,7 +241,7 @@ class Window:
         self._expect("open", "add a micro-batch")
         self._refuse_changed_gradients()
         batch = _admit(micro, self._task, self._step.collate)
-        before = Before(self._task)
+        before = Surroundings(self._task)
         try:
             self._run.add(next(batch.cut(batch.rows)), self._task.loss, batch.rows)
         except BaseException:
