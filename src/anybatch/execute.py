@@ -238,10 +238,7 @@ class Run:
 
     def _values(self, weights: Mapping[str, float]) -> dict[str, float]:
         """The value of each term; refuses what is not finite and names the micro-batches it came from."""
-        device = self._task.parameters[0].device  # a term that had nothing to add may stand elsewhere
-        hosted = {
-            name: torch.stack([sums[name].to(device) for sums in self._sums]).tolist() for name in weights
-        }
+        hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
         for name, sums in hosted.items():
             bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
             if bad and weights[name]:
@@ -309,6 +306,14 @@ def _check_weights(weights: Mapping[str, float], where: str) -> None:
                 f"Expected a finite weight of at least 0 for {name!r}, got {weight} in {where}. "
                 "Count rows or tokens."
             )
+
+
+def _all_to_host(values: Sequence[Tensor]) -> list[float]:
+    """Scalars as numbers; those of a device come in one go, so that it stops once."""
+    device = next((value.device for value in values if value.device.type != "cpu"), None)
+    if device is None:
+        return [value.item() for value in values]
+    return torch.stack([value.to(device) for value in values]).tolist()
 
 
 def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:

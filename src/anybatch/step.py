@@ -181,16 +181,18 @@ class Step:
                 f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
                 "frozen. Set requires_grad=True on what is to be trained."
             )
-        of_model, of_loss, known = list(self.model.parameters()), module_of(self.loss), set(trainable)
+        modules = [*self.model.modules(), *module_of(self.loss).modules()]  # one walk serves all
+        tables = [module._parameters for module in modules]  # pyright: ignore[reportPrivateUsage]
+        inside = {p for table in tables for p in table.values() if p is not None}
         return Task(
             model=self.model,
-            modules=[*self.model.modules(), *of_loss.modules()],
+            modules=modules,
             loss=resolve(self.loss),
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             parameters=trainable,
-            others=[p for p in (*of_model, *of_loss.parameters(), *held) if p not in known],
-            devices={p.device for p in of_model},
+            others=list(inside.union(held).difference(trainable)),
+            devices={p.device for p in inside},
             listeners=self.listeners,
         )
 
