@@ -106,7 +106,8 @@ class Step:
         """One forward and backward per micro-batch, one update.
 
         If anything fails before the update, model, buffers, gradients, optimizer and random state are as they
-        were. What fails after it (a scheduler past its end, a listener) leaves the update made.
+        were. What fails after it (a scheduler past its end, a listener) leaves the update made; what fails
+        inside an optimizer's own `step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
