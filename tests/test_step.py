@@ -2,6 +2,7 @@
 
 import math
 from collections import UserDict
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -273,3 +274,28 @@ def test_micro_batch_may_be_a_whole_number_of_numpy() -> None:
     model = nn.Linear(3, 2)
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=np.int64(2))
     assert step((torch.randn(4, 3), torch.randn(4, 2))).micro_batches == 2
+
+
+def test_none_means_no_clipping_and_no_scheduler() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, clip_norm=None, scheduler=None)
+    assert math.isnan(step((torch.randn(4, 3), torch.randn(4, 2))).grad_norm)
+    assert step.schedulers == ()
+
+
+def test_dataclass_and_outputs_of_none_are_read_by_losses_of_torch() -> None:
+    @dataclass
+    class Pair:
+        input: Tensor
+        target: Tensor
+
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), None
+
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    model = Model(3, 2)
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+    expected = F.mse_loss(F.linear(x, model.weight, model.bias), y).item()
+    assert math.isclose(step(Pair(x, y)).loss, expected, rel_tol=tolerance(torch.float32, terms=5))

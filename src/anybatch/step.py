@@ -37,8 +37,8 @@ class Step:
             `(model, micro) -> ab.Total` or a mapping of named totals; or `ab.Terms`.
         optimizer: a torch optimizer, or several that share no parameter.
         micro_batch: rows that go through the model together; None for the whole batch at once.
-        clip_norm: largest 2-norm of the gradient, clipped once on the whole batch's gradient.
-        scheduler: learning-rate scheduler, or several; stepped once per update.
+        clip_norm: largest 2-norm of the gradient, clipped once on the whole batch's gradient; None for none.
+        scheduler: learning-rate scheduler, or several; stepped once per update; None for none.
         collate: if given, a batch is a list of samples, and this builds the tensors of each micro-batch.
         accumulate: dtype of gradient sums; None for float32 or the parameter's if wider.
         compensated: Kahan summation of gradients, at one more buffer per parameter.
@@ -67,8 +67,8 @@ class Step:
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         micro_batch: int | None = None,
-        clip_norm: float = math.inf,
-        scheduler: LRScheduler | Sequence[LRScheduler] = (),
+        clip_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         collate: Collate | None = None,
         accumulate: torch.dtype | None = None,
         compensated: bool = False,
@@ -83,7 +83,7 @@ class Step:
         self.model = model
         self.loss = loss
         self.optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
-        self.schedulers = check_schedulers(scheduler, self.optimizers)
+        self.schedulers = check_schedulers(() if scheduler is None else scheduler, self.optimizers)
         self.collate = collate
         self.listeners = tuple(listeners)
         if micro_batch is not None:
@@ -95,7 +95,7 @@ class Step:
         self._window_plan = Plan(
             rows=0,
             micro_batch=0,
-            clip_norm=clip_norm,
+            clip_norm=math.inf if clip_norm is None else clip_norm,
             accumulate="auto" if accumulate is None else str(accumulate).removeprefix("torch."),
             compensated=compensated,
         )
