@@ -312,7 +312,7 @@ class Window:
             self._run.clear()
         else:
             return
-        self._phase, self._mark = "closed", (None, -1)
+        self._phase, self._mark = "closed", ([], [])
         self._step.open_window = None
 
     def __enter__(self) -> "Window":
@@ -328,8 +328,7 @@ class Window:
             self.discard()  # does nothing to a window that is over
 
     def _refuse_changed_gradients(self) -> None:
-        gradient, version = _mark(self._task.parameters)
-        if gradient is not self._mark[0] or version != self._mark[1]:
+        if not _is_same(_mark(self._task.parameters), self._mark):
             self.discard()
             raise WindowError(
                 "Expected gradients to be left alone while a window is open, got changed ones, so it was "
@@ -360,10 +359,17 @@ def _admit(batch: Any, task: Task, collate: Collate | None) -> Batch:
     return logical
 
 
-def _mark(parameters: Sequence[nn.Parameter]) -> tuple[Tensor | None, int]:
+_Mark = tuple[list[Tensor | None], list[int]]
+
+
+def _mark(parameters: Sequence[nn.Parameter]) -> _Mark:
     """Changes when somebody clears, scales or adds to the sums, as far as `.grad` holds them."""
-    found = next((p.grad for p in parameters if p.grad is not None), None)
-    return found, -1 if found is None else found._version  # pyright: ignore[reportPrivateUsage]
+    found = [parameter.grad for parameter in parameters]
+    return found, [-1 if one is None else one._version for one in found]  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_same(one: _Mark, other: _Mark) -> bool:
+    return one[1] == other[1] and all(a is b for a, b in zip(one[0], other[0], strict=True))
 
 
 def _names(devices: Set[torch.device]) -> str:

@@ -188,6 +188,7 @@ MEDDLING: dict[str, Callable[[Step], Any]] = {
     "a new gradient": lambda step: [
         one(step) for one in (MEDDLING["zero_grad"], MEDDLING["another backward"])
     ],
+    "another backward, of a later parameter": lambda step: [*step.model.parameters()][-1].sum().backward(),
     "another backward": lambda step: step.model(make_batch()[0]).sum().backward(),
 }
 

@@ -52,7 +52,7 @@ def split(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]
             return parts[0] if len(parts) == 1 else parts, ()
         if len(parts) > 1:
             return parts[0] if len(parts) == 2 else parts[:-1], _spread(parts[-1])
-    if is_dataclass(micro) and not isinstance(micro, type):
+    if is_dataclass(micro) and not isinstance(micro, type | Mapping):
         micro = {field.name: getattr(micro, field.name) for field in fields(micro)}
     if isinstance(micro, Mapping):
         mapping = cast("Mapping[str, Any]", micro)

@@ -1,6 +1,7 @@
 """From what the caller hands over as a loss to what a step needs; doubts end here."""
 
 from functools import partial
+from inspect import ismethod
 from typing import Any, cast
 
 import torch
@@ -72,4 +73,6 @@ def module_of(loss: object) -> nn.Module:
         (MSELoss(), Identity())
     """
     held = loss.function if isinstance(loss, Terms) else loss
+    held = held.func if isinstance(held, partial) else held
+    held = held.__self__ if ismethod(held) else held
     return held if isinstance(held, nn.Module) else nn.Identity()

@@ -277,9 +277,9 @@ class Trainer:
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
     """What determines the result besides the cut; a resumed run must agree in it."""
-    loss = trainer.step.loss
+    loss = getattr(trainer.step.loss, "func", trainer.step.loss)  # of a partial, its function
     return {
-        **trainer.config,
+        **{f"config {name}": value for name, value in trainer.config.items()},
         "rows": trainer.train.count,
         "batch_size": trainer.batch_size,
         "seed": trainer.seed,
