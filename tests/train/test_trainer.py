@@ -302,7 +302,7 @@ def test_evaluate_takes_any_rows_of_the_same_form() -> None:
         assert found["accuracy"] == right / (y != -100).sum().item()
 
 
-@pytest.mark.parametrize("form", ["module", "terms"])
+@pytest.mark.parametrize("form", ["module", "terms", "method"])
 def test_parameters_of_the_loss_are_kept_and_resumed(form: str, tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -319,7 +319,7 @@ def test_parameters_of_the_loss_are_kept_and_resumed(form: str, tmp_path: Path) 
         model = nn.Linear(4, 6)
         linear = nn.LinearCrossEntropyLoss(6, 3) if form == "module" else Scaled()
         parameters = [*model.parameters(), *linear.parameters()]
-        loss = linear if form == "module" else ab.Terms(linear)
+        loss = {"module": linear, "terms": ab.Terms(linear), "method": linear.forward}[form]
         step = Step(model, loss, torch.optim.SGD(parameters, lr=0.1, momentum=0.9), micro_batch=2)
         rows = (torch.randn(12, 4), torch.randint(3, (12,)))
         return Trainer(step, rows, rows, batch_size=4, out=out, progress=False)
