@@ -114,3 +114,13 @@ def test_samples_that_cannot_be_cut_are_refused(samples: Any, got: str) -> None:
     with pytest.raises(BatchError, match=r"^Expected (a list of samples|at least one sample)") as caught:
         SampleBatch(samples, torch.tensor)
     assert got in str(caught.value)
+
+
+def test_head_is_a_batch_of_the_first_rows() -> None:
+    batch = TensorBatch({"x": torch.arange(5), "y": (torch.zeros(5, 2), None)}).head(2)
+    assert batch.rows == 2
+    assert batch.whole["x"].tolist() == [0, 1]
+    assert batch.whole["y"][1] is None
+    assert [micro.tolist() for micro in SampleBatch([1, 2, 3], torch.tensor).head(2).cut(1)] == [[1], [2]]
+    assert SampleBatch([1, 2, 3], torch.tensor).head(9).rows == 3
+    assert OpenBatch().head(3).rows == 0

@@ -53,6 +53,7 @@ def make_task(loss: object, model: nn.Module | None = None, listeners: Any = ())
         schedulers=(),
         parameters=list(model.parameters()),
         others=(),
+        batch_norms=(),
         devices={torch.device("cpu")},
         listeners=listeners,
     )

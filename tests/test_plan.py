@@ -21,7 +21,8 @@ rows         as they come
 micro_batch  as they come
 clip_norm    0.5
 accumulate   float64
-compensated  yes"""
+compensated  yes
+batch_norm   micro"""
 
 
 def test_table_of_a_window() -> None:

@@ -1,8 +1,10 @@
 """Random streams: a replay repeats them, an observer does not move them, purposes do not share them."""
 
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,3 +79,15 @@ def test_process_state_holds_every_stream() -> None:
     assert draw_everywhere() != first
     rng.restore_process(state)
     assert draw_everywhere() == first
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(1), random.random, np.random.rand], ids=["torch", "python", "numpy"]
+)
+def test_whether_a_stream_has_moved(draw: Callable[[], object]) -> None:
+    state = rng.capture_process()
+    assert not rng.has_moved(state)
+    draw()
+    assert rng.has_moved(state)
+    rng.restore_process(state)
+    assert not rng.has_moved(state)

@@ -33,6 +33,10 @@ class Batch(Protocol):
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
         ...
 
+    def head(self, rows: int) -> "Batch":
+        """A batch of the first rows."""
+        ...
+
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
     """Rows of each micro-batch.
@@ -84,6 +88,10 @@ class TensorBatch:
         for parts in zip(*[leaf.split(micro_batch) for leaf in self._nest.leaves], strict=True):
             yield build(iter(parts))
 
+    def head(self, rows: int) -> "TensorBatch":
+        """A batch of the first rows, as views."""
+        return TensorBatch(self._nest.build(iter([leaf[:rows] for leaf in self._nest.leaves])))
+
 
 class SampleBatch:
     """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays short.
@@ -116,6 +124,10 @@ class SampleBatch:
             stop = min(start + micro_batch, self.rows)
             yield self._collate([self.given[row] for row in range(start, stop)])
 
+    def head(self, rows: int) -> "SampleBatch":
+        """A batch of the first samples."""
+        return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self._collate)
+
 
 class OpenBatch:
     """The null batch of a window: its rows come one micro-batch at a time, nothing is known of the whole."""
@@ -129,6 +141,10 @@ class OpenBatch:
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield nothing: the caller brings the micro-batches."""
         return iter(())
+
+    def head(self, rows: int) -> "OpenBatch":
+        """Itself: there are none."""
+        return self
 
 
 def _common_rows(nest: tree.Nest) -> int:

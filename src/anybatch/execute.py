@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,9 @@ from anybatch import optimize, rng
 from anybatch.batch import Batch, cut_sizes
 from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.events import Listener, MicroBatchDone, StepReport
-from anybatch.gradients import Gradients
+from anybatch.gradients import Gradients, is_marked, mark
 from anybatch.losses.loss import Evaluated, Loss
+from anybatch.meetings import BatchNorm, frozen
 from anybatch.plan import Plan
 from anybatch.total import Number
 
@@ -34,6 +36,7 @@ class Task:
         parameters: the trainable parameters of the optimizers.
         others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
             part in the update and is left alone.
+        batch_norms: modules in which rows meet, as they stand.
         devices: where the parameters of the model are.
         listeners: called with every event.
     """
@@ -45,6 +48,7 @@ class Task:
     schedulers: Sequence[LRScheduler]
     parameters: Sequence[nn.Parameter]
     others: Sequence[nn.Parameter]
+    batch_norms: Sequence[BatchNorm]
     devices: Set[torch.device]
     listeners: Sequence[Listener]
 
@@ -66,6 +70,10 @@ class Surroundings:
     def put_back(self) -> None:
         """Put buffers and the random state back."""
         rng.restore(self._random)
+        self.put_buffers_back()
+
+    def put_buffers_back(self) -> None:
+        """Put the buffers back, and leave the random state where it stands."""
         for slots, found in self._slots:  # a forward may have put other tensors there
             slots.clear()
             slots.update(found)
@@ -113,6 +121,10 @@ class Run:
         self._gradients = Gradients([], dtype=None, compensated=False, banks=[""])
         self._is_updated = False  # whether the optimizers have stepped, which cannot be undone
         self.is_torn = False  # whether the sums may hold half of a micro-batch
+
+    def conditions(self) -> AbstractContextManager[None]:
+        """What holds while micro-batches go through the model: some BatchNorms may be frozen."""
+        return frozen(self._task.batch_norms if self._plan.batch_norm == "frozen" else ())
 
     def add(self, micro: Any, loss: Loss, rows: int) -> None:
         """Forward, backward, accumulate."""
@@ -171,6 +183,18 @@ class Run:
         for parameter in self._task.parameters:
             parameter.grad = None
         self._before.put_gradients_back(self._task.others)
+
+    def put_buffers_back(self) -> None:
+        """Put the buffers back to before the first micro-batch, so that a second pass repeats the first."""
+        self._before.put_buffers_back()
+
+    def mark(self) -> None:
+        """Note the sums, as far as `.grad` holds them, so that it shows when somebody else changes them."""
+        self._mark = mark(self._task.parameters)
+
+    def is_disturbed(self) -> bool:
+        """Whether the sums are no longer those noted."""
+        return not is_marked(self._task.parameters, self._mark)
 
     def undo(self) -> None:
         """Put everything back as it was before the first micro-batch; after the update, only clear."""
@@ -269,10 +293,12 @@ def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
     loss = task.loss if plan.is_cut else task.loss.uncut()
     run = Run(plan, task, batch, loss)
     try:
-        parts = loss.along(batch, plan.micro_batch)
+        parts = loss.along(batch, plan.micro_batch, task.model, run.put_buffers_back)
         sizes = cut_sizes(batch.rows, plan.micro_batch)
-        for micro, part, rows in zip(batch.cut(plan.micro_batch), parts, sizes, strict=False):
-            run.add(micro, part, rows)
+        # The loss comes first: after its last part it may have something to put in order.
+        with run.conditions():
+            for part, micro, rows in zip(parts, batch.cut(plan.micro_batch), sizes, strict=False):
+                run.add(micro, part, rows)
         report = run.update()
     except BaseException:
         run.undo()

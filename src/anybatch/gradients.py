@@ -176,3 +176,26 @@ def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
     """Put each gradient where optimizers look for it, in the parameter's own dtype."""
     for parameter, gradient in gradients.items():
         parameter.grad = gradient.to(parameter.dtype)
+
+
+Mark = tuple[list[Tensor | None], list[int]]
+
+
+def mark(parameters: Sequence[nn.Parameter]) -> Mark:
+    """What changes when somebody clears, scales or adds to the sums, as far as `.grad` holds them."""
+    found = [parameter.grad for parameter in parameters]
+    return found, [-1 if one is None else one._version for one in found]  # pyright: ignore[reportPrivateUsage]
+
+
+def is_marked(parameters: Sequence[nn.Parameter], was: Mark) -> bool:
+    """Whether the sums are as they were.
+
+    Example:
+        >>> parameter = nn.Parameter(torch.ones(2))
+        >>> before = mark([parameter])
+        >>> parameter.grad = torch.ones(2)
+        >>> is_marked([parameter], before)
+        False
+    """
+    now = mark(parameters)
+    return now[1] == was[1] and all(one is other for one, other in zip(now[0], was[0], strict=True))

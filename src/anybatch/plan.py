@@ -10,6 +10,7 @@ import torch
 
 from anybatch.batch import cut_sizes
 from anybatch.errors import PlanError
+from anybatch.meetings import check_batch_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Plan:
         clip_norm: largest 2-norm of the gradient, infinity for no clipping.
         accumulate: dtype of gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
         compensated: Kahan summation of gradients.
+        batch_norm: statistics of BatchNorm in training mode: "micro" for those of each micro-batch, "frozen"
+            for the running ones.
 
     Raises:
         PlanError: a value that cannot be carried out.
@@ -38,6 +41,7 @@ class Plan:
         clip_norm    none
         accumulate   auto
         compensated  no
+        batch_norm   micro
     """
 
     rows: int
@@ -45,6 +49,7 @@ class Plan:
     clip_norm: float = math.inf
     accumulate: str = "auto"
     compensated: bool = False
+    batch_norm: str = "micro"
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -55,6 +60,7 @@ class Plan:
                 f"got {self.micro_batch}. Pass a smaller one, or None for the uncut batch."
             )
         _check_clip_norm(self.clip_norm)
+        check_batch_norm(self.batch_norm)
         if self.accumulate != "auto":
             parse_dtype(self.accumulate)
 
@@ -102,6 +108,7 @@ class Plan:
             "clip_norm": "none" if math.isinf(self.clip_norm) else str(self.clip_norm),
             "accumulate": self.accumulate,
             "compensated": "yes" if self.compensated else "no",
+            "batch_norm": self.batch_norm,
         }
         return "\n".join(f"{name:12} {value}" for name, value in table.items())
 

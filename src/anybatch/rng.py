@@ -111,3 +111,25 @@ def restore_process(state: Mapping[str, Any]) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         name, keys, *rest = state["numpy"]
         sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
+
+
+def has_moved(since: Mapping[str, Any]) -> bool:
+    """Whether anything was drawn, from any of these streams, since `capture_process`.
+
+    Example:
+        >>> state = capture_process()
+        >>> has_moved(state)
+        False
+        >>> with preserved():
+        ...     _ = torch.rand(1)
+        ...     has_moved(state)
+        True
+    """
+    now = capture_process()
+    was = since["cpu"], *since["cuda"], *since.get("numpy", ())
+    new = now["cpu"], *now["cuda"], *now.get("numpy", ())
+    same = [
+        torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
+        for one, other in zip(was, new, strict=False)
+    ]
+    return since["python"] != now["python"] or not all(same)

@@ -1,22 +1,25 @@
 """The front door: one exact optimizer step per logical batch, however it is cut."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch
-from anybatch.errors import BatchError, OptimizerError, PlanError, WindowError
+from anybatch.batch import Batch, Collate, OpenBatch
+from anybatch.door import admit
+from anybatch.errors import OptimizerError, PlanError, WindowError
 from anybatch.events import Listener, StepReport
 from anybatch.execute import Run, Surroundings, Task, execute
-from anybatch.losses.resolve import check, module_of, resolve
-from anybatch.losses.summed import SummedLoss
+from anybatch.losses.additive import refuse_what_does_not_add_up
+from anybatch.losses.resolve import check as check_loss
+from anybatch.losses.resolve import module_of, resolve
+from anybatch.meetings import batch_norms, check_batch_norm, refuse
 from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan, check_micro_batch
 
@@ -28,13 +31,15 @@ class Step:
     to the order of additions. Uncut and with default options it is, bit for bit, the loop
     `loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()`.
 
-    Where rows meet inside the model (BatchNorm in training mode) or random numbers are drawn by position
-    (dropout), each micro-batch has its own statistics and its own draws, as with any gradient accumulation.
+    Where rows meet inside the model no cut is exact. BatchNorm in training mode is refused in a batch that is
+    cut, unless `batch_norm` says what is to be done; `anybatch.check` finds every other meeting. Dropout
+    draws its masks micro-batch by micro-batch, as with any gradient accumulation.
 
     Args:
         model: called on each micro-batch.
         loss: a loss of torch as a module, function or `functools.partial`; a function
-            `(model, micro) -> ab.Total` or a mapping of named totals; or `ab.Terms`.
+            `(model, micro) -> ab.Total` or a mapping of named totals; `ab.Terms`; `ab.WholeBatch`, for a loss
+            over the outputs of all rows; or `ab.ModelLoss`, for a model that computes its own.
         optimizer: a torch optimizer, or several that share no parameter.
         micro_batch: rows that go through the model together; None for the whole batch at once.
         clip_norm: largest 2-norm of the gradient, clipped once on the whole batch's gradient; None for none.
@@ -42,6 +47,11 @@ class Step:
         collate: if given, a batch is a list of samples, and this builds the tensors of each micro-batch.
         accumulate: dtype of gradient sums; None for float32 or the parameter's if wider.
         compensated: Kahan summation of gradients, at one more buffer per parameter.
+        batch_norm: what BatchNorm in training mode does: None refuses more than one micro-batch; "micro"
+            takes the statistics of each micro-batch, so the result depends on the cut; "frozen" takes the
+            running statistics and leaves them as they are, cut or not.
+        check: before the first update of a batch that is cut, compare a few rows at once with the same rows
+            in parts, if the loss is a function of the caller's own (`anybatch.losses.additive`).
         listeners: functions called with every event (`anybatch.events`).
 
     Attributes:
@@ -72,6 +82,8 @@ class Step:
         collate: Collate | None = None,
         accumulate: torch.dtype | None = None,
         compensated: bool = False,
+        batch_norm: str | None = None,
+        check: bool = True,
         listeners: Sequence[Listener] = (),
     ) -> None:
         if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -79,11 +91,14 @@ class Step:
                 f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. "
                 "Wrap it in a module."
             )
-        check(loss)
+        check_loss(loss)
         self.model = model
         self.loss = loss
         self.optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
         self.schedulers = check_schedulers(() if scheduler is None else scheduler, self.optimizers)
+        check_batch_norm(batch_norm)
+        self.batch_norm = batch_norm
+        self.is_checked = not check  # whether a loss of the caller's own was seen to add up
         self.collate = collate
         self.listeners = tuple(listeners)
         if micro_batch is not None:
@@ -98,6 +113,7 @@ class Step:
             clip_norm=math.inf if clip_norm is None else clip_norm,
             accumulate="auto" if accumulate is None else str(accumulate).removeprefix("torch."),
             compensated=compensated,
+            batch_norm="micro" if batch_norm is None else batch_norm,
         )
         self.most_rows = 0
         self.open_window: Window | None = None
@@ -121,8 +137,11 @@ class Step:
         """
         self._refuse_open_window()
         task = self._task()
-        logical = _admit(batch, task, self.collate)
+        logical = admit(batch, task, self.collate)
         plan = self.plan(logical.rows)
+        if plan.is_cut:
+            self.refuse_meetings(task)
+            self.check_loss(task, logical, plan.micro_batch)
         self.most_rows = max(self.most_rows, logical.rows)
         return execute(plan, task, logical)
 
@@ -142,7 +161,9 @@ class Step:
         """
         self._refuse_open_window()
         task = self._task()
-        self.open_window = Window(self, task, Run(self._window_plan, task, OpenBatch(), task.loss))
+        batch = OpenBatch()
+        task.loss.along(batch, 0, self.model, lambda: None)  # refuses a loss that needs the whole batch
+        self.open_window = Window(self, task, Run(self._window_plan, task, batch, task.loss))
         return self.open_window
 
     @property
@@ -171,6 +192,7 @@ class Step:
             clip_norm=shared.clip_norm,
             accumulate=shared.accumulate,
             compensated=shared.compensated,
+            batch_norm=shared.batch_norm,
         )
 
     def _task(self) -> Task:
@@ -193,9 +215,21 @@ class Step:
             schedulers=self.schedulers,
             parameters=trainable,
             others=list(inside.union(held).difference(trainable)),
+            batch_norms=batch_norms(modules),
             devices={p.device for p in inside},
             listeners=self.listeners,
         )
+
+    def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
+        """Once, before the first update: whether a loss of the caller's own adds up."""
+        if not self.is_checked:
+            refuse_what_does_not_add_up(task.loss, task.model, task.modules, batch, micro_batch)
+        self.is_checked = True
+
+    def refuse_meetings(self, task: Task) -> None:
+        """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
+        if self.batch_norm is None:
+            refuse(self.model, task.batch_norms)
 
     def _refuse_open_window(self) -> None:
         if self.open_window is not None:
@@ -228,7 +262,7 @@ class Window:
     def __init__(self, step: Step, task: Task, run: Run) -> None:
         self._step, self._task, self._run = step, task, run
         self._phase = "open"
-        self._mark = _mark(task.parameters)
+        run.mark()
         self.rows = 0
 
     def add(self, micro: Any) -> None:
@@ -243,10 +277,14 @@ class Window:
         """
         self._expect("open", "add a micro-batch")
         self._refuse_changed_gradients()
-        batch = _admit(micro, self._task, self._step.collate)
+        batch = admit(micro, self._task, self._step.collate)
+        if self.rows:
+            self._step.refuse_meetings(self._task)
+        self._step.check_loss(self._task, batch, batch.rows)
         before = Surroundings(self._task)
         try:
-            self._run.add(next(batch.cut(batch.rows)), self._task.loss, batch.rows)
+            with self._run.conditions():
+                self._run.add(next(batch.cut(batch.rows)), self._task.loss, batch.rows)
         except BaseException:
             if self._run.is_torn:
                 self.discard()
@@ -254,7 +292,7 @@ class Window:
                 before.put_back()
             raise
         self.rows += batch.rows
-        self._mark = _mark(self._task.parameters)
+        self._run.mark()
 
     def update(self) -> StepReport:
         """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.
@@ -312,7 +350,7 @@ class Window:
             self._run.clear()
         else:
             return
-        self._phase, self._mark = "closed", ([], [])
+        self._phase = "closed"
         self._step.open_window = None
 
     def __enter__(self) -> "Window":
@@ -328,7 +366,7 @@ class Window:
             self.discard()  # does nothing to a window that is over
 
     def _refuse_changed_gradients(self) -> None:
-        if not _is_same(_mark(self._task.parameters), self._mark):
+        if self._run.is_disturbed():
             self.discard()
             raise WindowError(
                 "Expected gradients to be left alone while a window is open, got changed ones, so it was "
@@ -341,36 +379,3 @@ class Window:
                 f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
                 "Open a new one with step.window()."
             )
-
-
-def _admit(batch: Any, task: Task, collate: Collate | None) -> Batch:
-    """Check a batch at the door, before anything is touched."""
-    if collate is not None:
-        return SampleBatch(batch, collate)
-    logical = TensorBatch(batch)
-    if isinstance(task.loss, SummedLoss):  # otherwise the caller's function may move rows itself
-        strange = {leaf.device for leaf in logical.leaves} - task.devices
-        if strange and task.devices:
-            raise BatchError(
-                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "
-                "Move the batch there with .to(device), or write the loss as a function (model, micro) "
-                "that moves each micro-batch."
-            )
-    return logical
-
-
-_Mark = tuple[list[Tensor | None], list[int]]
-
-
-def _mark(parameters: Sequence[nn.Parameter]) -> _Mark:
-    """Changes when somebody clears, scales or adds to the sums, as far as `.grad` holds them."""
-    found = [parameter.grad for parameter in parameters]
-    return found, [-1 if one is None else one._version for one in found]  # pyright: ignore[reportPrivateUsage]
-
-
-def _is_same(one: _Mark, other: _Mark) -> bool:
-    return one[1] == other[1] and all(a is b for a, b in zip(one[0], other[0], strict=True))
-
-
-def _names(devices: Set[torch.device]) -> str:
-    return ", ".join(sorted(str(device) for device in devices))

@@ -169,7 +169,11 @@ def as_total(model: nn.Module, micro: Any) -> Total:
 def make(like: Step, loss: object = None, **options: Any) -> Step:
     """A step for the same model and, unless told otherwise, the same optimizer."""
     options = {"optimizer": like.optimizers[0]} | options
-    return Step(like.model, nn.CrossEntropyLoss() if loss is None else loss, **options)
+    return Step(
+        like.model,
+        nn.CrossEntropyLoss() if loss is None else loss,
+        **{"batch_norm": "micro", "check": False} | options,
+    )
 
 
 @pytest.mark.parametrize(("build", "error", "got", "todo"), MAKE.values(), ids=MAKE)
@@ -386,7 +390,9 @@ def test_all_parameters_frozen() -> None:
 
 def test_loss_that_reaches_no_parameter_of_the_optimizer() -> None:
     model = make_model()
-    step = Step(model, nn.CrossEntropyLoss(), SGD(model.parameters(), lr=0.1), micro_batch=3)
+    step = Step(
+        model, nn.CrossEntropyLoss(), SGD(model.parameters(), lr=0.1), micro_batch=3, batch_norm="micro"
+    )
     with torch.no_grad():
         refused(step, lambda: step(make_batch()), LossError, "['loss'] without gradient", "torch.no_grad()")
     assert step(make_batch()).rows == ROWS

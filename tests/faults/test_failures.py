@@ -70,7 +70,13 @@ def test_buffers_that_a_forward_puts_in_place_adds_or_removes_come_back() -> Non
             return self.layer(x) * math.nan
 
     model = Restless()
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=3)
+    step = Step(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch=3,
+        batch_norm="micro",
+    )
     before, replaced = snapshot(step), model.replaced
     with pytest.raises(NonFiniteLossError):
         step(make_batch())
@@ -94,7 +100,9 @@ class Refusing(torch.optim.SGD):
 
 def test_optimizer_that_refuses_its_gradients_changes_nothing() -> None:
     model = make_model()
-    step = Step(model, nn.CrossEntropyLoss(), Refusing(model.parameters(), lr=0.1), micro_batch=3)
+    step = Step(
+        model, nn.CrossEntropyLoss(), Refusing(model.parameters(), lr=0.1), micro_batch=3, batch_norm="micro"
+    )
     before = snapshot(step)
     with pytest.raises(RuntimeError, match="not these gradients"):
         step(make_batch())
@@ -142,7 +150,7 @@ def test_gradients_found_before_a_step_do_not_enter_it() -> None:
 def test_gradients_of_parameters_outside_the_optimizer_are_kept() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)  # type: ignore[union-attr]
-    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, batch_norm="micro")
     found = {name: torch.full_like(parameter, 0.5) for name, parameter in model.named_parameters()}
     for name, parameter in model.named_parameters():
         parameter.grad = found[name]

@@ -171,14 +171,14 @@ def tail_scaled_like_a_full_one(patch: Patch) -> None:
 
 
 def weights_of_rows_left_uncut(patch: Patch) -> None:
-    patch.setattr(SummedLoss, "along", lambda self, batch, micro_batch: itertools.repeat(self))
+    patch.setattr(SummedLoss, "along", lambda self, *given: itertools.repeat(self))
 
 
 def weights_of_other_rows(patch: Patch) -> None:
     along = SummedLoss.along
 
-    def rotated(self: SummedLoss, batch: Any, micro_batch: int) -> Iterable[Any]:
-        parts = list(itertools.islice(along(self, batch, micro_batch), -(-batch.rows // micro_batch)))
+    def rotated(self: SummedLoss, batch: Any, micro_batch: int, *rest: Any) -> Iterable[Any]:
+        parts = list(itertools.islice(along(self, batch, micro_batch, *rest), -(-batch.rows // micro_batch)))
         return parts[1:-1] + parts[:1] + parts[-1:]
 
     patch.setattr(SummedLoss, "along", rotated)

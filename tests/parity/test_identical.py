@@ -339,7 +339,14 @@ def test_cut_step_is_the_loop_with_the_same_cut(
         return update
 
     def by_step(model: nn.Module, optimizer: Optimizer) -> Update:
-        step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=micro_batch, clip_norm=clip_norm)
+        step = Step(
+            model,
+            nn.CrossEntropyLoss(),
+            optimizer,
+            micro_batch=micro_batch,
+            clip_norm=clip_norm,
+            batch_norm="micro",
+        )
         return lambda batch: step(batch).loss
 
     assert_identical(build, make_optimizer, make_batch, by_hand, by_step, compare_loss=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch import Step, Terms, Total
+from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import Transformer
 from benchmarks.peak_bytes import PeakBytes
 
@@ -116,11 +117,11 @@ def measure(
 
 
 def by_step(model: nn.Module, optimizer: Optimizer, criterion: Any, **options: Any) -> Update:
-    return Step(model, criterion, optimizer, micro_batch=ROWS, **options)
+    return Step(model, criterion, optimizer, micro_batch=ROWS, batch_norm="micro", **options)
 
 
 def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    step = Step(model, criterion, optimizer)
+    step = Step(model, criterion, optimizer, batch_norm="micro")
 
     def update(batch: Batch) -> None:
         with step.window() as window:
@@ -154,7 +155,7 @@ def by_samples(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update
     def collate(samples: list[tuple[Tensor, Tensor]]) -> Batch:
         return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
 
-    step = Step(model, criterion, optimizer, micro_batch=ROWS, collate=collate)
+    step = Step(model, criterion, optimizer, micro_batch=ROWS, collate=collate, batch_norm="micro")
     return lambda batch: step(list(zip(*batch, strict=True)))
 
 
@@ -238,3 +239,34 @@ def test_each_further_term_costs_one_gradient(case: str) -> None:
     two = measure(case, FEW, make_update=by_terms)
     parameters = sum(parameter.nbytes for parameter in CASES[case][0]().parameters())
     assert two <= one + 2 * parameters + 4096  # a bank for each term, and the gradient under way
+
+
+def test_two_passes_are_flat_apart_from_the_outputs() -> None:
+    """A loss over the outputs of all rows holds them, and their gradient, and no graph of the other rows."""
+    width = 4
+
+    def contrast(model: nn.Module, micro_batches: int) -> int:
+        step = Step(model, WholeBatch(by_rows, loss_rows=ROWS), sgd(model), micro_batch=ROWS)
+        batch = torch.randn(ROWS * micro_batches, 16), torch.randn(ROWS * micro_batches, 16)
+        return peak_bytes(step, batch, model, step.optimizers[0])
+
+    def by_rows(one: Tensor, other: Tensor, rows: Tensor) -> Total:
+        losses = F.cross_entropy(one[rows] @ other.T, rows, reduction="sum")
+        return Total(losses, len(rows))
+
+    class Twins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Linear(16, 1024), nn.Tanh(), nn.Dropout(0.2), nn.Linear(1024, width)
+            )
+
+        def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layers(one), self.layers(other)
+
+    torch.manual_seed(0)
+    few, many = (contrast(Twins(), number) for number in (FEW, MANY))
+    outputs = 2 * ROWS * (MANY - FEW) * width * 4
+    # The outputs, their gradient, and while a micro-batch is cut out or joined, one of the two again; the
+    # scores of a few rows against all; the places of the rows.
+    assert many <= few * 1.01 + 3 * outputs + ROWS * ROWS * MANY * 4 * 4 + 8 * ROWS * MANY

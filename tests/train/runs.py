@@ -55,7 +55,12 @@ def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
     )
     make_optimizer, make_scheduler = KINDS[kind]
     optimizer = make_optimizer(model.parameters())
-    settings = {"loss": nn.CrossEntropyLoss(), "micro_batch": 3, "scheduler": make_scheduler(optimizer)}
+    settings = {
+        "loss": nn.CrossEntropyLoss(),
+        "micro_batch": 3,
+        "batch_norm": "micro",
+        "scheduler": make_scheduler(optimizer),
+    }
     return Step(model, optimizer=optimizer, **settings | options)
 
 

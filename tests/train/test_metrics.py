@@ -43,7 +43,7 @@ def evaluated(
 ) -> dict[str, float]:
     model = Perceptron(3, 4).double()
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    return evaluate(step, Rows((X, y), step), metrics or {}, micro_batch=micro_batch)
+    return evaluate(step, Rows((X, y), step), metrics or {}, micro_batch=micro_batch, batch_size=4)
 
 
 def outputs() -> Tensor:
@@ -112,7 +112,7 @@ def test_loss_is_what_a_step_reports_whatever_the_terms_are_called() -> None:
     for loss in (function, Terms(function, coefficients={"loss": 3.0}), Terms(lambda *_: named(*_)["fit"])):
         model = Perceptron(3, 4).double()
         step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        found = evaluate(step, Rows((X, UNEVEN), step), {}, micro_batch=4)
+        found = evaluate(step, Rows((X, UNEVEN), step), {}, micro_batch=4, batch_size=4)
         assert relative_error(found["loss"], step((X, UNEVEN)).loss) <= LIMIT
 
 
@@ -185,7 +185,7 @@ def test_metrics_see_outputs_and_targets_as_the_model_gives_and_takes_them() -> 
     model = Two()
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
     rows = Rows({"a": torch.zeros(5, 3), "labels": torch.ones(5)}, step)
-    assert evaluate(step, rows, {"gap": gap}, micro_batch=2)["gap"] == 3.0
+    assert evaluate(step, rows, {"gap": gap}, micro_batch=2, batch_size=4)["gap"] == 3.0
 
 
 def test_metric_without_a_denominator_is_refused() -> None:
@@ -246,7 +246,7 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
         return Total(0, len(y))
 
     try:
-        evaluate(step, rows, {"one": metric, "two": accuracy}, micro_batch=4)
+        evaluate(step, rows, {"one": metric, "two": accuracy}, micro_batch=4, batch_size=4)
     except ZeroDivisionError:
         assert fails
     assert met == [4, 4, 3]

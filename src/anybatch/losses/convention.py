@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
+from inspect import ismethod
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -70,20 +72,27 @@ def split(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]
     )
 
 
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return what it returns.
+
+    Example:
+        >>> call(nn.Identity(), (1,)), call(nn.Identity(), {"input": 2})
+        (1, 2)
+    """
+    if isinstance(inputs, tuple | list):
+        return model(*cast("tuple[Any, ...]", inputs))
+    if isinstance(inputs, Mapping):
+        return model(**cast("Mapping[str, Any]", inputs))
+    return model(inputs)
+
+
 def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Call the model on a tensor, a tuple (positional) or a mapping (keywords); its outputs as a tuple.
+    """Call the model as `call` does; its outputs as a tuple.
 
     Raises:
         LossError: the model returned something other than tensors.
     """
-    if isinstance(inputs, Tensor):
-        outputs = model(inputs)
-    elif isinstance(inputs, tuple | list):
-        outputs = model(*cast("tuple[Any, ...]", inputs))
-    elif isinstance(inputs, Mapping):
-        outputs = model(**cast("Mapping[str, Any]", inputs))
-    else:
-        outputs = model(inputs)
+    outputs = call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list):
@@ -91,6 +100,18 @@ def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     raise LossError(
         f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}"
     )
+
+
+def module_in(function: object) -> nn.Module:
+    """The module that a function is, belongs to or wraps; an empty one if there is none.
+
+    Example:
+        >>> module_in(nn.MSELoss()), module_in(nn.MSELoss().forward), module_in(print)
+        (MSELoss(), MSELoss(), Identity())
+    """
+    held = function.func if isinstance(function, partial) else function
+    held = held.__self__ if ismethod(held) else held
+    return held if isinstance(held, nn.Module) else nn.Identity()
 
 
 def _spread(target: Any) -> tuple[Any, ...]:

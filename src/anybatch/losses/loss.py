@@ -51,6 +51,18 @@ class Loss(Protocol):
         """The same loss for a batch that is not cut: torch's own reduction, to the bit."""
         ...
 
-    def along(self, batch: Batch, micro_batch: int) -> Iterable["Loss"]:
-        """The loss for each micro-batch in turn: the same, unless a tensor in it has one entry per row."""
+    def along(
+        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
+    ) -> Iterable["Loss"]:
+        """The loss for each micro-batch in turn: the same, unless it depends on the rows.
+
+        A loss in which rows meet takes a first pass over the batch here, without graph, before it yields.
+
+        Args:
+            batch: the logical batch; `OpenBatch`, of no rows, where a window opens.
+            micro_batch: rows of each micro-batch.
+            model: what a first pass calls.
+            put_back: puts the buffers back to where they stood before the step, so that the second pass
+                repeats the first, and updates them once.
+        """
         ...

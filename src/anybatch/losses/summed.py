@@ -86,7 +86,9 @@ class SummedLoss:
         """Torch's own reduction, to the bit."""
         return replace(self, divided=True) if self.kind.shape_tells else self
 
-    def along(self, batch: Batch, micro_batch: int) -> Iterable[Loss]:
+    def along(
+        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
+    ) -> Iterable[Loss]:
         """The same loss, or one for each micro-batch where a setting has one entry per row."""
         cut = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
         if not cut:

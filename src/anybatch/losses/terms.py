@@ -105,7 +105,9 @@ class Terms:
         """The same: a total is divided once, cut or not."""
         return self
 
-    def along(self, batch: Batch, micro_batch: int) -> Iterable[Loss]:
+    def along(
+        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
+    ) -> Iterable[Loss]:
         """The same loss for every micro-batch."""
         return itertools.repeat(self)
 

@@ -1,20 +1,23 @@
 """Metrics as folds: sums over all rows, divided once, never a mean of means."""
 
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch import rng
-from anybatch.batch import OpenBatch
+from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
 from anybatch.losses.convention import split
+from anybatch.losses.loss import Loss
 from anybatch.losses.resolve import resolve
+from anybatch.losses.whole_batch import WholeBatch
 from anybatch.step import Step
 from anybatch.total import Number, Total
 from anybatch.train.rows import Rows
@@ -40,17 +43,20 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
     return Total(((outputs.argmax(1) == targets) & valid).sum(), valid.sum())
 
 
-def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_batch: int) -> dict[str, float]:
+def evaluate(
+    step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_batch: int, batch_size: int
+) -> dict[str, float]:
     """The loss terms and metrics of all rows, in evaluation mode, without gradient.
 
     Model modes and every random state (torch's, Python's, NumPy's) are as before. The result does not depend
-    on the cut.
+    on the cut. A whole-batch loss is taken of each batch, and its mean is over rows.
 
     Args:
         step: whose model and loss are evaluated.
         rows: what they are evaluated on.
         metrics: named functions of (outputs, targets) to a `Total`, or folds over such pairs.
         micro_batch: rows that go through the model together.
+        batch_size: rows of a batch, which matter where they meet in the loss.
 
     Returns:
         `loss`, further terms by name, and each metric.
@@ -64,13 +70,14 @@ def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_bat
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
     with _evaluating(step.model, step.loss_module), _outputs_of(step.model) as seen:
-        for group in rows.in_order(micro_batch):
-            micro = group if step.collate is None else step.collate(group)
-            terms = loss.evaluate(step.model, micro)
-            fixed = loss.divisors(OpenBatch(), terms, 1) or {}
+        for part, micro in _cut(step, loss, rows, micro_batch, batch_size):
+            terms = part.evaluate(step.model, micro)
+            if not part.divided:
+                fixed = part.divisors(OpenBatch(), terms, 1) or {}
             weights = fixed or terms.weigh()
             for name, value in terms.sums.items():
-                sums[name] = sums.get(name, Total.zero()) + _widened(Total(value, weights[name]))
+                whole = value * weights[name] if part.divided else value
+                sums[name] = sums.get(name, Total.zero()) + _widened(Total(whole, weights[name]))
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(seen, micro))
             seen.clear()
@@ -79,6 +86,14 @@ def evaluate(step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_bat
     used = [loss.coefficients.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
     values["loss"] = math.fsum(used) if used else math.nan
     return values | {name: float(fold.finish(states[name])) for name, fold in folds.items()}
+
+
+def _cut(step: Step, loss: Loss, rows: Rows, micro_batch: int, batch_size: int) -> Iterator[tuple[Loss, Any]]:
+    """Each micro-batch with the loss for it; rows that never meet need no batches."""
+    for group in rows.in_order(batch_size if isinstance(loss, WholeBatch) else micro_batch):
+        batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
+        parts = loss.along(batch, micro_batch, step.model, lambda: None) if loss.divided else repeat(loss)
+        yield from zip(parts, batch.cut(micro_batch), strict=False)
 
 
 class RunningLoss:

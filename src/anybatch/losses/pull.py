@@ -1,0 +1,115 @@
+"""What flows back into the outputs of all rows, known before the pass that sends it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import LossError
+from anybatch.total import Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pull:
+    """The gradient of a loss with respect to the outputs of all rows, and to parameters of its own.
+
+    Attributes:
+        value: the loss, a scalar.
+        weight: what is reported as its weight.
+        rows: how many rows there are.
+        outputs: what the first pass saw: one entry per row in the first axis, or scalars that all rows share.
+        cotangents: the gradient with respect to each of them, of the same shape; None where there is none.
+        parameters: those that the loss itself depends on, each with its gradient.
+
+    Example:
+        >>> output = torch.ones(3, requires_grad=True)
+        >>> pull = Pull(
+        ...     value=torch.tensor(6.0), weight=3, rows=3, outputs=(torch.ones(3),),
+        ...     cotangents=(torch.tensor([1.0, 2.0, 3.0]),),
+        ... )
+        >>> pull.into([output[:2]], 0, 2).backward()
+        >>> output.grad
+        tensor([1., 2., 0.])
+    """
+
+    value: Tensor
+    weight: Number
+    rows: int
+    outputs: tuple[Tensor, ...]
+    cotangents: tuple[Tensor | None, ...]
+    parameters: tuple[tuple[Tensor, Tensor], ...] = ()
+    # How far the second pass is from the first, where it has come to.
+    _drifts: list[Tensor] = field(default_factory=list[Tensor], init=False, repr=False)
+
+    def into(self, outputs: Sequence[Tensor], start: int, stop: int) -> Tensor:
+        """A scalar whose backward sends into the outputs of these rows what belongs to them.
+
+        What belongs to no row (a scalar output, a parameter of the loss) is sent with the first rows, once;
+        so is the value: the scalars of all micro-batches add up to the loss.
+
+        Args:
+            outputs: those of rows `start` to `stop`, with their graph.
+            start: the first of these rows.
+            stop: the one after the last.
+        """
+        sent = [
+            (output, flow[start:stop] if flow.dim() else flow)
+            for output, flow in zip(outputs, self.cotangents, strict=True)
+            if flow is not None and output.requires_grad and (flow.dim() or not start)
+        ]
+        if not start:
+            sent.extend(self.parameters)
+        value = torch.zeros_like(self.value) if start else self.value
+        if not sent:
+            return value
+        targets, flows = zip(*sent, strict=True)
+        return cast("Tensor", _Send.apply(value, flows, *targets))
+
+    def check(self, outputs: Sequence[Tensor], start: int, stop: int) -> None:
+        """Note how far the outputs are from those of the first pass; with the last rows, look.
+
+        Raises:
+            LossError: the second pass did not repeat the first.
+        """
+        before = [output[start:stop] if output.dim() else output for output in self.outputs]
+        shapes = [tuple(output.shape) for output in outputs]
+        if shapes != [tuple(output.shape) for output in before]:
+            raise _not_repeated(f"shapes {shapes} where there were {[tuple(one.shape) for one in before]}")
+        for output, first in zip(outputs, before, strict=True):
+            if first.is_floating_point():
+                self._drifts.append(_drift(output.detach(), first))
+        if stop == self.rows and self._drifts:
+            drift = max(torch.stack(self._drifts).tolist())  # one stop of the device for all rows
+            if drift > 1:
+                raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")
+
+
+class _Send(torch.autograd.Function):
+    """A number whose backward sends what is known already, times the cotangent that comes in."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, flows: tuple[Tensor, ...], *targets: Tensor) -> Tensor:
+        ctx.flows = flows
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        return None, None, *[flow * gradient for flow in ctx.flows]
+
+
+def _drift(output: Tensor, first: Tensor) -> Tensor:
+    """Distance of two passes in units of what rounding, and kernels that add in any order, may leave."""
+    wide = torch.promote_types(first.dtype, torch.float32)
+    distance = (output.to(wide) - first).norm()
+    return distance / (4 * torch.finfo(first.dtype).eps ** 0.5 * first.to(wide).norm()).clamp(min=1e-30)
+
+
+def _not_repeated(got: str) -> LossError:
+    return LossError(
+        f"Expected the second pass of a whole-batch loss to repeat the first, got {got}. Draw random numbers "
+        "from torch's, Python's or NumPy's global streams, which are replayed, not from a generator of the "
+        "model's own; and keep what a forward changes in buffers, which are put back."
+    )

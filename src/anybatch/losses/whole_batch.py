@@ -1,0 +1,379 @@
+"""A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybatch import rng, tree
+from anybatch.batch import Batch, cut_sizes
+from anybatch.errors import LossError, NonFiniteLossError
+from anybatch.losses.convention import TARGET_KEYS, call, module_in, split
+from anybatch.losses.loss import Evaluated, Loss
+from anybatch.losses.pull import Pull
+from anybatch.total import Number, Total
+
+_NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBatch:
+    """A loss in which rows meet: contrastive, ranking, decorrelation, any function of all outputs at once.
+
+    Micro-batches of it cannot be added up, because each row's loss depends on the others. So a cut batch goes
+    through the model twice. The first pass, without graph, collects the outputs of all rows, and the gradient
+    of the loss with respect to them is taken. The second repeats each micro-batch with its graph, and sends
+    that gradient back. Random streams and buffers start the second pass where they started the first: dropout
+    draws the same masks, and buffers are updated once. What is held are the outputs of all rows and their
+    gradient; the price is one forward more. An uncut batch goes through once.
+
+    The function sees the outputs first, then the targets, each with all rows. A mapping with one of the keys
+    `target`, `targets`, `label`, `labels`, `y`, and a tuple `(inputs, target)`, have a target. Other
+    mappings, `(inputs,)`, and tuples of which `model.forward` requires every part, have none.
+
+    Args:
+        function: takes outputs and targets of all rows, returns a scalar tensor or an `ab.Total` (whose
+            weight may be 0: no update then). It may be a module with parameters of its own, and draw random
+            numbers.
+        loss_rows: rows per call of the function, for losses whose own memory grows with the square of the
+            rows. It then gets all outputs and targets and, as the keyword `rows`, the rows whose share it
+            returns as an `ab.Total`: int64 of shape (at most loss_rows,).
+        outputs: `(model, micro) -> outputs`, where the model is not called in the usual way. What else the
+            function needs, such as labels, is then among what it returns.
+
+    Outputs have one entry per row in their first axis, or are scalars that all rows share (a learned
+    temperature).
+
+    Raises:
+        LossError: the function cannot be called, or `loss_rows` is no positive whole number.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> def info_nce(image, text):
+        ...     return F.cross_entropy(image @ text.T / 0.07, torch.arange(len(image)))
+        >>> def info_nce_by_rows(image, text, rows):
+        ...     losses = F.cross_entropy(image[rows] @ text.T / 0.07, rows, reduction="none")
+        ...     return Total(losses.sum(), len(rows))
+        >>> WholeBatch(info_nce_by_rows, loss_rows=1024).loss_rows
+        1024
+
+    Source: Gao, Zhang, Han, Callan 2021, "Scaling deep contrastive learning batch size under memory limited
+    setup", section 3.2; here with random streams and buffers that repeat.
+    """
+
+    function: Callable[..., Tensor | Total]
+    loss_rows: int | None = None
+    outputs: Callable[[nn.Module, Any], Any] | None = None
+
+    divided = True  # the function's value is the loss itself
+    counted = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise LossError(
+                f"Expected a function of the outputs of all rows, got {type(self.function).__name__}. "
+                "Pass ab.WholeBatch(function), where function(outputs, targets) returns a scalar."
+            )
+        rows = self.loss_rows
+        if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
+            raise LossError(
+                f"Expected loss_rows to be a whole number of at least 1, got {rows!r}. "
+                "Leave it out to call the function once, with all rows."
+            )
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        """A single loss has none."""
+        return _NO_COEFFICIENTS
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """The loss of a batch that is not cut: one pass."""
+        seen = self.look(model, micro)
+        if self.loss_rows is None:
+            value, weight = self._value(seen)
+            return Evaluated({"loss": value}, lambda: {"loss": weight})
+        pull = self._pull(model, seen)
+        value = pull.into(seen.outputs, 0, pull.rows)
+        return Evaluated({"loss": value}, lambda: {"loss": pull.weight})
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        """The weight to be reported; nothing is divided any more."""
+        return first.weigh()
+
+    def uncut(self) -> Loss:
+        """The same: `along` sees that there is only one micro-batch."""
+        return self
+
+    def along(
+        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
+    ) -> Iterable[Loss]:
+        """The first pass; then, for each micro-batch, what it sends back in the second.
+
+        Raises:
+            LossError: a window, whose rows are never all there; outputs that do not belong to rows.
+            NonFiniteLossError: the loss is NaN or infinite.
+        """
+        if not batch.rows:
+            raise LossError(
+                f"Expected the whole batch for {self.name}, a loss over the outputs of all rows, got a "
+                "window, which brings them micro-batch by micro-batch. Call step(batch)."
+            )
+        if micro_batch >= batch.rows:
+            return itertools.repeat(self)
+        return self._two_passes(batch, micro_batch, model, put_back)
+
+    def look(self, model: nn.Module, micro: Any, rows: int | None = None) -> "Seen":
+        """Run the model on a micro-batch.
+
+        Args:
+            model: what is called.
+            micro: the rows of one micro-batch.
+            rows: how many there are, so that outputs which cannot be joined are refused; None where none will
+                be.
+        """
+        if self.outputs is not None:
+            returned, targets = self.outputs(model, micro), ()
+        else:
+            inputs, targets = _split(model, micro)
+            returned = call(model, inputs)
+        is_many = isinstance(returned, tuple | list)
+        outputs = cast("tuple[Any, ...]", returned) if is_many else (returned,)
+        nest = tree.flatten(tuple([output for output in outputs if output is not None]))
+        wrong = [tuple(leaf.shape) for leaf in nest.leaves if leaf.dim() and len(leaf) != rows]
+        if rows is not None and wrong:
+            raise LossError(
+                f"Expected outputs with one entry per row, {rows} in this micro-batch, in their first axis, "
+                f"got shape {wrong[0]}. Return several views of a row as several outputs, and put time or "
+                "heads into later axes, in the model or in ab.WholeBatch(function, outputs=...)."
+            )
+        return Seen(nest.leaves, nest.build, targets)
+
+    @property
+    def name(self) -> str:
+        """What the caller calls the function."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def _two_passes(
+        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
+    ) -> Iterator[Loss]:
+        sizes = cut_sizes(batch.rows, micro_batch)
+        before = rng.capture_process()
+        with torch.no_grad():
+            micros = zip(batch.cut(micro_batch), sizes, strict=True)
+            whole = _joined([self.look(model, micro, rows) for micro, rows in micros])
+        torch.clear_autocast_cache()  # weights cast without graph would be used again, and get no gradient
+        put_back()
+        pull = self._pull(model, whole)
+        del whole
+        after = rng.capture_process()  # the function may have drawn too
+        rng.restore_process(before)
+        start = 0
+        for rows in sizes:
+            yield _Share(whole=self, pull=pull, start=start, stop=start + rows)
+            start += rows
+        rng.restore_process(after)
+
+    def _pull(self, model: nn.Module, whole: "Seen") -> Pull:
+        """The loss, and its gradient with respect to outputs and to parameters of its own."""
+        wanted = torch.is_grad_enabled()
+        leaves = [leaf.detach() for leaf in whole.outputs]
+        for leaf in leaves:
+            leaf.requires_grad_(wanted and (leaf.is_floating_point() or leaf.is_complex()))
+        held = [*model.parameters(), *module_in(self.function).parameters()]
+        parameters = [p for p in dict.fromkeys(held) if p.requires_grad and wanted]
+        sources = [*[leaf for leaf in leaves if leaf.requires_grad], *parameters]
+        differentiate = self._at_once if self.loss_rows is None else self._by_rows
+        value, weight, gradients = differentiate(whole._replace(outputs=tuple(leaves)), sources)
+        self._refuse_non_finite(value, weight, leaves)
+        flows = dict(zip(sources, gradients, strict=True))
+        return Pull(
+            value=value,
+            weight=weight,
+            rows=whole.rows,
+            outputs=tuple([leaf.detach() for leaf in leaves]),
+            cotangents=tuple([flows.get(leaf) for leaf in leaves]),
+            parameters=tuple([(p, flow) for p in parameters if (flow := flows[p]) is not None]),
+        )
+
+    def _at_once(self, whole: "Seen", sources: Sequence[Tensor]) -> "_Differentiated":
+        value, weight = self._value(whole)
+        return _Differentiated(value.detach(), weight, _gradients(value, sources))
+
+    def _by_rows(self, whole: "Seen", sources: Sequence[Tensor]) -> "_Differentiated":
+        """Sums over the rows' shares, at least in float32, divided once."""
+        total = Total.zero()
+        sums: list[Tensor | None] = [None] * len(sources)
+        for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(self.loss_rows or 1):
+            share = self.function(*whole.arguments(), rows=rows)
+            if not isinstance(share, Total):
+                raise LossError(
+                    f"Expected {self.name} to return an ab.Total for the rows it is given, got "
+                    f"{type(share).__name__}. With loss_rows= return ab.Total(sum over rows, how many)."
+                )
+            value = torch.as_tensor(share.sum)
+            for index, gradient in enumerate(_gradients(value, sources)):
+                sums[index] = _added(sums[index], gradient)
+            total += Total(value.detach(), share.weight)
+        divided = [
+            None if one is None else (one / total.weight).to(source.dtype)
+            for one, source in zip(sums, sources, strict=True)
+        ]
+        return _Differentiated(torch.as_tensor(total.mean()), total.weight, divided)
+
+    def _value(self, seen: "Seen") -> tuple[Tensor, Number]:
+        """The function's value and its weight: the rows, unless it says otherwise."""
+        value = self.function(*seen.arguments())
+        if isinstance(value, Total):
+            return torch.as_tensor(value.mean()), value.weight
+        if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
+            return value, seen.rows
+        came = (
+            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        )
+        raise LossError(
+            f"Expected {self.name} to return one real number for all rows, a tensor of shape (), got {came}. "
+            "Reduce it, by .mean() for instance."
+        )
+
+    def _refuse_non_finite(self, value: Tensor, weight: Number, outputs: Sequence[Tensor]) -> None:
+        if bool(value.isfinite()) or not float(weight):
+            return
+        bad = [~output.isfinite().flatten(1).all(1) for output in outputs if output.dim() and len(output)]
+        rows = torch.stack(bad).any(0).nonzero().flatten().tolist()[:8] if bad else []
+        where = f"the outputs of rows {rows} are not finite either" if rows else "all outputs are finite"
+        raise NonFiniteLossError(
+            f"Expected a finite loss, got {value.item()} from {self.name} ({where}). No update was made. "
+            "Look for bad data in these rows of the batch, too high a learning rate, or a logarithm or root "
+            "of 0."
+        )
+
+
+class Seen(NamedTuple):
+    """What the function sees of some rows.
+
+    Attributes:
+        outputs: the tensors that the model returned.
+        build: puts them back into the nest they came in.
+        targets: what follows them.
+    """
+
+    outputs: tuple[Tensor, ...]
+    build: tree.Build
+    targets: tuple[Any, ...]
+
+    @property
+    def rows(self) -> int:
+        """Entries in the first axis of an output that has one."""
+        return next((len(output) for output in self.outputs if output.dim()), 1)
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Outputs and targets, in the order in which the function takes them."""
+        return (*self.build(iter(self.outputs)), *self.targets)
+
+
+class _Differentiated(NamedTuple):
+    value: Tensor
+    weight: Number
+    gradients: Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """The loss of one micro-batch in the second pass: what flows back is known already."""
+
+    whole: WholeBatch
+    pull: Pull
+    start: int
+    stop: int
+
+    divided = True
+    counted = True
+
+    @property
+    def coefficients(self) -> Mapping[str, float]:
+        return _NO_COEFFICIENTS
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        outputs = self.whole.look(model, micro, self.stop - self.start).outputs
+        self.pull.check(outputs, self.start, self.stop)
+        value = self.pull.into(outputs, self.start, self.stop)
+        # The value comes with the first rows, and so does its weight.
+        return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        return first.weigh()
+
+    def uncut(self) -> Loss:
+        return self
+
+    def along(
+        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
+    ) -> Iterable[Loss]:
+        return itertools.repeat(self)
+
+
+def _split(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The model's inputs and the function's targets, if there are any."""
+    if isinstance(micro, Tensor):
+        return micro, ()
+    if isinstance(micro, tuple | list):
+        parts = len(cast("tuple[Any, ...]", micro))
+        return split(micro, has_target=parts != _required(model))
+    keys = set(micro) if isinstance(micro, Mapping) else set(dir(micro))
+    return split(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
+
+
+def _required(model: nn.Module) -> int:
+    """How many positional arguments the model's forward cannot do without."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters)
+
+
+def _joined(seen: Sequence[Seen]) -> Seen:
+    """What was seen micro-batch by micro-batch, as if all rows had been seen at once."""
+    outputs: list[Tensor] = []
+    for parts in zip(*[one.outputs for one in seen], strict=True):
+        if parts[0].dim():
+            outputs.append(_concatenated(parts, "outputs"))
+        elif all(torch.equal(part, parts[0]) for part in parts):
+            outputs.append(parts[0])
+        else:
+            raise LossError(
+                f"Expected an output without rows to be the same for every micro-batch, got values from "
+                f"{min(map(float, parts))} to {max(map(float, parts))}. Return one entry per row."
+            )
+    nests = [tree.flatten(one.targets) for one in seen]
+    targets = zip(*[nest.leaves for nest in nests], strict=True)
+    whole = nests[0].build(iter([_concatenated(parts, "targets") for parts in targets]))
+    return Seen(tuple(outputs), seen[0].build, whole)
+
+
+def _concatenated(parts: Sequence[Tensor], what: str) -> Tensor:
+    try:
+        return torch.cat(list(parts))
+    except RuntimeError:
+        raise LossError(
+            f"Expected {what} of all rows to differ in their first axis only, got shapes "
+            f"{[tuple(part.shape) for part in parts[:4]]}. Pad them to one length in the model or in "
+            "`collate`."
+        ) from None
+
+
+def _gradients(value: Tensor, sources: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    if not value.requires_grad or not sources:  # nothing flows; whether that may be is the step's to say
+        return [None] * len(sources)
+    return torch.autograd.grad(value, sources, allow_unused=True)
+
+
+def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    if gradient is None:
+        return total
+    if total is None:  # a copy: autograd may hand out one that is expanded, or shares its memory
+        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+    return total.add_(gradient)

@@ -1,0 +1,133 @@
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Terms, Total, rng
+from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
+from anybatch.errors import LossError
+from anybatch.losses.additive import refuse_what_does_not_add_up
+from anybatch.losses.resolve import resolve
+from anybatch.testing import Perceptron
+
+ROWS = 7
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    labels = torch.randint(3, (ROWS,))
+    labels[::3] = -100
+    return torch.randn(ROWS, 4), labels
+
+
+def by_labels(model: nn.Module, micro: Any) -> Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="sum")
+    return Total(losses, (micro[1] != -100).sum())
+
+
+def by_rows(model: nn.Module, micro: Any) -> Total:
+    return Total(F.cross_entropy(model(micro[0]), micro[1]) * len(micro[0]), len(micro[0]))
+
+
+def look(loss: Any, *, model: nn.Module | None = None, batch: Any = None, micro_batch: int = 4) -> None:
+    model = Perceptron(4, 3) if model is None else model
+    given = TensorBatch(make_batch()) if batch is None else batch
+    refuse_what_does_not_add_up(resolve(loss), model, list(model.modules()), given, micro_batch)
+
+
+def test_a_loss_that_adds_up_passes() -> None:
+    look(by_labels)
+    look(Terms(lambda model, micro: {"a": by_labels(model, micro), "b": Total(1.0, 1)}))
+    look(nn.CrossEntropyLoss())
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 100])
+def test_a_wrong_weight_is_refused(micro_batch: int) -> None:
+    with pytest.raises(LossError, match="totals of by_rows to add up"):
+        look(by_rows, micro_batch=micro_batch)
+
+
+def test_one_wrong_term_is_named() -> None:
+    loss = Terms(lambda model, micro: {"right": by_labels(model, micro), "wrong": by_rows(model, micro)})
+    with pytest.raises(LossError, match="'wrong'"):
+        look(loss)
+
+
+def test_samples_are_looked_at_too() -> None:
+    def collate(samples: list[Any]) -> Any:
+        return tuple([torch.stack(part) for part in zip(*samples, strict=True)])
+
+    batch = SampleBatch(list(zip(*make_batch(), strict=True)), collate)
+    look(by_labels, batch=batch)
+    with pytest.raises(LossError, match="add up"):
+        look(by_rows, batch=batch)
+
+
+def test_rows_that_meet_in_the_model_are_refused() -> None:
+    class Centre(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0)
+
+    with pytest.raises(LossError, match="rows meet"):
+        look(by_labels, model=nn.Sequential(Centre(), Perceptron(4, 3)))
+
+
+class Jitter(nn.Module):
+    """Random in evaluation mode too."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.draw()
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random], ids=["torch", "python"])
+def test_what_draws_random_numbers_is_left_alone(draw: Any) -> None:
+    model, batch = nn.Sequential(Jitter(draw), Perceptron(4, 3)), TensorBatch(make_batch())
+    before = rng.capture_process()
+    look(by_labels, model=model, batch=batch)
+    assert not rng.has_moved(before)
+
+
+def test_dropout_and_batch_norm_do_not_disturb() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.5), Perceptron(4, 3))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    look(by_labels, model=model)
+    look(by_labels, model=nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False), Perceptron(4, 3)))
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_buffers_come_back() -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    model = nn.Sequential(Counter(), Perceptron(4, 3))
+    look(by_labels, model=model)
+    assert model[0].calls == 0
+
+
+def test_what_fails_is_left_to_the_step() -> None:
+    def penalty(model: nn.Module, micro: Any) -> Total:
+        x = micro[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)  # needs a graph
+        return Total(slope.square().sum(), len(x))
+
+    look(penalty)
+
+
+def test_masked_rows_and_single_rows_are_no_fault() -> None:
+    x, y = make_batch()
+    look(by_labels, batch=TensorBatch((x, torch.full_like(y, -100))))
+    look(by_rows, batch=TensorBatch((x[:1], y[:1])))
+    look(by_rows, batch=OpenBatch())
