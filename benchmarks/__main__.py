@@ -15,10 +15,11 @@ import torch
 from benchmarks.config import FULL, QUICK, Config
 from benchmarks.contestants import PACKAGES, RIVALS, installed
 from benchmarks.exactness import exactness
+from benchmarks.linear import head
 from benchmarks.memory import memory
 from benchmarks.race import race
 from benchmarks.report import file_name, render
-from benchmarks.results import Race, Raw
+from benchmarks.results import Head, Race, Raw
 from benchmarks.thresholds import judge, ratio
 
 
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pipeline; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument(
-        "--quick", action="store_true", help="fewer pairs and wider intervals: under 40 seconds"
+        "--quick", action="store_true", help="fewer pairs and wider intervals: under a minute"
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/bench"), help="where raw results and reports go"
@@ -58,6 +59,10 @@ def measure(config: Config) -> Raw:
     for case in config.memory:
         say(f"{case.task}: peak bytes at {case.few} and at {case.many} micro-batches")
         peaks.append(memory(case, RIVALS, seed=config.seed))
+    heads: list[Head] = []
+    for case in config.heads:
+        say(f"head of {case.vocabulary:,} words: blocks against all logits at once")
+        heads.append(head(case, seed=config.seed))
     deadline = time.perf_counter() + config.effort.seconds
     for left, case in zip(range(len(config.races), 0, -1), config.races, strict=True):
         say(f"{case.task}: racing {case.micro_batches} micro-batches of {case.rows} rows")
@@ -76,6 +81,7 @@ def measure(config: Config) -> Raw:
         races=races,
         exactness=errors,
         memory=peaks,
+        heads=heads,
     )
 
 

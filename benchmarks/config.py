@@ -27,6 +27,19 @@ class MemoryCase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCase:
+    """The head of a language model, and how it may compare with holding all logits at once."""
+
+    vocabulary: int = 50_257
+    tokens: int = 2_048
+    width: int = 256
+    pairs: int = 3
+    time: float = 1.15
+    peak: float = 0.25  # of all bytes, what both hold included
+    error: float = 1e-12  # relative, float64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """When a race stops: it is settled, or its blocks or its share of the seconds are used up."""
 
@@ -56,6 +69,7 @@ class Config:
         MemoryCase(task="lenet5", rows=32),
         MemoryCase(task="gpt", rows=4, ragged=True),
     )
+    heads: tuple[HeadCase, ...] = (HeadCase(),)
     gradient_error: float = 1e-12  # relative, float64, against one whole-batch backward
     parameter_error: float = 1e-9  # relative, float64, after a few updates with equal weights
     seed: int = 0
@@ -67,5 +81,6 @@ FULL = Config(
 )
 QUICK = Config(
     name="quick",
+    heads=(HeadCase(tokens=1_024, width=64),),
     effort=Effort(least_blocks=6, most_blocks=100, seconds=14.0, warm_up=1, peers_every=10, decided=True),
 )

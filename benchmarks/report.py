@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from benchmarks.ratios import Ratio
-from benchmarks.results import Exactness, Memory, Race, Raw, names
-from benchmarks.thresholds import Verdict, growth, ratio
+from benchmarks.results import Exactness, Head, Memory, Race, Raw, names
+from benchmarks.thresholds import Verdict, growth, head_time, ratio
 
 
 def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
@@ -28,6 +28,14 @@ def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
         "",
         "Held: parameters and optimizer state, part of the peaks. The batch is the caller's and not in them.",
         "Growth is that of the peak above what is held.",
+        *(
+            "",
+            "## Cross-entropy of a large vocabulary, in blocks over all logits at once",
+            "",
+            *_heads(raw.heads),
+        ),
+        "",
+        "Time, and peak bytes with hidden and weight, of forward and backward in float32; errors in float64.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -132,5 +140,19 @@ def _memory(entries: Sequence[Memory]) -> list[str]:
         )
         for entry in entries
         for name in entry.few
+    ]
+    return table(header, rows)
+
+
+def _heads(entries: Sequence[Head]) -> list[str]:
+    header = ("words", "tokens", "width", "time", "pairs", "held", "peak", "all logits", "ratio", "error")
+    rows = [
+        (
+            *(f"{size:,}" for size in (entry.case.vocabulary, entry.case.tokens, entry.case.width)),
+            *(f"{head_time(entry).median:.3f}", str(head_time(entry).pairs), f"{entry.held:,}"),
+            *(f"{entry.peak[name]:,}" for name in ("anybatch", "hand")),
+            *(f"{entry.peak['anybatch'] / entry.peak['hand']:.3f}", f"{max(entry.error.values()):.1e}"),
+        )
+        for entry in entries
     ]
     return table(header, rows)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.config import MemoryCase, RaceCase
+from benchmarks.config import HeadCase, MemoryCase, RaceCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,17 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Cross-entropy of a linear layer: in blocks (anybatch), and with all logits at once (hand)."""
+
+    case: HeadCase
+    error: Mapping[str, float]  # relative, float64, of the loss and the gradients
+    held: int  # hidden and weight
+    peak: Mapping[str, int]
+    wall: Mapping[str, list[float]]  # seconds of twice forward and backward, by pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Raw:
     """Everything one run measured, and on what."""
 
@@ -61,6 +72,7 @@ class Raw:
     races: list[Race]
     exactness: list[Exactness]
     memory: list[Memory]
+    heads: list[Head]
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -77,6 +89,7 @@ class Raw:
             Memory(**{**entry, "case": MemoryCase(**entry["case"]), "batch": tuple(entry["batch"])})
             for entry in record["memory"]
         ]
+        record["heads"] = [Head(**{**entry, "case": HeadCase(**entry["case"])}) for entry in record["heads"]]
         return cls(**record)
 
 

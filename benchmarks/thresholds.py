@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isnan, nan
 
 from benchmarks.ratios import Ratio, paired_ratio
-from benchmarks.results import Memory, Race, Raw
+from benchmarks.results import Head, Memory, Race, Raw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,11 @@ def growth(memory: Memory, name: str) -> float:
     return abs(many / few - 1)
 
 
+def head_time(head: Head) -> Ratio:
+    """The median ratio of the time in blocks to that with all logits at once."""
+    return paired_ratio(head.wall["anybatch"], head.wall["hand"])
+
+
 def judge(raw: Raw) -> Iterator[Verdict]:
     """All thresholds of a run. Races are judged by wall time: that is what a user waits for."""
     for race in raw.races:
@@ -51,6 +56,12 @@ def judge(raw: Raw) -> Iterator[Verdict]:
             measured=growth(memory, "anybatch"),
             limit=case.tolerance,
         )
+    for head in raw.heads:
+        case, name = head.case, f"head of {head.case.vocabulary:,} words"
+        yield Verdict(what=f"{name}: time", measured=head_time(head).median, limit=case.time)
+        peak = head.peak["anybatch"] / head.peak["hand"]
+        yield Verdict(what=f"{name}: peak bytes", measured=peak, limit=case.peak)
+        yield Verdict(what=f"{name}: error", measured=_worst(head.error.values()), limit=case.error)
     for exactness in raw.exactness:
         for name in ("hand", "anybatch"):
             yield Verdict(

@@ -12,15 +12,21 @@ import pytest
 LAYERS = """
     errors units tree
     batch total rng events
-    fold
-    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.resolve losses gradients plan
-    optimize data.dataset data.idx data.cifar10 data.digits data.open data
+    fold meetings
+    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull
+    losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
+    integrations.transformers integrations losses.model_loss losses.resolve losses.additive losses
+    gradients plan
+    tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     execute
-    step
+    door step
+    probe.rows probe.draws probe.copies probe.choose probe.passes probe.calls probe.finding probe.weights
+    probe.given probe.padding probe.nature probe.modules probe.terms probe.trial
+    probe.prepare probe.explain probe check
     recipes.recipe recipes.lenet5 recipes
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
     train.interrupt train.trainer train
-    testing cli
+    testing target cli
     anybatch
 """
 ORDER = LAYERS.split()

@@ -1,9 +1,14 @@
 """Train with any batch size, any model, in the memory you have, and the same result."""
 
+from anybatch.check import CheckReport, check
 from anybatch.errors import AnybatchError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
+from anybatch.losses.linear import linear_cross_entropy
+from anybatch.losses.model_loss import ModelLoss
 from anybatch.losses.terms import Terms
+from anybatch.losses.whole_batch import WholeBatch
+from anybatch.meetings import batch_norm_to_group_norm
 from anybatch.plan import Plan
 from anybatch.step import Step, Window
 from anybatch.total import Total
@@ -12,14 +17,20 @@ from anybatch.train.trainer import Trainer
 
 __all__ = [
     "AnybatchError",
+    "CheckReport",
     "Fold",
+    "ModelLoss",
     "Plan",
     "Step",
     "StepReport",
     "Terms",
     "Total",
     "Trainer",
+    "WholeBatch",
     "Window",
     "accuracy",
+    "batch_norm_to_group_norm",
+    "check",
+    "linear_cross_entropy",
     "weighted_mean",
 ]

@@ -1,4 +1,4 @@
-"""The same verbs on the command line: `anybatch train`, `anybatch eval`."""
+"""The same verbs on the command line: `anybatch train`, `anybatch eval`, `anybatch check`."""
 
 import argparse
 import json
@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
-from anybatch import data, recipes
+from anybatch import data, recipes, target
+from anybatch.check import check
 from anybatch.errors import AnybatchError, CheckpointError, PlanError
+from anybatch.meetings import CHOICES
 from anybatch.step import Step
 from anybatch.train import checkpoint, learning_rate
 from anybatch.train.metrics import accuracy
@@ -21,7 +23,7 @@ from anybatch.units import format_bytes, format_count, format_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 refused with a message, 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 refused or not exact, 130 interrupted.
 
     Example:
         >>> main(["eval", "nowhere.safetensors", "--data", "digits"])
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text)
     if options.json:
         print(json.dumps(result))
-    return 0
+    return 0 if result.get("exact", True) else 1
 
 
 def _train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -193,6 +195,22 @@ def _evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, text
 
 
+def _check_exactness(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    found = target.find(options.target, options.data)
+    if options.device != "auto" or ":" not in options.target:  # a function's own choice stands
+        found = found.to(_device(options.device))
+    report = check(
+        found.model,
+        found.loss,
+        found.batch,
+        collate=found.collate,
+        micro_batch=options.micro_batch,
+        rows=options.rows,
+        batch_norm=options.batch_norm,
+    )
+    return json.loads(report.to_json()), str(report)
+
+
 def _free_folder(wanted: Path) -> Path:
     """The folder wanted, or the next one that holds no earlier run: no run ever overwrites another."""
     folder, number = wanted, 1
@@ -240,6 +258,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
     evaluate = _command(commands, "eval", "evaluate a checkpoint on held-out rows", _evaluate)
     evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
+    checked = _command(
+        commands, "check", "prove that split equals whole, or find what prevents it", _check_exactness
+    )
+    checked.add_argument(
+        "target", help="package.module:function that returns (model, loss, batch), or a recipe"
+    )
+    checked.add_argument(
+        "--rows", type=int, help="rows to check on, at least 2; a few that differ if not given"
+    )
+    checked.add_argument("--batch-norm", choices=CHOICES, help="what a step does with BatchNorm")
     return parser
 
 

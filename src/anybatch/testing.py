@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,76 +14,26 @@ from torch.optim import Optimizer
 
 from anybatch import rng, tree
 from anybatch.batch import Collate
-from anybatch.gradients import accumulation_dtype
 from anybatch.losses.convention import forward, split
+from anybatch.losses.model_loss import ModelLoss
+from anybatch.losses.resolve import module_of
 from anybatch.losses.summed import summed_loss
+from anybatch.losses.tail import call_model, loss_of
 from anybatch.losses.terms import Terms
+from anybatch.losses.whole_batch import WholeBatch
+from anybatch.tolerance import relative_error, tolerance
 from anybatch.total import Total
 
-# What one forward and backward may lose, in roundings. Measured on the losses and models of the laws: some 5,
-# and 100 where distances nearly cancel. Long mantissas leave room for deeper networks; short ones have none
-# to give, 16 roundings in bfloat16 are 6 % already.
-_ROUNDINGS = {torch.float64: 2**12, torch.float32: 2**7, torch.float16: 2**4, torch.bfloat16: 2**4}
-
-
-def tolerance(dtype: torch.dtype, terms: int) -> float:
-    """How far a gradient or loss may lie from its reference in float64: the one table of tolerances.
-
-    Two errors add up. Forward and backward round in the parameters' dtype: a fixed number of roundings,
-    because errors of different rows average out. The sum over micro-batches rounds once per addition in the
-    dtype it is accumulated in (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2).
-    That is the bound that always holds: equal addends all round to the same side, so the milder one that
-    grows like the square root of their number does not.
-
-    Compare with `relative_error`. Additions in the same order need no tolerance: use `torch.equal`.
-
-    Args:
-        dtype: of the parameters.
-        terms: how many numbers are added up: micro-batches, or rows where one micro-batch is all.
-
-    Returns:
-        A relative error. In float64 it stays below 1e-12 up to 4,000 terms.
-
-    Raises:
-        KeyError: a dtype in which nothing is trained.
-
-    Example:
-        >>> [f"{tolerance(dtype, 100):.0e}" for dtype in (torch.float64, torch.float32, torch.bfloat16)]
-        ['5e-13', '1e-05', '6e-02']
-    """
-    return _ROUNDINGS[dtype] * _rounding(dtype) + terms * _rounding(accumulation_dtype(dtype))
-
-
-def relative_error(actual: object, expected: object) -> float:
-    """The 2-norm of the difference over the 2-norm of the expected, all tensors as one long vector.
-
-    Args:
-        actual: a number, a tensor, or nested ones such as the gradients of all parameters by name.
-        expected: the same nest, the reference.
-
-    Returns:
-        The error in float64; 0 where both are zero. Infinity where only the expected is zero, where an entry
-        is not finite, or where the nests differ.
-
-    Example:
-        >>> relative_error({"weight": torch.tensor([3.0, 4.5])}, {"weight": torch.tensor([3.0, 4.0])})
-        0.1
-        >>> relative_error(math.nan, 1.0)
-        inf
-    """
-    there, wanted = tree.flatten(_as_tensors(actual)), tree.flatten(_as_tensors(expected))
-    shapes = [[leaf.shape for leaf in nest.leaves] for nest in (there, wanted)]
-    if there.paths != wanted.paths or shapes[0] != shapes[1]:
-        return math.inf
-    pairs = [
-        (a.detach().double().cpu(), e.detach().double().cpu())
-        for a, e in zip(there.leaves, wanted.leaves, strict=True)
-    ]
-    difference = math.hypot(*[(a - e).norm().item() for a, e in pairs])
-    size = math.hypot(*[e.norm().item() for _, e in pairs])
-    if not math.isfinite(difference) or not math.isfinite(size):
-        return math.inf
-    return difference / size if size else (math.inf if difference else 0.0)
+__all__ = [
+    "ConvNet",
+    "GradientRecorder",
+    "Perceptron",
+    "Reference",
+    "Transformer",
+    "reference_step",
+    "relative_error",
+    "tolerance",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,9 +79,7 @@ def reference_step(
         True
     """
     model, loss = copy.deepcopy(model).double(), _in_float64(loss)
-    named = dict(model.named_parameters())
-    if isinstance(loss, nn.Module):
-        named |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
+    named = _named_parameters(model, loss)
     for parameter in named.values():
         parameter.grad = None
     whole = tree.map_leaves(_widen, batch if collate is None else collate(list(batch)))
@@ -148,7 +96,7 @@ class GradientRecorder(Optimizer):
 
     Args:
         model: its trainable parameters are recorded by name.
-        loss: likewise, under `loss.`, where the loss is a module with parameters.
+        loss: likewise, under `loss.`, where the loss is or holds a module with parameters.
 
     Example:
         >>> import anybatch as ab
@@ -161,9 +109,7 @@ class GradientRecorder(Optimizer):
     """
 
     def __init__(self, model: nn.Module, loss: object = None) -> None:
-        named = dict(model.named_parameters())
-        if isinstance(loss, nn.Module):
-            named |= {f"loss.{name}": parameter for name, parameter in loss.named_parameters()}
+        named = _named_parameters(model, loss)
         self._named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.gradients: dict[str, Tensor] = {}
         super().__init__(list(self._named.values()), {})
@@ -252,17 +198,9 @@ class Transformer(nn.Module):
         return F.linear(hidden, self.embedding.weight).transpose(1, 2)
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding."""
-    return torch.finfo(dtype).eps / 2
-
-
-def _as_tensors(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _as_tensors(item) for key, item in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_as_tensors(item) for item in cast("Sequence[Any]", value)]
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+def _named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
+    named = dict(model.named_parameters())
+    return named | {f"loss.{name}": parameter for name, parameter in module_of(loss).named_parameters()}
 
 
 def _widen(value: Tensor) -> Tensor:
@@ -278,6 +216,8 @@ def _in_float64(loss: object) -> Any:
             for name, value in loss.keywords.items()
         }
         return partial(cast("Any", loss.func), *loss.args, **settings)
+    if isinstance(loss, Terms | WholeBatch):
+        return replace(loss, function=_in_float64(loss.function))
     return loss
 
 
@@ -286,11 +226,18 @@ def _whole_loss(model: nn.Module, loss: Any, whole: Any) -> Tensor:
     if known is not None:  # asked only for where its arguments come from
         inputs, targets = split(whole, has_target=known.kind.has_target)
         return loss(*known.kind.arrange(forward(model, inputs), targets))
+    if isinstance(loss, WholeBatch):
+        return loss.evaluate(model, whole).sums["loss"]
+    if isinstance(loss, ModelLoss):
+        return loss_of(model, call_model(model, whole))
     function, coefficients = (loss.function, loss.coefficients) if isinstance(loss, Terms) else (loss, {})
     totals = function(model, whole)
     named: Mapping[str, Total] = {"loss": totals} if isinstance(totals, Total) else totals
     if not any(total.weight > 0 for total in named.values()):
         return torch.tensor(math.nan)
     means = {name: total.mean() if total.weight > 0 else 0 * total.sum for name, total in named.items()}
-    scaled = [coefficients.get(name, 1.0) * _as_tensors(mean) for name, mean in means.items()]
+    scaled = [
+        coefficients.get(name, 1.0) * torch.as_tensor(mean, dtype=torch.float64)
+        for name, mean in means.items()
+    ]
     return torch.stack(scaled).sum()

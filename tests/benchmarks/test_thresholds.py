@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.__main__ import main
-from benchmarks.config import MemoryCase, RaceCase
-from benchmarks.results import Exactness, Memory, Race, Raw
+from benchmarks.config import HeadCase, MemoryCase, RaceCase
+from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import growth, judge, ratio
 
 HAND = [1.0, 2.0, 1.5, 1.0, 1.0, 2.0, 1.0, 1.0]  # seconds by block
@@ -51,6 +51,16 @@ def exactness(gradient: float = 1e-15, parameters: float = 1e-16) -> Exactness:
     )
 
 
+def head(time: float = 0.5, peak: int = 100, error: float = 1e-15) -> Head:
+    return Head(
+        case=HeadCase(),
+        error={"loss": 1e-16, "weight": error},
+        held=50,
+        peak={"hand": 400, "anybatch": peak},
+        wall={"hand": HAND, "anybatch": times(time)},
+    )
+
+
 def raw() -> Raw:
     return Raw(
         config="quick",
@@ -62,6 +72,7 @@ def raw() -> Raw:
         races=[race()],
         exactness=[exactness()],
         memory=[memory()],
+        heads=[head()],
     )
 
 
@@ -70,6 +81,9 @@ BREACHES: dict[str, Callable[[Raw], Raw]] = {
     "growth of the peak": lambda raw: replace(raw, memory=[memory(5_011)]),
     "gradient error of anybatch": lambda raw: replace(raw, exactness=[exactness(gradient=2e-12)]),
     "same parameters": lambda raw: replace(raw, exactness=[exactness(parameters=1e-8)]),
+    "words: time": lambda raw: replace(raw, heads=[head(time=1.16)]),
+    "words: peak bytes": lambda raw: replace(raw, heads=[head(peak=101)]),
+    "words: error": lambda raw: replace(raw, heads=[head(error=nan)]),
     "same parameters,": lambda raw: replace(raw, exactness=[exactness(parameters=nan)]),
 }
 

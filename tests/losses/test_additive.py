@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Terms, Total, rng
+from anybatch import ModelLoss, Terms, Total, rng
 from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.losses.additive import refuse_what_does_not_add_up
@@ -131,3 +131,22 @@ def test_masked_rows_and_single_rows_are_no_fault() -> None:
     look(by_labels, batch=TensorBatch((x, torch.full_like(y, -100))))
     look(by_rows, batch=TensorBatch((x[:1], y[:1])))
     look(by_rows, batch=OpenBatch())
+
+
+class OwnMean(nn.Module):
+    """Computes its own loss, and divides the mean once more by the rows."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.body, self.twice = Perceptron(4, 3), twice
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.body(x), y)
+        return loss / len(y) if self.twice else loss
+
+
+def test_a_model_that_computes_its_own_loss_is_looked_at_too() -> None:
+    """Micro-batches of one size show the same factor, so that nothing else would tell."""
+    look(ModelLoss(), model=OwnMean(twice=False))
+    with pytest.raises(LossError, match="OwnMean"):
+        look(ModelLoss(), model=OwnMean(twice=True))

@@ -1,4 +1,4 @@
-"""Whether a loss written by the user adds up: a few rows at once against the same rows in parts."""
+"""Whether a loss of the caller's own adds up: a few rows at once against the same rows in parts."""
 
 import math
 from collections.abc import Generator, Sequence
@@ -11,6 +11,7 @@ from anybatch import rng
 from anybatch.batch import Batch
 from anybatch.errors import LossError
 from anybatch.losses.loss import Loss
+from anybatch.losses.model_loss import ModelTerms
 from anybatch.losses.terms import Terms
 from anybatch.meetings import batch_norms
 
@@ -28,7 +29,8 @@ def refuse_what_does_not_add_up(
     lies.
 
     Args:
-        loss: whose totals are compared; those of torch add up, so only one of the caller's own is looked at.
+        loss: whose totals are compared. Torch's own add up, and a whole-batch loss need not, so only a
+            function of the caller's own and a model's own loss are looked at.
         model: what the loss calls.
         modules: those of the model and of the loss.
         batch: the rows to choose from: the first ones.
@@ -49,7 +51,7 @@ def refuse_what_does_not_add_up(
         anybatch.errors.LossError: Expected the totals of mean_of_means to add up, got ...
     """
     rows = min(batch.rows, max(2, micro_batch), MOST_ROWS)
-    if rows < 2 or not isinstance(loss, Terms):
+    if rows < 2 or not isinstance(loss, Terms | ModelTerms):
         return
     # Unequal parts: equal ones hide a mean of means.
     few, part = batch.head(rows), min(rows - 1, -(-2 * rows // 3))
@@ -58,18 +60,26 @@ def refuse_what_does_not_add_up(
             before = rng.capture_process()
             whole = _totals(loss, model, few, rows)
             parts = _totals(loss, model, few, part)
-            if batch_norms(modules) or rng.has_moved(before):  # they would differ, and rightly
+            # Statistics and draws would differ, and rightly; what names terms anew the step refuses.
+            if batch_norms(modules) or rng.has_moved(before) or whole.keys() != parts.keys():
                 return
+    except LossError:
+        if isinstance(loss, ModelTerms):  # which saw parts of unequal size; the step may see equal ones only
+            raise
+        return
     except Exception:  # the step meets it again, and says what is to be said
         return
-    rounding = max(torch.finfo(p.dtype).eps for p in model.parameters()) ** 0.5
+    # Many models compute their own loss in float32, whatever their parameters.
+    dtypes = [*[p.dtype for p in model.parameters()], *[torch.float32] * isinstance(loss, ModelTerms)]
+    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
     for name, (expected, weight, _) in whole.items():
         found, added, size = parts[name]
         if not (weight and added and math.isfinite(expected)):  # nothing to say, or the step will say it
             continue
         # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
         if not abs(found / added - expected / weight) <= rounding * size / added:
-            called = getattr(loss.function, "__name__", type(loss.function).__name__)
+            function = loss.function if isinstance(loss, Terms) else model
+            called = getattr(function, "__name__", type(function).__name__)
             raise LossError(
                 f"Expected the totals of {called} to add up, got {expected / weight:.6g} for {name!r} from "
                 f"{rows} rows at once and {found / added:.6g} from the same rows in parts of {part} and "
@@ -99,9 +109,11 @@ def _undisturbed(modules: Sequence[nn.Module]) -> Generator[None]:
                 buffer.copy_(value)
 
 
-def _totals(loss: Terms, model: nn.Module, batch: Batch, size: int) -> dict[str, tuple[float, float, float]]:
+def _totals(loss: Loss, model: nn.Module, batch: Batch, size: int) -> dict[str, tuple[float, float, float]]:
     """Sum, weight and the size of what was added, of each term."""
     totals: dict[str, tuple[float, float, float]] = {}
+    if isinstance(loss, ModelTerms):  # whose later micro-batches repeat the first
+        loss = ModelTerms()
     for micro in batch.cut(size):
         terms = loss.evaluate(model, micro)
         for name, weight in terms.weigh().items():

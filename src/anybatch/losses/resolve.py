@@ -1,7 +1,6 @@
 """From what the caller hands over as a loss to what a step needs; doubts end here."""
 
 from functools import partial
-from inspect import ismethod
 from typing import Any, cast
 
 import torch
@@ -9,9 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.errors import LossError
+from anybatch.losses.convention import module_in
 from anybatch.losses.loss import Loss
+from anybatch.losses.model_loss import ModelLoss
 from anybatch.losses.summed import SummedLoss, summed_loss
 from anybatch.losses.terms import BARE_MEAN, Terms
+from anybatch.losses.whole_batch import WholeBatch
 
 
 def resolve(loss: object) -> Loss:
@@ -27,8 +29,10 @@ def resolve(loss: object) -> Loss:
         >>> resolve(nn.CrossEntropyLoss(ignore_index=0)).counted
         True
     """
-    if isinstance(loss, Terms):
+    if isinstance(loss, Terms | WholeBatch):
         return loss
+    if isinstance(loss, ModelLoss):
+        return loss.begin()
     known = summed_loss(loss)
     if known is not None:
         return known
@@ -72,7 +76,4 @@ def module_of(loss: object) -> nn.Module:
         >>> module_of(nn.MSELoss()), module_of(Terms(lambda model, micro: model(micro)))
         (MSELoss(), Identity())
     """
-    held = loss.function if isinstance(loss, Terms) else loss
-    held = held.func if isinstance(held, partial) else held
-    held = held.__self__ if ismethod(held) else held
-    return held if isinstance(held, nn.Module) else nn.Identity()
+    return module_in(loss.function if isinstance(loss, Terms | WholeBatch) else loss)

@@ -283,7 +283,8 @@ class Trainer:
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
     """What determines the result besides the cut; a resumed run must agree in it."""
-    loss = getattr(trainer.step.loss, "func", trainer.step.loss)  # of a partial, its function
+    loss = getattr(trainer.step.loss, "function", trainer.step.loss)  # of ab.Terms or ab.WholeBatch
+    loss = getattr(loss, "func", loss)  # of a partial
     return {
         **{f"config {name}": value for name, value in trainer.config.items()},
         "rows": trainer.train.count,

@@ -1,0 +1,179 @@
+"""Router losses of transformers' mixtures of experts: a product of means over all tokens, where rows meet."""
+
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from anybatch.errors import LossError
+
+NAME = "load_balancing_loss_func"
+ADVICE = "Set model.config.output_router_logits = False, or do not cut the batch."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RouterLoss:
+    """One call of a model's router loss.
+
+    Attributes:
+        function: what was called, of the modeling file.
+        gates: the router's scores of each layer, (tokens, experts).
+        mask: the attention mask of these tokens, (rows, length); None where all count.
+        settings: the other arguments.
+        value: what the model got.
+        node: the place of the value in autograd's graph.
+    """
+
+    function: Any
+    gates: tuple[Tensor, ...]
+    mask: Tensor | None
+    settings: Mapping[str, Any]
+    value: Tensor
+    node: Node | None
+
+
+def homes(model: nn.Module) -> list[ModuleType]:
+    """The modeling files of a model that define a router loss.
+
+    Example:
+        >>> homes(nn.Linear(1, 1))
+        []
+    """
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+    names = sorted({kind.__module__ for kind in kinds})
+    files = [sys.modules[name] for name in names if name in sys.modules]
+    return [file for file in files if callable(vars(file).get(NAME))]
+
+
+def wants_router_loss(model: nn.Module) -> bool:
+    """Whether a config in the model asks for the router's scores, which its loss then contains.
+
+    Example:
+        >>> wants_router_loss(nn.Linear(1, 1))
+        False
+    """
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return any(getattr(config, "output_router_logits", False) is True for config in configs)
+
+
+@contextmanager
+def recorded(files: Sequence[ModuleType]) -> Generator[list[RouterLoss]]:
+    """While this runs, calls of these files' router losses are noted; the values stay as they are.
+
+    Example:
+        >>> with recorded([]) as calls:
+        ...     pass
+        >>> calls
+        []
+    """
+    calls: list[RouterLoss] = []
+    own = [(file, vars(file)[NAME]) for file in files]
+    try:
+        for file, function in own:
+            setattr(file, NAME, _recorder(function, calls))
+        yield calls
+    finally:
+        for file, function in own:
+            setattr(file, NAME, function)
+
+
+class WholeRouterLoss:
+    """The router loss of all rows, from the scores of each micro-batch.
+
+    Args:
+        parts: the calls of each micro-batch in turn, made without graph.
+
+    Attributes:
+        value: the loss over all tokens.
+
+    Raises:
+        LossError: the calls do not fit together.
+    """
+
+    def __init__(self, parts: Sequence[RouterLoss]) -> None:
+        first = parts[0]
+        if any(part.settings != first.settings or len(part.gates) != len(first.gates) for part in parts):
+            raise LossError(
+                f"Expected the same router loss in every micro-batch, got {len(first.gates)} layers and "
+                f"{dict(first.settings)} in the first and others after it. {ADVICE}"
+            )
+        if len({part.mask is None for part in parts}) > 1:
+            raise LossError(
+                f"Expected an attention mask in every micro-batch or in none, got {_masked(parts)}. {ADVICE}"
+            )
+        self._sizes = [part.gates[0].shape[0] for part in parts]
+        layers = zip(*[part.gates for part in parts], strict=True)
+        self._gates = tuple(torch.cat(layer).detach().requires_grad_() for layer in layers)
+        # Lengths differ where each micro-batch was padded by itself: all tokens in one row.
+        masks = [part.mask.reshape(-1) for part in parts if part.mask is not None]
+        mask = {"attention_mask": torch.cat(masks)[None]} if masks else {}
+        with torch.enable_grad():
+            self.value: Tensor = first.function(gate_logits=self._gates, **first.settings, **mask)
+        self._cotangents: list[tuple[Tensor, ...]] = []
+
+    def part(self, index: int, call: RouterLoss, coefficient: float) -> Tensor:
+        """The share of one micro-batch, with the gradient of the whole; the first has all of the value.
+
+        Args:
+            index: of the micro-batch.
+            call: the same call, now with graph.
+            coefficient: the factor of the router loss in the loss.
+
+        Raises:
+            LossError: the scores have another shape than in the first pass.
+        """
+        if not self._cotangents:  # the coefficient flows first, as in the model's own backward
+            cotangents = torch.autograd.grad(
+                self.value, self._gates, torch.full_like(self.value, coefficient)
+            )
+            self._cotangents = list(zip(*[one.split(self._sizes) for one in cotangents], strict=True))
+        if call.gates[0].shape[0] != self._sizes[index]:
+            raise LossError(
+                f"Expected the {self._sizes[index]} tokens of the first pass in micro-batch {index}, got "
+                f"{call.gates[0].shape[0]}. Make `collate` give the same tensors each time."
+            )
+        pairs = zip(call.gates, self._cotangents[index], strict=True)
+        share = torch.stack([(gate * cotangent).sum() for gate, cotangent in pairs]).sum().double()
+        value = self.value.detach().double() * coefficient if index == 0 else 0
+        return share - share.detach() + value
+
+
+def _recorder(function: Any, calls: list[RouterLoss]) -> Any:
+    def record(*args: Any, **kwargs: Any) -> Any:
+        value = function(*args, **kwargs)
+        noted = _note(function, args, kwargs, value)
+        if noted is None:
+            return value
+        calls.append(noted)
+        return noted.value.clone()  # models add to a loss in place
+
+    return record
+
+
+def _note(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any) -> RouterLoss | None:
+    """Read a call; None where it is of another form, which is then refused as any unknown loss is."""
+    bound = signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    settings = dict(bound.arguments)
+    gates, mask = settings.pop("gate_logits", None), settings.pop("attention_mask", None)
+    if not isinstance(value, Tensor) or not isinstance(gates, tuple) or not gates:
+        return None
+    tokens = {gate.shape[:-1].numel() if gate.dim() == 2 else -1 for gate in gates}
+    if mask is not None:
+        tokens.add(mask.numel())
+    if len(tokens) > 1 or -1 in tokens or any(isinstance(one, Tensor) for one in settings.values()):
+        return None
+    return RouterLoss(
+        function=function, gates=gates, mask=mask, settings=settings, value=value, node=value.grad_fn
+    )
+
+
+def _masked(parts: Sequence[RouterLoss]) -> str:
+    return f"{sum(part.mask is not None for part in parts)} of {len(parts)}"

@@ -1,0 +1,291 @@
+"""Cross-entropy of a linear layer without ever holding all logits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from anybatch.errors import LossError
+from anybatch.losses.kinds import CLASSES
+from anybatch.total import SHORT_DTYPES, Total
+
+# Each block of logits reads and writes the whole gradient of the weight, so a few long blocks are faster than
+# many short ones: 8 rows at a time take more than twice as long as 128 (50,257 words, width 256, one core).
+_BLOCK_BYTES = 2**25
+_ROWS_STEP = 64  # whole tiles of a matrix product
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    rows: int | None = None,
+) -> Total:
+    """Sum and weight of the cross-entropy of `hidden @ weight.T + bias`, a few rows of logits at a time.
+
+    What `F.cross_entropy(F.linear(hidden, weight, bias), target)` divides, and what it divides by. The logits
+    of a large vocabulary are most of a language model's memory, three times over: their logarithmic softmax,
+    its gradient and their own. Here a block of rows exists at a time. Its gradient takes its place at once
+    and flows on into those of `hidden`, `weight` and `bias`, which `backward` only has to scale: three matrix
+    products in all, as without blocks. Of what is frozen, and under `torch.no_grad`, no gradient is made.
+
+    Sums and the gradients of weight and bias are added up in float32 at least. Under autocast the products
+    are in its dtype, as those of a linear layer, whatever dtype the parameters have. `backward` may be called
+    again with `retain_graph=True`; gradients of gradients are refused.
+
+    torch has an `F.linear_cross_entropy` of its own from 2.13 on. With `options` it is as fast and as small,
+    but it goes back to all logits where labels are smoothed, does not see autocast, adds up the weight's
+    gradient in bfloat16 where that is the weight's dtype, and allows one backward only.
+
+    Args:
+        hidden: what the layer is given, (..., width), floating.
+        weight: of the layer, (vocabulary, width).
+        target: indices of classes, (...), int64.
+        bias: of the layer, (vocabulary,); None for none.
+        class_weight: factor of each class's loss, (vocabulary,); None for 1.
+        ignore_index: a target that adds nothing, to the weight neither.
+        label_smoothing: part of each target that is spread over all classes, from 0 to 1.
+        rows: rows of logits held at once; None for blocks of some MiB. The result depends on it in the order
+            of additions only.
+
+    Returns:
+        The sum of the losses, at least in float32, and the number of valid targets, or the sum of their class
+        weights.
+
+    Raises:
+        LossError: shapes or dtypes that do not belong together, or a setting out of its range; later, where
+            the gradient is itself to be differentiated.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> hidden, head = torch.randn(5, 3), torch.nn.Linear(3, 100)
+        >>> target = torch.tensor([7, -100, 0, 99, -100])
+        >>> total = linear_cross_entropy(hidden, head.weight, target, bias=head.bias, rows=2)
+        >>> total.weight
+        tensor(3)
+        >>> torch.allclose(total.mean(), F.cross_entropy(head(hidden), target))
+        True
+
+    Source: gradients made in the forward, block by block: Hsu et al. 2024, "Liger Kernel: Efficient Triton
+    Kernels for LLM Training", section 3.2.
+    """
+    _check_tensors(hidden, weight, target, bias, class_weight)
+    if not 0 <= label_smoothing <= 1:
+        raise LossError(f"Expected label_smoothing from 0 to 1, got {label_smoothing}. 0 is for none.")
+    if rows is not None and rows < 1:
+        raise LossError(f"Expected rows to be at least 1, got {rows}. None chooses a number.")
+    divisor = CLASSES.weigh({"ignore_index": ignore_index, "weight": class_weight}, (), (target,))
+    dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
+    losses = _Losses.of(
+        target.reshape(-1), class_weight, ignore_index, label_smoothing, len(weight), _wide(dtype)
+    )
+    # Inside a Function gradients are always off, so whether any are wanted has to be asked here.
+    summed: Any = _Blocks.apply(
+        hidden.reshape(target.numel(), weight.shape[1]),
+        weight,
+        bias,
+        losses,
+        dtype,
+        rows,
+        torch.is_grad_enabled(),
+    )
+    return Total(summed, divisor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Losses:
+    """A valid row adds `mass * logsumexp(logits) - hard * logits[target] - spread @ logits` to the sum.
+
+    Attributes:
+        target: (rows,), 0 where it is ignored.
+        valid: (rows,), 1 or, where the target is ignored, 0.
+        hard: (rows,), the factor of the target's own class.
+        mass: (rows,), the sum of the factors of all classes.
+        spread: (classes,), what label smoothing gives to each class; None without.
+    """
+
+    target: Tensor
+    valid: Tensor
+    hard: Tensor
+    mass: Tensor
+    spread: Tensor | None
+
+    @staticmethod
+    def of(
+        target: Tensor,
+        class_weight: Tensor | None,
+        ignore_index: int,
+        smoothing: float,
+        classes: int,
+        dtype: torch.dtype,
+    ) -> "_Losses":
+        """From the settings of a cross-entropy."""
+        valid = target != ignore_index
+        target = target.where(valid, 0)
+        factors = torch.ones(classes, dtype=dtype, device=target.device)
+        if class_weight is not None:
+            factors = class_weight.to(dtype)
+        hard = mass = (1 - smoothing) * factors[target] * valid
+        spread = None
+        if smoothing:
+            spread = factors * (smoothing / classes)
+            mass = hard + spread.sum() * valid
+        return _Losses(target, valid.to(dtype), hard, mass, spread)
+
+    def rows(self, start: int, end: int) -> "_Losses":
+        """Those of some rows."""
+        part = slice(start, end)
+        return _Losses(self.target[part], self.valid[part], self.hard[part], self.mass[part], self.spread)
+
+    def sum(self, logits: Tensor, *, differentiate: bool) -> Tensor:
+        """The sum for these logits, (rows, classes), which become their own gradient."""
+        target = self.target[:, None]
+        logits.sub_(logits.amax(1, keepdim=True))
+        losses = -self.hard * logits.gather(1, target).squeeze(1)
+        if self.spread is not None:
+            losses -= logits @ self.spread
+        exponentials = logits.exp_().sum(1)
+        losses += self.mass * exponentials.log()
+        if differentiate:
+            logits.mul_((self.mass / exponentials)[:, None])
+            logits.scatter_add_(1, target, -self.hard[:, None])
+            if self.spread is not None:
+                logits.addr_(self.valid, self.spread, alpha=-1)
+        # Chosen, not multiplied: padding may bring infinity, and 0 times that is NaN.
+        return losses.where(self.valid > 0, 0).sum()
+
+
+class _Blocks(Function):
+    """The sum of the losses; gradients are made in the forward and scaled in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        losses: _Losses,
+        dtype: torch.dtype,
+        rows: int | None,
+        differentiate: bool,
+    ) -> Tensor:
+        needs = [need and differentiate for need in ctx.needs_input_grad[:3]]
+        ctx.dtypes = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
+        with torch.autocast(hidden.device.type, enabled=False):
+            layer = _Layer(hidden.to(dtype), weight.to(dtype), bias, needs)
+            summed = layer.sum(losses, rows or _rows(weight, _wide(dtype)))
+        ctx.save_for_backward(*layer.gradients)
+        return summed
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise LossError(
+                "Expected to differentiate linear_cross_entropy once, got create_graph=True for "
+                f"{ctx.dtypes}. F.cross_entropy(F.linear(hidden, weight), target) can do that."
+            )
+        # Not in place: with retain_graph=True they are asked for again.
+        scaled = [
+            None if gradient is None else (gradient * cotangents[0]).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return (*scaled, None, None, None, None)
+
+
+class _Layer:
+    """A linear layer under a loss, computed block by block.
+
+    Args:
+        hidden: (rows, width), in the dtype of the products.
+        weight: (classes, width), likewise.
+        bias: (classes,), or None.
+        needs: which of the three need a gradient.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
+        self._hidden, self._weight, self._needs = hidden, weight, needs
+        wide = _wide(hidden.dtype)
+        self._bias = None if bias is None else bias.to(wide)
+        of_hidden = torch.empty_like(hidden) if needs[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        of_bias = torch.zeros_like(weight[:, 0], dtype=wide) if needs[2] else None
+        self.gradients = of_hidden, of_weight, of_bias
+
+    def sum(self, losses: _Losses, rows: int) -> Tensor:
+        """The sum of the losses; fills in the gradients."""
+        hidden, weight, wide = self._hidden, self._weight, _wide(self._hidden.dtype)
+        products = hidden.new_empty(min(rows, len(hidden)), len(weight))  # once: fresh memory is slow
+        summed = torch.zeros((), dtype=wide, device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            block = hidden[start : start + rows]
+            product = torch.mm(block, weight.T, out=products[: len(block)])
+            logits = product.to(wide)  # the same tensor where the dtype is wide already
+            if self._bias is not None:
+                logits += self._bias
+            summed += losses.rows(start, start + rows).sum(logits, differentiate=any(self._needs))
+            if any(self._needs):
+                self._add(start, block, logits, product if logits is product else product.copy_(logits))
+        return summed
+
+    def _add(self, start: int, block: Tensor, wide: Tensor, narrow: Tensor) -> None:
+        """Add a block's part to the gradients; its own comes in the dtypes of sums and of products."""
+        of_hidden, of_weight, of_bias = self.gradients
+        if of_hidden is not None:
+            torch.mm(narrow, self._weight, out=of_hidden[start : start + len(block)])
+        if of_weight is not None and wide is narrow:
+            of_weight.addmm_(narrow.T, block)
+        elif of_weight is not None:
+            of_weight += narrow.T @ block
+        if of_bias is not None:
+            of_bias += wide.sum(0)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What sums are kept in."""
+    return torch.float32 if dtype in SHORT_DTYPES else dtype
+
+
+def _rows(weight: Tensor, wide: torch.dtype) -> int:
+    """Rows of a block: some MiB of logits, or half as much as the gradient of the weight if that is more."""
+    classes, width = weight.shape
+    most = max(_BLOCK_BYTES // max(1, classes * wide.itemsize), width // 2)
+    return max(_ROWS_STEP, most // _ROWS_STEP * _ROWS_STEP)
+
+
+def _autocasts(hidden: Tensor) -> bool:
+    """Whether autocast is on and would cast a linear layer: it leaves float64 alone."""
+    return torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+
+
+def _check_tensors(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
+) -> None:
+    """Refuse what a linear layer and a cross-entropy would refuse, before any work."""
+    classes, shapes = len(weight), {"hidden": hidden.shape, "weight": weight.shape, "target": target.shape}
+    vectors = [value.shape for value in (bias, class_weight) if value is not None]
+    fit = weight.dim() == 2 and hidden.shape == (*target.shape, weight.shape[1])
+    if not fit or any(shape != (classes,) for shape in vectors):
+        told = {name: tuple(shape) for name, shape in shapes.items()}
+        raise LossError(
+            "Expected hidden (..., width), weight (vocabulary, width), target (...), bias and class_weight "
+            f"(vocabulary,), got {told} and {[tuple(shape) for shape in vectors]}. The classes come last."
+        )
+    if target.dtype != torch.int64:
+        raise LossError(
+            f"Expected targets to be indices of classes in int64, got {target.dtype}. Probabilities need all "
+            "logits: use F.cross_entropy."
+        )
+    dtypes = {value.dtype for value in (hidden, weight, bias) if value is not None}
+    if len(dtypes) > 1 and not _autocasts(hidden):
+        raise LossError(
+            f"Expected hidden, weight and bias of one dtype, got {sorted(map(str, dtypes))}. Call it under "
+            "the autocast that made hidden, or cast hidden."
+        )

@@ -1,0 +1,115 @@
+"""What every module was given and gave back, in a pass over the whole batch or over its parts."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
+
+from anybatch.probe.draws import Draws
+from anybatch.probe.rows import Part
+
+Key = tuple[str, int]  # a module's name, and which of its calls
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        key: the module, and which of its calls in this micro-batch.
+        values: what it was given, taken apart: tensors and all else.
+        form: how that is put together again.
+        states: where the random streams stood.
+        outputs: the tensors it gave back.
+        inner: calls made while this one ran, in the order in which they ended.
+    """
+
+    key: Key
+    values: list[Any]
+    form: Any
+    states: Mapping[str, Tensor]
+    outputs: list[Tensor] = field(default_factory=list[Tensor])
+    inner: "list[Call]" = field(default_factory=list["Call"])
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors it was given."""
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+    def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Call a module in the same way, with these tensors in place of its own."""
+        rest = iter(inputs)
+        values = [next(rest) if isinstance(value, Tensor) else value for value in self.values]
+        args, kwargs = pytree.tree_unflatten(values, self.form)
+        return tensors(module(*args, **kwargs))
+
+    def flat(self) -> "Iterator[Call]":
+        """This call after all those inside it."""
+        for call in self.inner:
+            yield from call.flat()
+        yield self
+
+
+class Calls:
+    """Notes calls by hooks: of each part of a batch those of its last forward.
+
+    Attributes:
+        parts: the outermost calls of each part, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[Part, list[Call]] = {}
+        self._open: list[Call] = []
+        self._counts: dict[str, int] = {}
+        self._outermost: list[Call] = []
+
+    def __call__(self, model: nn.Module) -> Callable[[Part], None]:
+        """Watch a model; what comes back is told when a part begins."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_hook(self._after, always_call=False)
+        return self._begin
+
+    def table(self, part: Part) -> dict[Key, Call]:
+        """All calls of a part by their key, innermost first."""
+        return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
+
+    def _begin(self, part: Part) -> None:
+        self._open, self._counts, self._outermost = [], {}, []
+        self.parts[part] = self._outermost
+
+    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if _in_backward():  # what is computed anew there has been noted before
+                return
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+            values, form = pytree.tree_flatten((args, kwargs))
+            kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
+            self._open.append(Call((name, count), kept, form, Draws.states()))
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if _in_backward():
+            return
+        call = self._open.pop()
+        call.outputs = [value.detach().clone() for value in tensors(outputs)]
+        (self._open[-1].inner if self._open else self._outermost).append(call)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of any nested value, whatever else stands in it.
+
+    Example:
+        >>> len(tensors({"a": torch.ones(1), "b": (1, [torch.ones(2)])}))
+        2
+    """
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore

@@ -1,0 +1,105 @@
+"""What a check found: a kind, a culprit, a plain sentence, and the ways out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+#: The kinds of findings, and what they mean.
+KINDS = {
+    "denominator": "a mean of means: the term is divided by something that does not add up",
+    "meeting": "rows of the batch meet, so a row's result depends on its micro-batch",
+    "padding": "what stands in padded places, or how many there are, changes the result",
+    "position": "a row's result depends on its place in the micro-batch",
+    "state": "what an earlier micro-batch left behind changes the result of the next",
+    "detached": "results agree, but gradients are lost or changed by the cut",
+    "dropped rows": "rows that count in the whole batch are left out of a micro-batch",
+    "unexplained": "split and whole differ, and none of the above was found",
+}
+
+WAYS_OUT = {
+    "meeting": (
+        "Compute it for each row by itself (LayerNorm, GroupNorm; statistics kept from training).",
+        "Leave the batch uncut (micro_batch=None).",
+        "If the loss is what needs all rows, hand their outputs to ab.WholeBatch.",
+    ),
+    "padding": (
+        "Hand the mask on to this place: masked attention, a mean over valid places only.",
+        "Pad every batch to one fixed length, so that the result at least does not depend on the cut.",
+    ),
+    "position": (
+        "Draw random numbers from torch's default stream, and set no seed inside forward.",
+        "Give what belongs to a row to the batch as a tensor with one entry per row.",
+    ),
+    "state": (
+        "Update the state after the optimizer's step, not in forward.",
+        "Freeze it while training: .eval(), or an argument that switches the update off.",
+        "Leave the batch uncut (micro_batch=None).",
+    ),
+    "detached": (
+        "Look for .detach(), torch.no_grad(), hooks or a backward of your own that depend on the rows.",
+    ),
+    "dropped rows": (
+        "Let every row count, however few there are in a micro-batch.",
+        "Let a row that is to be left out weigh 0 by its own data, not by its place.",
+    ),
+    "unexplained": ("Leave the batch uncut (micro_batch=None), or look at the cut that is named above.",),
+}
+
+BATCH_NORM_WAYS_OUT = (
+    "ab.batch_norm_to_group_norm(model) makes every cut exact.",
+    'Step(batch_norm="frozen") or .eval() takes the running statistics.',
+    'Step(batch_norm="micro") accepts that each micro-batch has its own statistics, which is inexact.',
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One place where split and whole part.
+
+    Attributes:
+        kind: one of `KINDS`.
+        culprit: a module as `name (Class)`, a term of the loss, or the loss function.
+        what: a plain sentence.
+        ways_out: what may be done, the first is the usual one.
+
+    Example:
+        >>> finding = Finding(kind="state", culprit="norm (EMA)", what="It drifts.", ways_out=("Stop.",))
+        >>> print(finding)
+        state: norm (EMA)
+          It drifts.
+          - Stop.
+    """
+
+    kind: str
+    culprit: str
+    what: str
+    ways_out: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [self.what, *[f"- {way}" for way in self.ways_out]]
+        return "\n".join(
+            [f"{self.kind}: {self.culprit}", *[f"  {line}" for line in "\n".join(lines).split("\n")]]
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "kind": self.kind,
+            "culprit": self.culprit,
+            "what": self.what,
+            "ways_out": list(self.ways_out),
+        }
+
+
+def module_finding(kind: str, name: str, module: nn.Module, what: str) -> Finding:
+    """A finding about a module.
+
+    Example:
+        >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
+        'layers.1 (BatchNorm1d)'
+    """
+    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+    ways_out = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
+    culprit = f"{name or 'the model'} ({type(module).__name__})"
+    return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out)

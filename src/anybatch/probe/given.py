@@ -1,0 +1,142 @@
+"""A loss by itself: evaluated while every row's output of the model is given, so only the loss can differ."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
+
+from anybatch import tree
+from anybatch.losses.resolve import resolve
+from anybatch.probe.calls import Call
+from anybatch.probe.passes import Bench, Cut
+from anybatch.probe.rows import Part, take
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """The terms of one micro-batch.
+
+    Attributes:
+        part: its rows.
+        sums: by the term's name.
+        weights: by the term's name.
+        pulled: by the term's name, gradients of the sum with respect to the model's outputs.
+        leaves: the tensors of the micro-batch.
+        strangers: random draws that were not replayed.
+    """
+
+    part: Part
+    sums: Mapping[str, float]
+    weights: Mapping[str, float]
+    pulled: Mapping[str, Sequence[Tensor]]
+    leaves: Sequence[Tensor]
+    strangers: int
+
+    def mean(self, name: str) -> float:
+        """Sum over weight; NaN without weight."""
+        return self.sums[name] / self.weights[name] if self.weights[name] else math.nan
+
+
+def evaluate(
+    bench: Bench, outermost: Sequence[Call], cuts: Sequence[Cut], *, pooled: bool
+) -> list[Evaluation]:
+    """The terms of each micro-batch of these cuts, one after the other on one copy of model and loss.
+
+    Args:
+        bench: where the loss is run.
+        outermost: the calls of the model in a pass over the whole batch.
+        cuts: what is evaluated.
+        pooled: whether outputs are given too that belong to no row, such as a loss that the model computes.
+    """
+    found: list[Evaluation] = []
+    with bench.fresh() as (model, loss):
+        stub = Stub(model, outermost, pooled=pooled)
+        for cut in cuts:
+            micros = cut.batch(bench.subject.dtype).cut(cut.micro_batch)
+            for part, micro in zip(cut.parts, micros, strict=True):
+                bench.draws.begin(part)
+                stub.begin(part)
+                terms = resolve(loss).evaluate(model, micro)
+                weights = {name: float(weight) for name, weight in terms.weigh().items()}
+                strangers = bench.draws.strangers
+                found.append(
+                    Evaluation(
+                        part=part,
+                        sums={name: value.item() for name, value in terms.sums.items()},
+                        weights=weights,
+                        pulled={name: stub.pull(value) for name, value in terms.sums.items()},
+                        leaves=tree.flatten(micro).leaves,
+                        strangers=strangers,
+                    )
+                )
+    return found
+
+
+class Stub:
+    """Puts the outputs of a pass over the whole batch in place of a model's own, by hooks.
+
+    Args:
+        model: its modules run as ever, but what the outermost ones return is replaced.
+        outermost: the calls of the pass.
+        pooled: whether outputs that belong to no row are replaced too.
+    """
+
+    def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
+        self._pooled = pooled
+        self._calls: defaultdict[str, list[Call]] = defaultdict(list)
+        for call in outermost:
+            self._calls[call.key[0]].append(call)
+        self.begin(Part.whole(1))
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leaving(name))
+
+    def begin(self, part: Part) -> None:
+        """A micro-batch of these rows begins."""
+        self._part, self._depth, self._leaves = part, 0, list[Tensor]()
+        self._counts: Counter[str] = Counter()
+
+    def pull(self, value: Tensor) -> list[Tensor]:
+        """Gradients of a scalar with respect to the outputs that were given."""
+        leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
+        if not leaves or not value.requires_grad:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        found = torch.autograd.grad(
+            value, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return list(found)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _leaving(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self._depth -= 1
+            if self._depth:
+                return output
+            count = self._counts[name]
+            self._counts[name] += 1
+            known = self._calls[name]
+            return self._replace(output, known[count].outputs) if count < len(known) else output
+
+        return hook
+
+    def _replace(self, output: Any, given: Sequence[Tensor]) -> Any:
+        leaves, form = pytree.tree_flatten(output)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(places) != len(given):
+            return output
+        for place, whole in zip(places, given, strict=True):
+            value = take(whole, leaves[place].shape, self._part)
+            is_pooled = whole.shape == leaves[place].shape and len(self._part.rows) < self._part.total
+            if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
+                own = value.detach().clone().requires_grad_(leaves[place].requires_grad)
+                self._leaves.append(own)
+                # Not the leaf itself, which nothing may be written into.
+                leaves[place] = own * 1 if own.requires_grad else own
+        return pytree.tree_unflatten(leaves, form)

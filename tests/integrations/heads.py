@@ -1,0 +1,229 @@
+"""Heads of transformers that compute their own loss: tiny, random, no dropout, rows of unequal lengths."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+ROWS, LENGTH, WORDS, WIDTH = 8, 7, 24, 8
+LENGTHS = torch.tensor([7, 3, 5, 2, 6, 4, 7, 1])
+MASK = (torch.arange(LENGTH) < LENGTHS[:, None]).long()
+Batch = Mapping[str, Tensor]
+
+
+def _ints(low: int, high: int, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _floats(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+TOKENS = torch.where(MASK == 1, _ints(3, WORDS, ROWS, LENGTH), 0)
+TEXT: Batch = {"input_ids": TOKENS, "attention_mask": MASK}
+NEXT = {"labels": torch.where(MASK == 1, TOKENS, -100)}
+MASKED = {"labels": torch.where((MASK == 1) & (_ints(0, 3, ROWS, LENGTH, seed=2) > 0), TOKENS, -100)}
+TAGS = {"labels": torch.where(MASK == 1, _ints(0, 3, ROWS, LENGTH, seed=3), -100)}
+CLASS = {"labels": torch.tensor([0, 1, 2, 2, -100, 1, 0, 2])}
+SEVERAL = {"labels": _ints(0, 2, ROWS, 3, seed=4).double()}
+NUMBER = {"labels": _floats(ROWS, seed=5)}
+SPAN = {
+    "start_positions": torch.tensor([0, 1, 9, 0, 2, 1, LENGTH, 0]),  # some beyond the end, which do not count
+    "end_positions": torch.tensor([6, 2, 9, 1, 5, 3, 6, 0]),
+}
+OTHER = {"next_sentence_label": torch.tensor([0, 1, 1, 0, -100, 1, 0, 0])}
+CHOICES: Batch = {
+    "input_ids": torch.stack([TOKENS, TOKENS.flip(0)], 1),
+    "attention_mask": torch.stack([MASK, MASK.flip(0)], 1),
+    "labels": torch.tensor([0, 1, 1, 0, 0, 1, 0, 1]),
+}
+IMAGES: Batch = {"pixel_values": _floats(ROWS, 3, 16, 16)}
+MAP = {"labels": torch.where(_ints(0, 3, ROWS, 16, 16, seed=6) == 0, 255, _ints(0, 3, ROWS, 16, 16, seed=7))}
+FRAMES = 160
+SOUND_LENGTHS = torch.tensor([160, 120, 140, 100, 160, 110, 150, 130])
+SOUND_MASK = (torch.arange(FRAMES) < SOUND_LENGTHS[:, None]).long()
+SOUND: Batch = {
+    "input_values": _floats(ROWS, FRAMES) * SOUND_MASK,
+    "attention_mask": SOUND_MASK,
+    "labels": torch.where(
+        torch.arange(3) < torch.tensor([3, 1, 2, 1, 3, 2, 1, 2])[:, None], _ints(1, 6, ROWS, 3), -100
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A model class, the settings of its tiny config, and a batch."""
+
+    name: str
+    batch: Batch
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    training: bool = True
+    variant: str = ""
+
+    @property
+    def title(self) -> str:
+        """Its name among all heads."""
+        return f"{self.name}-{self.variant}" if self.variant else self.name
+
+    def build(self) -> nn.Module:
+        """A random model in float64, the same each time."""
+        kind = getattr(transformers, self.name)
+        torch.manual_seed(0)
+        model = kind(kind.config_class(**self.settings)).double()
+        return model.train(self.training)
+
+
+NO_DROPOUT = dict.fromkeys(
+    ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "classifier_dropout"), 0.0
+)
+GPT2 = {
+    "vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 1, "n_head": 2,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0,
+    "summary_first_dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.0, "pad_token_id": 0,
+    "max_position_embeddings": LENGTH,
+}  # fmt: skip
+BERT = NO_DROPOUT | {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "max_position_embeddings": LENGTH + 4, "pad_token_id": 0,
+}  # fmt: skip
+ROBERTA = BERT | {"pad_token_id": 1}
+ALBERT = BERT | {"embedding_size": WIDTH, "classifier_dropout_prob": 0.0}
+ELECTRA = BERT | {"embedding_size": WIDTH, "summary_last_dropout": 0.0}
+DISTILBERT = {
+    "vocab_size": WORDS, "dim": WIDTH, "hidden_dim": 12, "n_layers": 1, "n_heads": 2, "dropout": 0.0,
+    "attention_dropout": 0.0, "qa_dropout": 0.0, "seq_classif_dropout": 0.0,
+    "max_position_embeddings": LENGTH,
+}  # fmt: skip
+T5 = {
+    "vocab_size": WORDS, "d_model": WIDTH, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_decoder_layers": 1,
+    "num_heads": 2, "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
+    "feed_forward_proj": "gated-gelu", "classifier_dropout": 0.0,
+}  # fmt: skip
+BART = {
+    "vocab_size": WORDS, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 12,
+    "decoder_ffn_dim": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0,
+    "attention_dropout": 0.0, "activation_dropout": 0.0, "classifier_dropout": 0.0, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
+    "max_position_embeddings": LENGTH + 4,
+}  # fmt: skip
+VIT = NO_DROPOUT | {
+    "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 16, "patch_size": 8, "num_labels": 3,
+}  # fmt: skip
+RESNET = {
+    "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 3,
+    "hidden_act": "gelu",
+}  # fmt: skip
+SEGFORMER = NO_DROPOUT | {
+    "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8],
+    "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
+    "decoder_hidden_size": 8, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0, "num_labels": 3,
+}  # fmt: skip
+WAV2VEC2 = {
+    "vocab_size": 6, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 2),
+    "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
+    "hidden_dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0,
+    "feat_quantizer_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0, "apply_spec_augment": False, "pad_token_id": 0,
+}  # fmt: skip
+WHISPER = {
+    "vocab_size": WORDS, "num_mel_bins": 4, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_source_positions": 8,
+    "max_target_positions": LENGTH + 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "suppress_tokens": [], "begin_suppress_tokens": [],
+    "apply_spec_augment": False,
+}  # fmt: skip
+EXPERTS = LLAMA | {
+    "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.05, "router_jitter_noise": 0.0, "experts_implementation": "eager",
+}  # fmt: skip
+QWEN_MOE = LLAMA | {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8, "decoder_sparse_step": 1, "output_router_logits": True,
+    "router_aux_loss_coef": 0.05, "mlp_only_layers": [], "experts_implementation": "eager",
+    "eos_token_id": 2,
+}  # fmt: skip
+LABELS3 = {"num_labels": 3}
+MEL = {"input_features": _floats(ROWS, 4, 16), "labels": NEXT["labels"]}
+
+HEADS = [
+    Head(name="GPT2LMHeadModel", settings=GPT2, batch={**TEXT, **NEXT}),
+    Head(name="GPT2ForTokenClassification", settings=GPT2 | LABELS3, batch={**TEXT, **TAGS}),
+    Head(name="GPT2ForSequenceClassification", settings=GPT2 | LABELS3, batch={**TEXT, **CLASS}),
+    Head(name="LlamaForCausalLM", settings=LLAMA, batch={**TEXT, **NEXT}),
+    Head(name="LlamaForSequenceClassification", settings=LLAMA | LABELS3, batch={**TEXT, **CLASS}),
+    Head(name="LlamaForQuestionAnswering", settings=LLAMA, batch={**TEXT, **SPAN}),
+    Head(
+        name="LlamaForTokenClassification",
+        settings=LLAMA | LABELS3 | {"classifier_dropout": 0.0},
+        batch={**TEXT, **TAGS},
+    ),
+    Head(name="BertForMaskedLM", settings=BERT, batch={**TEXT, **MASKED}),
+    Head(name="BertLMHeadModel", settings=BERT | {"is_decoder": True}, batch={**TEXT, **NEXT}),
+    Head(
+        name="BertForNextSentencePrediction",
+        settings=BERT,
+        batch={**TEXT, "labels": OTHER["next_sentence_label"]},
+    ),
+    Head(name="BertForPreTraining", settings=BERT, batch={**TEXT, **MASKED, **OTHER}),
+    Head(name="BertForMultipleChoice", settings=BERT, batch=CHOICES),
+    Head(name="BertForTokenClassification", settings=BERT | LABELS3, batch={**TEXT, **TAGS}),
+    Head(name="BertForSequenceClassification", settings=BERT | LABELS3, batch={**TEXT, **CLASS}),
+    Head(
+        name="BertForSequenceClassification",
+        settings=BERT | LABELS3,
+        batch={**TEXT, **SEVERAL},
+        variant="several labels",
+    ),
+    Head(
+        name="BertForSequenceClassification",
+        settings=BERT | {"num_labels": 1},
+        batch={**TEXT, **NUMBER},
+        variant="regression",
+    ),
+    Head(name="BertForQuestionAnswering", settings=BERT, batch={**TEXT, **SPAN}),
+    Head(name="RobertaForMaskedLM", settings=ROBERTA, batch={**TEXT, **MASKED}),
+    Head(name="RobertaForSequenceClassification", settings=ROBERTA | LABELS3, batch={**TEXT, **CLASS}),
+    Head(name="AlbertForMaskedLM", settings=ALBERT, batch={**TEXT, **MASKED}),
+    Head(
+        name="AlbertForPreTraining",
+        settings=ALBERT,
+        batch={**TEXT, **MASKED, "sentence_order_label": OTHER["next_sentence_label"]},
+    ),
+    Head(name="DistilBertForMaskedLM", settings=DISTILBERT, batch={**TEXT, **MASKED}),
+    Head(name="DistilBertForQuestionAnswering", settings=DISTILBERT, batch={**TEXT, **SPAN}),
+    Head(
+        name="ElectraForPreTraining",
+        settings=ELECTRA,
+        batch={**TEXT, "labels": _ints(0, 2, ROWS, LENGTH, seed=8)},
+    ),
+    Head(name="ElectraForTokenClassification", settings=ELECTRA | LABELS3, batch={**TEXT, **TAGS}),
+    Head(name="T5ForConditionalGeneration", settings=T5, batch={**TEXT, **NEXT}),
+    Head(name="T5ForTokenClassification", settings=T5 | LABELS3, batch={**TEXT, **TAGS}),
+    Head(name="BartForConditionalGeneration", settings=BART, batch={**TEXT, **NEXT}),
+    Head(name="ViTForImageClassification", settings=VIT, batch={**IMAGES, **CLASS}),
+    Head(name="ResNetForImageClassification", settings=RESNET, batch={**IMAGES, **CLASS}, training=False),
+    Head(
+        name="SegformerForSemanticSegmentation", settings=SEGFORMER, batch={**IMAGES, **MAP}, training=False
+    ),
+    Head(
+        name="Wav2Vec2ForCTC", settings=WAV2VEC2 | {"ctc_loss_reduction": "sum"}, batch=SOUND, variant="sum"
+    ),
+    Head(
+        name="Wav2Vec2ForCTC", settings=WAV2VEC2 | {"ctc_loss_reduction": "mean"}, batch=SOUND, variant="mean"
+    ),
+    Head(name="WhisperForConditionalGeneration", settings=WHISPER, batch=MEL),
+    Head(name="MixtralForCausalLM", settings=EXPERTS, batch={**TEXT, **NEXT}),
+    Head(name="Qwen2MoeForCausalLM", settings=QWEN_MOE, batch={**TEXT, **NEXT}),
+    Head(name="OlmoeForCausalLM", settings=QWEN_MOE, batch={**TEXT, **NEXT}),
+]

@@ -1,0 +1,286 @@
+"""Heads of transformers against their own whole-batch loss, and router losses, in which rows meet."""
+
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.mixtral import modeling_mixtral
+
+import anybatch as ab
+from anybatch.errors import LossError
+from anybatch.integrations.transformers import RouterLoss, WholeRouterLoss, homes, recorded, wants_router_loss
+from anybatch.losses import origin
+from anybatch.losses.model_loss import ModelLoss
+from anybatch.testing import GradientRecorder, relative_error
+from tests.house import ROOT
+from tests.integrations.heads import HEADS, LENGTH, ROWS, Head
+
+LIMIT = 1e-12  # the law, in float64
+FLOAT32 = 1e-6  # where a head computes its loss in float32 and the division comes at the end
+MICRO_BATCHES = 4
+MIXTRAL = next(head for head in HEADS if head.name.startswith("Mixtral"))
+
+# What transformers says about configs as tiny as these is about nothing that matters here.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+
+def whole(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """The model's own loss of the whole batch, and its gradient."""
+    twin = copy.deepcopy(model)
+    loss = twin(**batch).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
+
+
+def cut(
+    model: nn.Module, batch: Any, micro_batch: int | None, **options: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    recorder = GradientRecorder(model)
+    return ab.Step(model, ModelLoss(), recorder, micro_batch=micro_batch, **options)(
+        batch
+    ), recorder.gradients
+
+
+def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Samples of unequal lengths, padded as far as this micro-batch needs."""
+    longest = max(len(sample["labels"]) for sample in samples)
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    return {
+        name: torch.stack(
+            [nn.functional.pad(s[name], (0, longest - len(s[name])), value=value) for s in samples]
+        )
+        for name, value in fill.items()
+    }
+
+
+def samples_of(head: Head) -> list[dict[str, Tensor]]:
+    lengths = head.batch["attention_mask"].sum(1).tolist()
+    return [
+        {name: value[row, : lengths[row]] for name, value in head.batch.items()}
+        for row in range(len(lengths))
+    ]
+
+
+# ---- every head
+
+
+def test_there_are_enough_heads_and_families() -> None:
+    assert len({(head.name, *map(str, head.settings.values())) for head in HEADS}) >= 24
+    assert len({type(head.build().config) for head in HEADS}) >= 12
+
+
+@pytest.mark.parametrize("micro_batch", [ROWS // MICRO_BATCHES, 3, 1])
+@pytest.mark.parametrize("head", HEADS, ids=[head.title for head in HEADS])
+def test_head_is_exact(head: Head, micro_batch: int) -> None:
+    model = head.build()
+    loss, gradients = whole(model, head.batch)
+    report, found = cut(model, dict(head.batch), micro_batch)
+    assert report.micro_batches == -(-ROWS // micro_batch)
+    assert relative_error(found, gradients) <= LIMIT
+    assert relative_error(report.loss, loss) <= FLOAT32
+
+
+@pytest.mark.parametrize("head", HEADS, ids=[head.title for head in HEADS])
+def test_uncut_is_the_models_own_to_the_bit(head: Head) -> None:
+    model = head.build()
+    _, gradients = whole(model, head.batch)
+    _, found = cut(model, dict(head.batch), None)
+    assert found.keys() == gradients.keys()
+    assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("head", [HEADS[0], HEADS[7]], ids=["shifted", "as they are"])
+def test_a_mean_of_means_is_found_out(head: Head) -> None:
+    """The mutation that all of this is about."""
+    model = head.build()
+    _, gradients = whole(model, head.batch)
+    for start in range(0, ROWS, 2):
+        micro = {name: value[start : start + 2] for name, value in head.batch.items()}
+        (model(**micro).loss / MICRO_BATCHES).backward()
+    assert relative_error({name: p.grad for name, p in model.named_parameters()}, gradients) > 100 * LIMIT
+
+
+def test_counting_before_the_shift_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = HEADS[0]
+    monkeypatch.setattr(
+        origin, "TRANSFORMS", {name: (lambda labels, ignored: labels) for name in origin.TRANSFORMS}
+    )
+    monkeypatch.setattr(origin, "_is_same", lambda labels, target: labels.shape == (2, LENGTH))
+    with pytest.raises(LossError, match="35 in all for 'loss', got 27"):
+        cut(head.build(), dict(head.batch), 2)
+
+
+def test_every_head_stands_in_the_docs() -> None:
+    page = (ROOT / "docs/heads.md").read_text(encoding="utf-8")
+    assert [head.name for head in HEADS if f"`{head.name}`" not in page] == []
+
+
+# ---- lists of samples and windows
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForTokenClassification"])
+def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str) -> None:
+    head = next(head for head in HEADS if head.name == name)
+    _, gradients = whole(head.build(), head.batch)
+    _, found = cut(head.build(), samples_of(head), 3, collate=collate)
+    assert relative_error(found, gradients) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForPreTraining", "ViTForImageClassification"])
+def test_windows(name: str) -> None:
+    head = next(head for head in HEADS if head.name == name)
+    model = head.build()
+    _, gradients = whole(model, head.batch)
+    recorder = GradientRecorder(model)
+    with ab.Step(model, ModelLoss(), recorder).window() as window:
+        for start, stop in ((0, 3), (3, 5), (5, ROWS)):
+            window.add({key: value[start:stop] for key, value in head.batch.items()})
+    assert relative_error(recorder.gradients, gradients) <= LIMIT
+
+
+def test_a_head_in_float32_divides_late_to_a_rounding_of_float32() -> None:
+    head = HEADS[0]
+    _, gradients = whole(head.build(), head.batch)
+    _, found = cut(head.build(), samples_of(head), 3, collate=collate)
+    assert relative_error(found, gradients) <= FLOAT32
+
+
+# ---- router losses
+
+
+@pytest.mark.parametrize("with_mask", [True, False])
+def test_router_loss_without_mask(with_mask: bool) -> None:
+    batch = {name: value for name, value in MIXTRAL.batch.items() if with_mask or name != "attention_mask"}
+    model = MIXTRAL.build()
+    _, gradients = whole(model, batch)
+    _, found = cut(model, batch, 3)
+    assert relative_error(found, gradients) <= LIMIT
+
+
+def test_router_loss_of_samples_padded_micro_batch_by_micro_batch() -> None:
+    model = MIXTRAL.build()
+    _, gradients = whole(model, MIXTRAL.batch)
+    _, found = cut(model, samples_of(MIXTRAL), 3, collate=collate)
+    assert relative_error(found, gradients) <= LIMIT  # the first pass has weighed all
+
+
+def test_router_loss_has_its_value_and_its_share() -> None:
+    model = MIXTRAL.build()
+    own = model(**MIXTRAL.batch)
+    report, _ = cut(model, dict(MIXTRAL.batch), 2)
+    assert report.weights["router"] == 1
+    coefficient = model.config.router_aux_loss_coef
+    assert relative_error(report.terms["router"], coefficient * own.aux_loss.item()) <= FLOAT32
+
+
+def test_leaving_the_router_loss_to_micro_batches_is_found_out() -> None:
+    model = MIXTRAL.build()
+    _, gradients = whole(model, MIXTRAL.batch)
+    model.config.router_aux_loss_coef, model.router_aux_loss_coef = 0.0, 0.0
+    _, found = cut(model, dict(MIXTRAL.batch), 2)
+    assert relative_error(found, gradients) > 100 * LIMIT
+
+
+def test_both_passes_draw_the_same_dropout() -> None:
+    settings = {**MIXTRAL.settings, "attention_dropout": 0.3}
+    model = Head(name=MIXTRAL.name, settings=settings, batch=MIXTRAL.batch).build()
+    seen: list[Tensor] = []
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for start in range(0, ROWS, 2):
+            model(**{name: value[start : start + 2] for name, value in MIXTRAL.batch.items()})
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    cut(model, dict(MIXTRAL.batch), 2, check=False)
+    assert torch.equal(torch.get_rng_state(), after)
+    once, first, second = (
+        seen[start : start + MICRO_BATCHES] for start in (0, MICRO_BATCHES, 2 * MICRO_BATCHES)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(once + once, first + second, strict=True))
+
+
+def test_window_and_late_router_loss_are_refused_by_name() -> None:
+    model = MIXTRAL.build()
+    window = ab.Step(model, ModelLoss(), GradientRecorder(model)).window()
+    with pytest.raises(LossError, match="router loss of MixtralForCausalLM"):
+        window.add(dict(MIXTRAL.batch))
+    window.discard()
+
+
+def test_the_modeling_file_is_as_before_even_after_a_failure() -> None:
+    own = modeling_mixtral.load_balancing_loss_func
+    model = MIXTRAL.build()
+    cut(model, dict(MIXTRAL.batch), 2)
+    assert modeling_mixtral.load_balancing_loss_func is own
+    recording = recorded(homes(model))
+    recording.__enter__()
+    assert modeling_mixtral.load_balancing_loss_func is not own
+    assert recording.__exit__(RuntimeError, RuntimeError(), None) is not True
+    assert modeling_mixtral.load_balancing_loss_func is own
+
+
+def test_evaluation_leaves_the_router_loss_out() -> None:
+    terms = ModelLoss().begin()
+    with torch.no_grad():
+        evaluated = terms.evaluate(MIXTRAL.build(), dict(MIXTRAL.batch))
+    assert list(evaluated.sums) == list(evaluated.weigh()) == ["cross_entropy"]
+
+
+def test_models_with_and_without_router_loss_are_told_apart() -> None:
+    assert homes(MIXTRAL.build()) == [sys.modules[modeling_mixtral.__name__]]
+    assert wants_router_loss(MIXTRAL.build())
+    assert homes(HEADS[0].build()) == []
+    assert not wants_router_loss(HEADS[0].build())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({}, {"settings": {"top_k": 1}}, "same router loss"),
+        ({"mask": torch.ones(1, 2)}, {}, "attention mask in every micro-batch"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(first: Any, second: Any, message: str) -> None:
+    def call(**changes: Any) -> RouterLoss:
+        value = torch.zeros(())
+        fields = {"gates": (torch.zeros(2, 3),), "mask": None, "settings": {"top_k": 2}}
+        return RouterLoss(function=print, value=value, node=None, **{**fields, **changes})
+
+    with pytest.raises(LossError, match=message):
+        WholeRouterLoss([call(**first), call(**second)])
+
+
+def test_switch_transformers_are_refused_by_name() -> None:
+    """Their router's z-loss is a sum over tokens that the model itself divides."""
+    settings = {
+        "vocab_size": 24, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 2,
+        "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_heads": 2, "num_experts": 2,
+        "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
+    }  # fmt: skip
+    head = Head(name="SwitchTransformersForConditionalGeneration", settings=settings, batch=HEADS[0].batch)
+    model = head.build()
+    model.forward = lambda **rows: type(model).forward(model, output_router_logits=True, **rows)
+    with pytest.raises(LossError, match="SwitchTransformersForConditionalGeneration"):
+        cut(model, dict(head.batch), 2)
+
+
+@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
+def test_contrastive_heads_are_refused_by_name(name: str) -> None:
+    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = tower | {"vocab_size": 24, "max_position_embeddings": LENGTH, "eos_token_id": 2}
+    settings = {
+        "text_config": text,
+        "vision_config": tower | {"image_size": 16, "patch_size": 8},
+        "projection_dim": 4,
+    }
+    images = next(head for head in HEADS if head.name.startswith("ViT")).batch["pixel_values"]
+    batch = {"input_ids": HEADS[0].batch["input_ids"], "pixel_values": images}
+    model = Head(name=name, settings=settings, batch=batch).build()
+    model.forward = lambda **rows: type(model).forward(model, return_loss=True, **rows)
+    with pytest.raises(LossError, match=rf"{name}.*contrastive"):
+        cut(model, batch, 4)

@@ -1,0 +1,265 @@
+"""The blocks give what all logits at once give, in every setting, and make no product that nobody needs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import anybatch as ab
+from anybatch.errors import LossError
+from anybatch.losses.linear import linear_cross_entropy
+from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+
+LIMIT = 1e-12  # relative, float64
+TOKENS, WIDTH, WORDS = 14, 5, 11
+
+IGNORED = torch.tensor([3, -100, 0, 10, -100, 2, 2, 7, -100, 9, 1, 4, -100, 0])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.2},
+    "all smooth": {"label_smoothing": 1.0},
+    "weighted": {"class_weight": torch.linspace(0, 2, WORDS, dtype=torch.float64)},
+    "weighted and smoothed": {
+        "class_weight": torch.linspace(0, 2, WORDS, dtype=torch.float64),
+        "label_smoothing": 0.1,
+    },
+    "one class ignored": {"ignore_index": 2},
+}
+
+
+def layer(dtype: torch.dtype = torch.float64, *, tokens: int = TOKENS) -> list[Tensor]:
+    """Hidden, weight and bias."""
+    shapes = (tokens, WIDTH), (WORDS, WIDTH), (WORDS,)
+    return [torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def blocks(values: list[Tensor], target: Tensor, **settings: Any) -> ab.Total:
+    return linear_cross_entropy(values[0], values[1], target, bias=values[2], **settings)
+
+
+def head(values: list[Tensor], target: Tensor, *, reduction: str = "sum", **settings: Any) -> Tensor:
+    """The same with all logits at once."""
+    settings = {"weight" if name == "class_weight" else name: value for name, value in settings.items()}
+    return F.cross_entropy(F.linear(*values), target, reduction=reduction, **settings)
+
+
+def gradients(values: list[Tensor], loss: Any, factor: float = 1.0) -> list[Tensor]:
+    return list(torch.autograd.grad(factor * loss, values))
+
+
+@pytest.mark.parametrize("rows", [1, 4, TOKENS, 100, None])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_blocks_are_exact(settings: dict[str, Any], rows: int | None) -> None:
+    values = layer()
+    target = IGNORED.where(IGNORED >= 0, settings.get("ignore_index", -100))
+    total, whole = blocks(values, target, rows=rows, **settings), head(values, target, **settings)
+    assert relative_error(total.sum, whole) <= LIMIT
+    mean = head(values, target, reduction="mean", **settings)
+    assert relative_error(total.mean(), mean) <= LIMIT
+    found, expected = gradients(values, total.sum, 0.3), gradients(values, whole, 0.3)
+    assert all(relative_error(a, b) <= LIMIT for a, b in zip(found, expected, strict=True))
+
+
+def test_rows_and_axes_may_lie_anyhow() -> None:
+    hidden, weight, bias = layer()
+    target = IGNORED.reshape(7, 2).T
+    found = hidden.reshape(7, 2, WIDTH).transpose(0, 1)
+    assert not found.is_contiguous()
+    total = linear_cross_entropy(found, weight.T.contiguous().T, target, bias=bias, rows=3)
+    values = [hidden, weight, bias]
+    whole = head(values, IGNORED)
+    assert relative_error(total.sum, whole) <= LIMIT
+    assert relative_error(gradients(values, total.sum), gradients(values, whole)) <= LIMIT
+    single = linear_cross_entropy(hidden[3], weight, IGNORED[3])
+    assert relative_error(single.sum, F.cross_entropy(F.linear(hidden[3], weight), IGNORED[3])) <= LIMIT
+
+
+def test_without_bias_and_without_rows() -> None:
+    hidden, weight, _ = layer()
+    total = linear_cross_entropy(hidden, weight, IGNORED, rows=4)
+    whole = F.cross_entropy(F.linear(hidden, weight), IGNORED, reduction="sum")
+    pair = [hidden, weight]
+    assert relative_error(gradients(pair, total.sum), gradients(pair, whole)) <= LIMIT
+    empty = linear_cross_entropy(hidden[:0], weight, IGNORED[:0])
+    assert (empty.sum.item(), empty.weight.item()) == (0, 0)
+    assert [value.abs().sum().item() for value in gradients(pair, empty.sum)] == [0, 0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}], ids=["plain", "smoothed"])
+def test_all_targets_ignored(settings: dict[str, Any]) -> None:
+    values = layer()
+    total = blocks(values, torch.full((TOKENS,), -100), rows=4, **settings)
+    assert (total.sum.item(), total.weight.item()) == (0, 0)
+    assert [value.abs().sum().item() for value in gradients(values, total.sum)] == [0, 0, 0]
+
+
+def test_what_is_ignored_may_be_infinite() -> None:
+    hidden, weight, bias = layer()
+    bias = torch.where(torch.arange(WORDS) == 0, -torch.inf, bias)  # no one says word 0
+    target = IGNORED.where(IGNORED != 0, -100)
+    with torch.no_grad():
+        hidden[target < 0] = torch.nan  # as attention of padding that sees nothing
+        total = linear_cross_entropy(hidden, weight, target, bias=bias, rows=4)
+        assert relative_error(total.sum, head([hidden, weight, bias], target)) <= LIMIT
+
+
+# ---- products and passes
+
+
+def in_place(into: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **_: object) -> int:
+    """Operations of `into.addmm_(a, b)`, which torch's counter does not know."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+def products(*needs: bool, gradient: bool = True) -> float:
+    """Matrix products of the layer's size in forward and backward."""
+    values = [value.requires_grad_(need) for value, need in zip(layer(), needs, strict=True)]
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
+    with counter, torch.set_grad_enabled(gradient):
+        total = blocks(values, IGNORED, rows=4)
+        assert total.sum.requires_grad == (gradient and any(needs))
+        if total.sum.requires_grad:
+            total.sum.backward()
+    assert [value.grad is not None for value in values] == [gradient and need for need in needs]
+    return counter.get_total_flops() / (2 * TOKENS * WIDTH * WORDS)
+
+
+def test_no_product_is_made_that_nobody_needs() -> None:
+    assert products(True, True, True) == 3
+    assert products(True, False, False) == 2  # a frozen head
+    assert products(False, True, False) == 2  # a frozen body
+    assert products(False, False, True) == 1
+    assert products(False, False, False) == 1
+    assert products(True, True, True, gradient=False) == 1
+
+
+def test_backward_may_be_repeated() -> None:
+    values = layer()
+    total = blocks(values, IGNORED, rows=4)
+    expected = gradients(values, head(values, IGNORED))
+    for factor in (1.0, 3.0, 1.0):
+        found = torch.autograd.grad(factor * total.sum, values, retain_graph=True)
+        assert relative_error(found, [factor * value for value in expected]) <= LIMIT
+
+
+def test_a_gradient_of_the_gradient_is_refused() -> None:
+    values = layer()
+    with pytest.raises(LossError, match=r"create_graph=True for .*F\.cross_entropy"):
+        torch.autograd.grad(blocks(values, IGNORED).sum, values, create_graph=True)
+
+
+# ---- precision
+
+
+def errors_against_float64(values: list[Tensor], target: Tensor, loss: Any) -> list[float]:
+    """Of a mean loss and its gradients, against all logits at once in float64."""
+    exact = [value.detach().double().requires_grad_() for value in values]
+    whole = head(exact, target, reduction="mean")
+    found, expected = [loss, *gradients(values, loss)], [whole, *gradients(exact, whole)]
+    return [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_short_dtypes_are_as_exact_as_with_all_logits(dtype: torch.dtype) -> None:
+    values, target = layer(dtype, tokens=600), torch.randint(WORDS, (600,))
+    total = blocks(values, target, rows=1)
+    assert total.sum.dtype == torch.float32
+    assert [value.dtype for value in gradients(values, total.sum / 600)] == [dtype] * 3
+    ours = errors_against_float64(values, target, blocks(values, target, rows=1).mean())
+    assert max(ours) <= tolerance(dtype, 600)
+    if (
+        dtype != torch.float32
+    ):  # the gradient of the weight, added up 600 times in bfloat16, is six times worse
+        at_once = errors_against_float64(values, target, head(values, target, reduction="mean"))
+        assert all(a <= 1.5 * b for a, b in zip(ours, at_once, strict=True))
+
+
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("body", ["float32", "autocast"])
+def test_autocast_is_that_of_a_linear_layer(short: torch.dtype, body: str) -> None:
+    hidden, weight, bias = layer(torch.float32)
+    given = hidden if body == "float32" else hidden.to(short)
+    with torch.autocast("cpu", dtype=short):
+        total = linear_cross_entropy(given, weight, IGNORED, bias=bias, rows=4)
+        assert total.sum.dtype == torch.float32
+    values = [hidden, weight, bias]
+    found = gradients(values, total.sum)
+    assert [value.dtype for value in found] == [torch.float32] * 3
+    exact = [value.detach().double().requires_grad_() for value in values]
+    expected = gradients(exact, head(exact, IGNORED))
+    errors = [relative_error(a, b) for a, b in zip(found, expected, strict=True)]
+    assert all(torch.finfo(torch.float32).eps < error <= tolerance(short, TOKENS) for error in errors)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    values = layer()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        total = blocks(values, IGNORED, rows=4)
+    assert relative_error(gradients(values, total.sum), gradients(values, head(values, IGNORED))) <= LIMIT
+
+
+# ---- in a step
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.body(self.embedding(tokens))
+
+
+def in_blocks(model: Tied, micro: tuple[Tensor, Tensor]) -> ab.Total:
+    return linear_cross_entropy(model(micro[0]), model.embedding.weight, micro[1], rows=3)
+
+
+def at_once(model: Tied, micro: tuple[Tensor, Tensor]) -> ab.Total:
+    logits = F.linear(model(micro[0]), model.embedding.weight).transpose(1, 2)
+    return ab.Total(F.cross_entropy(logits, micro[1], reduction="sum"), (micro[1] != -100).sum())
+
+
+def test_a_step_on_tied_weights_is_exact() -> None:
+    model = Tied().double()
+    tokens, target = torch.randint(WORDS, (7, 4)), torch.randint(WORDS, (7, 4))
+    target[torch.rand(7, 4) < 0.4] = -100
+    target[4:6] = -100  # a micro-batch without a valid target
+    recorder = GradientRecorder(model)
+    report = ab.Step(model, in_blocks, recorder, micro_batch=2)((tokens, target))
+    expected = reference_step(model, at_once, (tokens, target))
+    assert relative_error(report.loss, expected.loss) <= LIMIT
+    assert relative_error(recorder.gradients, expected.gradients) <= LIMIT
+
+
+# ---- refused
+
+H, W, Y = torch.zeros(4, 3), torch.zeros(6, 3), torch.zeros(4, dtype=torch.int64)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "width": ({"hidden": torch.zeros(4, 2)}, r"'hidden': \(4, 2\), 'weight': \(6, 3\)"),
+    "rows of target": ({"target": Y[:3]}, r"'target': \(3,\)"),
+    "weight": ({"weight": torch.zeros(3)}, r"'weight': \(3,\)"),
+    "bias": ({"bias": torch.zeros(5)}, r"\[\(5,\)\]"),
+    "class weight": ({"class_weight": torch.zeros(5)}, r"\[\(5,\)\]"),
+    "probabilities": ({"target": torch.zeros(4)}, r"int64, got torch\.float32"),
+    "dtypes": ({"hidden": H.bfloat16()}, r"'torch\.bfloat16', 'torch\.float32'"),
+    "smoothing": ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
+    "rows": ({"rows": 0}, "at least 1, got 0"),
+    "class weight that trains": ({"class_weight": torch.ones(6, requires_grad=True)}, "without gradient"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(LossError, match=message):
+        linear_cross_entropy(**{"hidden": H, "weight": W, "target": Y} | changed)
+
+
+def test_a_target_that_is_no_class_is_an_error() -> None:
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (bounds|range)"):
+        linear_cross_entropy(H, W, Y + 6)

@@ -1,0 +1,232 @@
+"""The self-test: exact where a step is, a culprit where it is not, and nothing changed by it."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.check import check
+from anybatch.errors import BatchError, LossError, PlanError
+from anybatch.losses.terms import Terms
+from anybatch.losses.whole_batch import WholeBatch
+from anybatch.testing import Perceptron
+from anybatch.total import Total
+
+ROWS = 12
+
+
+def rows(outputs: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randn(ROWS, 5), torch.randn(ROWS, outputs)
+
+
+def mean_of_means(model: nn.Module, micro: Any) -> Total:
+    x, y = micro
+    return Total(F.cross_entropy(model(x), y, ignore_index=0), 1)
+
+
+def sum_of_squares(model: nn.Module, micro: Any) -> Total:
+    x, y = micro
+    errors = (model(x) - y).square()
+    return Total(errors.sum(), errors.numel())
+
+
+class Noisy(nn.Module):
+    """Draws in every way that torch's default stream knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, features) to the same."""
+        x = F.dropout(x, 0.3) + torch.randn_like(x) + torch.rand(x.shape) + torch.normal(0.0, 1.0, x.shape)
+        heads = x.repeat(1, 2).view(len(x) * 2, -1)  # (rows * heads, features)
+        times = x.repeat(3, 1, 1)  # (time, rows, features)
+        return x + F.dropout(heads, 0.5).view(len(x), 2, -1).sum(1) + F.dropout(times, 0.5).sum(0)
+
+
+def test_dropout_and_other_draws_are_replayed() -> None:
+    report = check(nn.Sequential(Noisy(), Perceptron(5, 2)), nn.MSELoss(), rows())
+    assert report.exact, str(report)
+    assert report.dtype == "float64"
+    assert report.error <= report.limit
+    assert report.cuts == ("3+3+2", "5+3", "1 by 1")
+
+
+def test_checkpointed_forward_finds_its_draws_again() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Tanh(), nn.Linear(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+    report = check(Checkpointed(), nn.MSELoss(), rows())
+    assert report.exact, str(report)
+
+
+def test_right_denominator_is_named() -> None:
+    x, _ = rows()
+    y = torch.arange(ROWS) % 3
+    report = check(Perceptron(5, 3), mean_of_means, (x, y))
+    (finding,) = report.findings
+    assert not report.exact
+    assert finding.kind == "denominator"
+    assert "mean_of_means" in finding.culprit
+    assert "(micro[1] != 0).sum()" in finding.ways_out[0]
+    right = Terms(
+        lambda model, micro: Total(mean_of_means(model, micro).sum * (n := (micro[1] != 0).sum()), n)
+    )
+    single = check(Perceptron(5, 3), right, (x[y != 0], y[y != 0]))
+    assert single.exact, str(single)
+
+
+def test_bare_mean_is_never_exact() -> None:
+    def bare(model: nn.Module, micro: Any) -> Tensor:
+        return F.mse_loss(model(micro[0]), micro[1])
+
+    report = check(Perceptron(5, 2), bare, rows())
+    assert [finding.kind for finding in report.findings] == ["denominator"]
+    assert "the rows" in report.findings[0].what
+
+
+def test_every_batch_norm_is_named_with_its_ways_out() -> None:
+    model = nn.Sequential(
+        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 2)
+    )
+    report = check(model, nn.MSELoss(), rows())
+    assert [(finding.kind, finding.culprit) for finding in report.findings] == [
+        ("meeting", "1 (BatchNorm1d)"),
+        ("meeting", "3.0 (BatchNorm1d)"),
+    ]
+    assert "batch_norm_to_group_norm" in report.findings[0].ways_out[0]
+    assert check(model, nn.MSELoss(), rows(), batch_norm="frozen").exact
+
+
+def test_whole_batch_loss_is_exact_over_a_model_that_draws() -> None:
+    def contrast(outputs: Tensor) -> Tensor:
+        near = F.normalize(outputs, dim=1)
+        return F.cross_entropy(near @ near.T, torch.arange(len(near)))
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
+    report = check(model, WholeBatch(contrast), (torch.randn(ROWS, 5),))
+    assert report.exact, str(report)
+
+
+def test_trained_model_raises_no_alarm() -> None:
+    """Where the gradients of the rows cancel, what is left of them is rounding."""
+    x = torch.randn(6, 5, dtype=torch.float64)
+    y = torch.randn(6, 1, dtype=torch.float64)
+    model = nn.Linear(5, 1).double()
+    with torch.no_grad():
+        solution = torch.linalg.lstsq(torch.cat([x, torch.ones_like(y)], 1)[:], y).solution
+        model.weight.copy_(solution[:5].T)
+        model.bias.copy_(solution[5])
+    batch = torch.cat([x, x]), torch.cat([y + 1, y - 1])
+    report = check(model, nn.MSELoss(), batch)
+    assert report.exact, str(report)
+
+
+class Held(nn.Module):
+    """Keeps what cannot be copied: an output with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(5, 2), nn.BatchNorm1d(5)
+        self.last: Tensor | None = None
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 5) to (rows, 2)."""
+        self.calls.append(len(x))
+        self.last = self.layer(self.norm(x))
+        return self.last
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_nothing_is_changed(fails: bool, is_copied: bool) -> None:
+    model = Held()
+    batch = rows()
+    if not is_copied:
+        model(batch[0])
+        model.calls.clear()
+    model.layer.weight.grad = torch.ones(2, 5)
+    last, gradient, state = (
+        model.last,
+        model.layer.weight.grad,
+        {k: v.clone() for k, v in model.state_dict().items()},
+    )
+    given = [leaf.clone() for leaf in batch]
+    streams = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    seen: list[int] = []
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        seen.append(len(micro[0]))
+        micro[0].mul_(2)
+        if fails:
+            raise RuntimeError("no")
+        torch.rand(1), random.random(), np.random.rand()
+        return sum_of_squares(model, micro)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="no"):
+            check(model, loss, batch)
+    else:
+        report = check(model, loss, batch)
+        assert [finding.culprit for finding in report.findings] == ["norm (BatchNorm1d)"]
+        assert (report.dtype == "float64") == is_copied
+        assert bool(report.notes) != is_copied
+    assert model.last is last
+    assert model.calls == []
+    assert model.layer.weight.grad is gradient
+    assert gradient.equal(torch.ones(2, 5))
+    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
+    assert model.training
+    assert not (model._forward_hooks or model._forward_pre_hooks or model.layer._forward_hooks)
+    assert all(a.equal(b) for a, b in zip(batch, given, strict=True))
+    assert torch.get_rng_state().equal(streams[0])
+    assert random.getstate() == streams[1]
+    assert np.random.get_state()[1].tolist() == streams[2]
+    assert seen == []  # the cells of the loss were copied too
+
+
+def test_report_in_words_and_in_json() -> None:
+    exact = check(Perceptron(5, 2), nn.MSELoss(), rows(), rows=5)
+    assert str(exact).startswith("exact: split equals whole on 5 rows, cut as 2+2+1, 3+2 and 1 by 1")
+    broken = check(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), nn.MSELoss(), rows())
+    told = json.loads(broken.to_json())
+    assert told["exact"] is False
+    assert told["findings"][0]["kind"] == "meeting"
+    assert str(broken).startswith("NOT exact: gradient error ")
+    assert "meeting: 0 (BatchNorm1d)" in str(broken)
+
+
+def test_cut_of_the_caller_is_tried() -> None:
+    def skips_three(model: nn.Module, micro: Any) -> Total:
+        total = sum_of_squares(model, micro)
+        return total if len(micro[0]) != 4 else Total(0.0 * total.sum, 0)
+
+    assert check(Perceptron(5, 2), skips_three, rows()).exact
+    report = check(Perceptron(5, 2), skips_three, rows(), micro_batch=4)
+    assert "4+4+1" in report.cuts
+    assert not report.exact
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"batch": (torch.zeros(1, 5), torch.zeros(1, 2))}, BatchError),
+        ({"rows": 1}, BatchError),
+        ({"micro_batch": 0}, PlanError),
+        ({"batch_norm": "half"}, PlanError),
+        ({"loss": nn.Identity()}, LossError),
+        ({"loss": lambda model, micro: Total(0 * model(micro[0]).sum(), 0)}, BatchError),
+    ],
+)
+def test_what_no_step_takes_is_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    given = {"loss": nn.MSELoss(), "batch": rows()} | arguments
+    with pytest.raises(error):
+        check(Perceptron(5, 2), **given)
