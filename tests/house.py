@@ -20,13 +20,13 @@ LAYERS = """
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     execute
     door step
-    probe.rows probe.draws probe.copies probe.choose probe.passes probe.calls probe.finding probe.weights
+    probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls probe.finding probe.weights
     probe.given probe.padding probe.nature probe.modules probe.terms probe.trial
     probe.prepare probe.explain probe check
     recipes.recipe recipes.lenet5 recipes
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
     train.interrupt train.trainer train
-    testing target cli
+    testing target verbs cli
     anybatch
 """
 ORDER = LAYERS.split()

@@ -185,7 +185,7 @@ def test_nothing_is_changed(fails: bool, is_copied: bool) -> None:
     assert gradient.equal(torch.ones(2, 5))
     assert all(value.equal(state[name]) for name, value in model.state_dict().items())
     assert model.training
-    assert not (model._forward_hooks or model._forward_pre_hooks or model.layer._forward_hooks)
+    assert not [module for module in model.modules() if module._forward_hooks or module._forward_pre_hooks]
     assert all(a.equal(b) for a, b in zip(batch, given, strict=True))
     assert torch.get_rng_state().equal(streams[0])
     assert random.getstate() == streams[1]
@@ -230,3 +230,28 @@ def test_what_no_step_takes_is_refused(arguments: dict[str, Any], error: type[Ex
     given = {"loss": nn.MSELoss(), "batch": rows()} | arguments
     with pytest.raises(error):
         check(Perceptron(5, 2), **given)
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
+    """It cannot be cut off, so that other content is put there."""
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.head = nn.Linear(4, 3), nn.Linear(3 * 5, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = self.places(x) * mask[:, :, None] if is_masked else self.places(x)
+            return self.head(hidden.flatten(1))
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        return sum_of_squares(lambda x: model(x, micro["mask"]), (micro["x"], micro["y"]))
+
+    mask = torch.arange(5) < (torch.arange(ROWS) % 5 + 1)[:, None]
+    batch = {"x": torch.randn(ROWS, 5, 4), "y": torch.randn(ROWS, 2), "mask": mask}
+    report = check(Fixed(), loss, batch)
+    assert report.exact == is_masked, str(report)
+    assert [(finding.kind, finding.culprit) for finding in report.findings] == (
+        [] if is_masked else [("padding", "head (Linear)")]
+    ) or report.findings[0].culprit == "the model (Fixed)"

@@ -131,6 +131,10 @@ def test_resume_refuses_other_options(
         (["train", "lenet5", "--data", "{mnist}", "--seed", "9" * 30], "--seed"),
         (["train", "lenet5", "--data", "{mnist}", "--device", "meta"], "meta"),
         (["train", "lenet5", "--data", "{mnist}", "--lr", "nan"], "above 0"),
+        (["check", "lenet6"], "package.module:function"),
+        (["check", "no.such.module:f"], "no.such.module"),
+        (["check", "lenet5", "--data", "{mnist}", "--rows", "1"], "at least 2 rows"),
+        (["check", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "at least 1 row"),
         (["eval", "nowhere.safetensors"], "nowhere.safetensors"),
         (["eval", "{mnist}/t10k-labels-idx1-ubyte"], "safetensors"),
     ],
@@ -151,3 +155,49 @@ def test_refusals_are_one_message_and_leave_nothing(
     assert words in error
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []  # not even an empty folder of a run
+
+
+TARGETS = """
+import torch
+from torch import nn
+
+def sound():
+    return nn.Linear(3, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
+
+def meeting():
+    layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return layers, nn.MSELoss(), (torch.eye(9)[:, :3], torch.arange(9.0)[:, None])
+"""
+
+
+@pytest.fixture
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the current directory."""
+    name = f"cli_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(TARGETS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_check_says_exact_and_only_then_returns_0(targets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "check", f"{targets}:sound", "--rows", 5, "--json")
+    *text, last = printed.splitlines()
+    assert code == 0
+    assert text[0].startswith("exact: split equals whole on 5 rows")
+    assert json.loads(last)["exact"] is True
+
+    code, printed, _ = run(capsys, "check", f"{targets}:meeting", "--micro-batch", 4, "--json")
+    told = json.loads(printed.splitlines()[-1])
+    assert code == 1
+    assert "meeting: 0 (BatchNorm1d)" in printed
+    assert told["cuts"][0] == "4+4+1"
+    assert told["findings"][0]["culprit"] == "0 (BatchNorm1d)"
+
+    code, printed, _ = run(capsys, "check", f"{targets}:meeting", "--batch-norm", "frozen", "--device", "cpu")
+    assert (code, printed.partition(":")[0]) == (0, "exact")
+
+
+def test_check_of_a_recipe(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "check", "lenet5", "--data", mnist, "--rows", 4, "--device", "cpu")
+    assert code == 0
+    assert printed.startswith("exact: split equals whole on 4 rows")

@@ -3,26 +3,23 @@
 import json
 import math
 import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from anybatch import rng
 from anybatch.batch import Collate
 from anybatch.errors import BatchError
-from anybatch.losses.resolve import module_of
 from anybatch.plan import check_micro_batch
-from anybatch.probe.copies import kept
+from anybatch.probe.copies import untouched
 from anybatch.probe.explain import explain, explain_padding, name_of
 from anybatch.probe.finding import Finding
-from anybatch.probe.padding import find_padding, trimmed
+from anybatch.probe.padding import find_padding, refilled, trimmed
 from anybatch.probe.prepare import Prepared, prepare
 from anybatch.probe.trial import Court, Trial, cut_sizes_to_try
 
-CUTTING_S = 5.0  # after this time no further cut is begun, if there was a ragged one
+CUTTING_S = 6.0  # after this time no further cut is begun, if there was a ragged one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +129,7 @@ def check(
     start = time.perf_counter()
     if micro_batch is not None:
         check_micro_batch(micro_batch)
-    with _untouched(model, loss):
+    with untouched(model, loss):
         prepared = prepare(
             model,
             loss,
@@ -147,7 +144,7 @@ def check(
         if prepared.bench.draws.guessed and not all(trial.holds(court.limit) for trial in trials):
             prepared = prepared.quiet(seed)
             court, trials = _try_cuts(prepared, micro_batch, start)
-        bare = court.reference.bare
+        bare, limit = court.reference.bare, court.limit
         findings: list[Finding] = []
         if bare or not all(trial.holds(court.limit) for trial in trials):
             findings += explain(court, trials, name_of(loss), bare=bare)
@@ -162,21 +159,11 @@ def check(
         rows=len(prepared.whole.part.rows),
         cuts=tuple(trial.words for trial in trials),
         dtype=str(dtype).removeprefix("torch."),
-        limit=court.limit,
+        limit=limit,
         findings=tuple(findings),
         notes=prepared.notes,
         seconds=time.perf_counter() - start,
     )
-
-
-@contextmanager
-def _untouched(model: nn.Module, loss: object) -> Generator[None]:
-    state = rng.capture_process()
-    try:
-        with kept(model, module_of(loss)):
-            yield
-    finally:
-        rng.restore_process(state)
 
 
 def _open(prepared: Prepared) -> Court:
@@ -218,6 +205,7 @@ def _try_padding(
         return [], []
     padded = sound[-1] if prepared.samples is None else sound[0]
     size = padded.cut.micro_batch
+    padding = None
     if prepared.samples is not None:
         cut, words = replace(prepared.samples, micro_batch=size), "as `collate` makes it"
         told = "`collate` pads each micro-batch by itself"
@@ -229,9 +217,14 @@ def _try_padding(
         cut, words = trimmed(prepared.whole, padding, size), "without padding"
         told = f"{padding.told_by} says that rows are filled up to {padding.length} places"
     short = court.try_cut(cut, padded.passed, f"{padded.words} {words}")
-    if prepared.samples is None and short.passed.error is not None:
-        return [], []  # a model of fixed length, which no padding can disturb
+    kept = None
+    if padding is not None and short.passed.error is not None:
+        # A model of fixed length: padding stays, but what stands in it should not matter.
+        cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
+        short = court.try_cut(cut, padded.passed, f"{padded.words} with other padding")
+        if short.passed.error is not None or not padding.is_masked:
+            return [], []
     if short.holds(court.limit):
         return [short], []
-    finding = explain_padding(court, padded, short, told, loss_name)
+    finding = explain_padding(court, padded, short, told, loss_name, kept)
     return [short], [] if loss_is_found and finding.culprit == loss_name else [finding]

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +124,7 @@ class Run:
 
     def conditions(self) -> AbstractContextManager[None]:
         """What holds while micro-batches go through the model: some BatchNorms may be frozen."""
-        return frozen(self._task.batch_norms if self._plan.batch_norm == "frozen" else ())
+        return frozen(self._task.batch_norms) if self._plan.batch_norm == "frozen" else nullcontext()
 
     def add(self, micro: Any, loss: Loss, rows: int) -> None:
         """Forward, backward, accumulate."""

@@ -79,6 +79,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
         >>> call(nn.Identity(), (1,)), call(nn.Identity(), {"input": 2})
         (1, 2)
     """
+    if isinstance(inputs, Tensor):  # nearly always, and the cheapest to ask
+        return model(inputs)
     if isinstance(inputs, tuple | list):
         return model(*cast("tuple[Any, ...]", inputs))
     if isinstance(inputs, Mapping):

@@ -14,7 +14,7 @@ from anybatch.probe.rows import Part
 Key = tuple[str, int]  # a module's name, and which of its calls
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Call:
     """One call of a module.
 
@@ -97,7 +97,7 @@ class Calls:
         if _in_backward():
             return
         call = self._open.pop()
-        call.outputs = [value.detach().clone() for value in tensors(outputs)]
+        call.outputs.extend(value.detach().clone() for value in tensors(outputs))
         (self._open[-1].inner if self._open else self._outermost).append(call)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from anybatch import rng
 from anybatch.losses.resolve import module_of
 
 _CONTAINERS = (list, dict, set)
@@ -100,6 +101,25 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
     own = set(named.values())
     named |= {f"loss.{name}": p for name, p in module_of(loss).named_parameters() if p not in own}
     return {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+
+
+@contextmanager
+def untouched(model: nn.Module, loss: object) -> Generator[None]:
+    """Afterwards model, loss and every random stream are as before.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> with untouched(nn.Identity(), nn.MSELoss()):
+        ...     _ = torch.rand(1)
+        >>> torch.equal(before, torch.get_rng_state())
+        True
+    """
+    state = rng.capture_process()
+    try:
+        with kept(model, module_of(loss)):
+            yield
+    finally:
+        rng.restore_process(state)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch import rng
@@ -179,8 +181,21 @@ class Draws(TorchDispatchMode):
         return value[start : start + shape[0]] if fits else None
 
 
+@contextmanager
+def plain_kernels() -> Generator[None]:
+    """On a GPU, attention and recurrent layers draw inside one kernel, unseen; here they do not."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
 def _is_idle(func: Any, args: Sequence[Any]) -> bool:
-    """Operations that could draw, but do not here: attention without dropout, dropout in evaluation."""
+    """Operations that could draw, but do not here: dropout in evaluation, and kernels that do it all at once.
+
+    Of those, `plain_kernels` leaves only the ones without dropout.
+    """
     name = func.__name__
     if "native_dropout" in name:
         return len(args) > 2 and args[2] is False
@@ -191,7 +206,9 @@ def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
     for value in args:
         if isinstance(value, Tensor):
             return value.device
-    return torch.device(kwargs.get("device") or "cpu")
+    device = torch.device(kwargs.get("device") or "cpu")
+    # One that is named without its number is the current one.
+    return torch.empty(0, device=device).device if device.type == "cuda" else device
 
 
 def _stream(device: torch.device) -> torch.Generator:

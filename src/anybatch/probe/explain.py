@@ -9,7 +9,7 @@ from anybatch.losses.terms import Terms
 from anybatch.probe.calls import Call, Calls
 from anybatch.probe.finding import WAYS_OUT, Finding, module_finding
 from anybatch.probe.modules import Search
-from anybatch.probe.padding import first_difference
+from anybatch.probe.padding import Padding, first_difference
 from anybatch.probe.rows import Part, agree
 from anybatch.probe.terms import Audit
 from anybatch.probe.trial import Court, Trial
@@ -58,15 +58,23 @@ def explain(court: Court, trials: Sequence[Trial], loss_name: str, *, bare: bool
     return found or [_unexplained(worst, loss_name)]
 
 
-def explain_padding(court: Court, padded: Trial, short: Trial, told: str, loss_name: str) -> Finding:
+def explain_padding(
+    court: Court,
+    padded: Trial,
+    short: Trial,
+    told: str,
+    loss_name: str,
+    padding: Padding | None = None,
+) -> Finding:
     """Which module, or else the loss, looks at padded places.
 
     Args:
         court: where passes are made.
         padded: a cut as it came.
-        short: the same cut, without padding that its rows do not need.
+        short: the same cut, without padding that its rows do not need, or with another.
         told: what says that there is padding.
         loss_name: what the caller's loss is called.
+        padding: where it is, if the other cut is of single rows that are padded too.
     """
     long_calls, short_calls = Calls(), Calls()
     court.bench.run(padded.cut, long_calls)
@@ -76,6 +84,7 @@ def explain_padding(court: Court, padded: Trial, short: Trial, told: str, loss_n
         [(part, long_calls.parts.get(part, [])) for part in parts],
         [(part, short_calls.table(part)) for part in parts],
         10 * court.limit,
+        padding,
     )
     error = short.passed.error
     apart = (
@@ -83,7 +92,7 @@ def explain_padding(court: Court, padded: Trial, short: Trial, told: str, loss_n
         if error is not None
         else f"the gradient changes by {short.error:.2g}, the loss by {short.loss_error:.2g}"
     )
-    told = f"{told}; without padding that its rows do not need {apart}"
+    told = f"{told}; {'without what rows do not need' if padding is None else 'with other content'} {apart}"
     if found is None:
         what = f"It counts padded places ({told})."
         ways_out = ("Ignore padded places: ignore_index, or a weight of 0.", *WAYS_OUT["padding"][1:])
@@ -100,6 +109,7 @@ def name_of(loss: object) -> str:
     """What a loss is called.
 
     Example:
+        >>> from torch import nn
         >>> name_of(nn.MSELoss()), name_of(Terms(name_of))
         ('MSELoss', 'name_of')
     """

@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 from anybatch import tree
 from anybatch.losses.resolve import resolve
 from anybatch.probe.calls import Call
-from anybatch.probe.passes import Bench, Cut
+from anybatch.probe.cut import Cut
+from anybatch.probe.passes import Bench
 from anybatch.probe.rows import Part, take
 
 
@@ -54,11 +55,11 @@ def evaluate(
         pooled: whether outputs are given too that belong to no row, such as a loss that the model computes.
     """
     found: list[Evaluation] = []
+    batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
     with bench.fresh() as (model, loss):
         stub = Stub(model, outermost, pooled=pooled)
-        for cut in cuts:
-            micros = cut.batch(bench.subject.dtype).cut(cut.micro_batch)
-            for part, micro in zip(cut.parts, micros, strict=True):
+        for cut, batch in zip(cuts, batches, strict=True):
+            for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
                 bench.draws.begin(part)
                 stub.begin(part)
                 terms = resolve(loss).evaluate(model, micro)

@@ -42,7 +42,10 @@ class Search:
             Those whose rows differ, and those that only return a value for all rows which differs: that may
             be meant so.
         """
-        tried = [one for call in outermost for one in self._innermost(call)]
+        calls = list(outermost)
+        tried = [one for call in calls for one in self._innermost(call, gradients=False)]
+        if all(one.fault == "pooled" for one in tried):  # else enough is found, and backward costs the most
+            tried += [one for call in calls for one in self._innermost(call, gradients=True)]
         nature = Nature(bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance)
         found: dict[str, Finding] = {}
         pooled: dict[str, Finding] = {}
@@ -53,17 +56,17 @@ class Search:
                 table[name] = nature.explain(one)
         return list(found.values()), list(pooled.values())
 
-    def _innermost(self, call: Call) -> Iterator[Tried]:
-        tried = self._try(call)
+    def _innermost(self, call: Call, *, gradients: bool) -> Iterator[Tried]:
+        tried = self._try(call, gradients)
         if not tried.fault or (time.perf_counter() > self.deadline and tried.fault == "unknown"):
             return
-        inner = [one for child in call.inner for one in self._innermost(child)]
+        inner = [one for child in call.inner for one in self._innermost(child, gradients=gradients)]
         if inner:
             yield from inner
         elif tried.fault != "unknown":
             yield tried
 
-    def _try(self, call: Call) -> Tried:
+    def _try(self, call: Call, gradients: bool) -> Tried:
         """Run a module on all rows at once, and on the same rows cut."""
         peer = self.table.get(call.key)
         shapes = [value.shape for value in call.inputs]
@@ -72,11 +75,11 @@ class Search:
         first = self.parts[0]
         axes = [find_axis(a, b.shape, first) for a, b in zip(shapes, peer.inputs, strict=True)]
         try:
-            return self._compare(call, axes)
+            return self._compare(call, axes, gradients)
         except Exception:  # not every module can be run outside its model
             return Tried(call=call, fault="unknown")
 
-    def _compare(self, call: Call, axes: Sequence[Axis | None]) -> Tried:
+    def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> Tried:
         draws, whole = self.bench.draws, Part.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
@@ -93,10 +96,12 @@ class Search:
                 mine = _leaves([select(v, a, part) for v, a in zip(call.inputs, axes, strict=True)])
                 draws.begin(part, call.states)
                 piece = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in mine])
-                flows.append(_pull(piece, _cotangents(outputs, piece, part), mine, list(module.parameters())))
+                if gradients:
+                    back = _cotangents(outputs, piece, part)
+                    flows.append(_pull(piece, back, mine, list(module.parameters())))
                 pieces.append([value.detach() for value in piece])
             fault, places = self._judge([value.detach() for value in outputs], pieces)
-            if not fault:
+            if gradients and fault in ("", "pooled"):
                 draws.begin(whole, call.states)
                 pulled = _pull(outputs, _cotangents(outputs, pieces[0], whole), leaves, parameters)
                 fault = self._judge_gradients(pulled, flows, axes)

@@ -1,16 +1,19 @@
 """Padding: where it is, rows without it, and the module that looks at it."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybatch import tree
+from anybatch.losses.convention import TARGET_KEYS
 from anybatch.probe.calls import Call, Key
-from anybatch.probe.passes import Cut
+from anybatch.probe.cut import Cut
 from anybatch.probe.rows import Part, is_close, shorten
+
+Places = tuple[int, int]  # of a padded row, and valid ones of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,11 @@ class Padding:
     length: int
     valid: tuple[int, ...]
     told_by: str
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask tells the model where padding is; otherwise the padding itself does."""
+        return self.told_by.startswith("batch")
 
 
 def find_padding(batch: Any, model: nn.Module) -> Padding | None:
@@ -69,10 +77,33 @@ def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
     return Cut(given=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
 
 
+def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+    """The same rows with other content in padded places; masks and targets stay.
+
+    Args:
+        whole: all rows as nested tensors.
+        padding: where they are filled up.
+        micro_batch: rows of each micro-batch.
+    """
+    nest = tree.flatten(whole.given)
+    filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
+
+    def refill(path: str, leaf: Tensor) -> Tensor:
+        named = any(word in path.lower() for word in ("mask", "pad", *TARGET_KEYS[:-1]))
+        if leaf.dim() < 2 or leaf.shape[1] != padding.length or named or leaf.dtype == torch.bool:
+            return leaf
+        there = filled.to(leaf.device).view(*filled.shape, *[1] * (leaf.dim() - 2))
+        return torch.where(there, leaf[:, :1] + 1 if leaf.is_floating_point() else leaf[:, :1], leaf)
+
+    leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
+    return replace(whole, given=nest.build(iter(leaves)), micro_batch=micro_batch)
+
+
 def first_difference(
     padded: Iterable[tuple[Part, Sequence[Call]]],
     short: Iterable[tuple[Part, dict[Key, Call]]],
     tolerance: float,
+    padding: Padding | None = None,
 ) -> tuple[str, str] | None:
     """The first module that is given the same for valid places, and gives back something else.
 
@@ -80,34 +111,41 @@ def first_difference(
         padded: the outermost calls of each part.
         short: the calls of the same parts, without their padding.
         tolerance: relative error that counts as rounding.
+        padding: if given, parts are single rows, and only their valid places are looked at.
 
     Returns:
         The module's name, and that of the first one inside it whose outputs differ (its own if none does);
         None where there is none such.
     """
-    for (_, outermost), (_, table) in zip(padded, short, strict=True):
+    for (part, outermost), (_, table) in zip(padded, short, strict=True):
+        places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         for call in (one for outer in outermost for one in outer.flat()):
             other = table.get(call.key)
             if other is None:
                 continue
-            same_in = _agree(call.inputs, other.inputs, tolerance)
-            same_out = _agree(call.outputs, other.outputs, tolerance)
+            same_in = _agree(call.inputs, other.inputs, tolerance, places)
+            same_out = _agree(call.outputs, other.outputs, tolerance, places)
             if same_out is False and same_in is not False:
-                inner = (one.key[0] for one in call.flat() if _differs(one, table, tolerance))
+                inner = (one.key[0] for one in call.flat() if _differs(one, table, tolerance, places))
                 return call.key[0], next(inner, call.key[0])
     return None
 
 
-def _differs(call: Call, table: dict[Key, Call], tolerance: float) -> bool:
+def _differs(call: Call, table: dict[Key, Call], tolerance: float, places: Places | None) -> bool:
     other = table.get(call.key)
-    return other is not None and _agree(call.outputs, other.outputs, tolerance) is False
+    return other is not None and _agree(call.outputs, other.outputs, tolerance, places) is False
 
 
-def _agree(padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float) -> bool | None:
+def _agree(
+    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None
+) -> bool | None:
     if len(padded) != len(short):
         return None
     found: list[bool] = []
     for a, b in zip(padded, short, strict=True):
+        if places is not None:
+            shape = [places[1] if size == places[0] and axis else size for axis, size in enumerate(b.shape)]
+            b = b[tuple(slice(size) for size in shape)]
         value = shorten(a, b.shape)
         if value is None:
             return None

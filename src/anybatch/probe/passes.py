@@ -1,83 +1,27 @@
 """One pass of a step over some rows, in one cut, and what it comes to: loss, gradient, terms."""
 
-import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch import tree
-from anybatch.batch import Batch, Collate, SampleBatch, TensorBatch, cut_sizes
+from anybatch.batch import Batch
 from anybatch.errors import AnybatchError
 from anybatch.events import StepReport
 from anybatch.execute import execute
-from anybatch.losses.resolve import resolve
-from anybatch.losses.terms import Terms
-from anybatch.probe.choose import subset
-from anybatch.probe.copies import Subject, widen
-from anybatch.probe.draws import Draws
+from anybatch.probe.copies import Subject
+from anybatch.probe.cut import Cut
+from anybatch.probe.draws import Draws, plain_kernels
+from anybatch.probe.observed import is_bare, observe
 from anybatch.probe.rows import Part
 from anybatch.step import Step
-from anybatch.total import Total
 
 Watch = Callable[[nn.Module], "Callable[[Part], None]"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Cut:
-    """Rows, and how they are parted.
-
-    Args:
-        given: nested tensors, or samples.
-        micro_batch: rows of each micro-batch.
-        part: which rows of the whole batch these are.
-        collate: for samples.
-    """
-
-    given: Any
-    micro_batch: int
-    part: Part
-    collate: Collate | None = None
-
-    @property
-    def parts(self) -> list[Part]:
-        """The rows of each micro-batch."""
-        ends = [0]
-        for size in cut_sizes(len(self.part.rows), self.micro_batch):
-            ends.append(ends[-1] + size)
-        return [Part(self.part.rows[start:stop], self.part.total) for start, stop in itertools.pairwise(ends)]
-
-    @property
-    def words(self) -> str:
-        """The sizes, as in 3+3+2."""
-        sizes = [len(part.rows) for part in self.parts]
-        return "1 by 1" if sizes[:1] == [1] else "+".join(map(str, sizes))
-
-    def only(self, rows: Sequence[int]) -> "Cut":
-        """Some of the rows, uncut.
-
-        Args:
-            rows: their places in this cut.
-        """
-        part = Part(tuple([self.part.rows[row] for row in rows]), self.part.total)
-        given = subset(self.given, self.collate, rows)
-        return replace(self, given=given, micro_batch=len(rows), part=part)
-
-    def batch(self, dtype: torch.dtype | None) -> Batch:
-        """The batch, of tensors of its own, in which floating numbers have this dtype."""
-
-        def own(leaf: Tensor) -> Tensor:
-            return widen(leaf.detach().clone(), dtype)
-
-        if self.collate is None:
-            return TensorBatch(tree.map_leaves(own, self.given))
-        collate = self.collate
-        return SampleBatch(self.given, lambda samples: tree.map_leaves(own, collate(samples)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -101,34 +45,6 @@ class Passed:
     strangers: int = 0
     bare: bool = False
     error: Exception | None = None
-
-
-class Observed(nn.Module):
-    """A user's function, whose totals are noted; a bare mean counts as a total of weight 1.
-
-    That is what a loop that adds up means makes of it.
-
-    Args:
-        function: `(model, micro)` to totals or bare scalars.
-    """
-
-    def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.bare = False
-
-    def forward(self, model: nn.Module, micro: Any) -> Any:
-        """The function's totals."""
-        value = self.function(model, micro)
-        if _is_scalar(value):
-            self.bare = True
-            return Total(value, 1)
-        if isinstance(value, Mapping):
-            named = cast("Mapping[str, Any]", value)
-            bare = [name for name, one in named.items() if _is_scalar(one)]
-            self.bare = self.bare or bool(bare)
-            return {name: Total(one, 1) if name in bare else one for name, one in named.items()}
-        return value
 
 
 class Recorder(Optimizer):
@@ -202,8 +118,8 @@ class Bench:
         if self.subject.dtype is not None:
             torch.set_default_dtype(self.subject.dtype)  # for what the model makes itself: states, masks
         try:
-            with self.subject.fresh() as (model, loss), torch.enable_grad(), self.draws:
-                yield model, _observe(loss)
+            with self.subject.fresh() as (model, loss), torch.enable_grad(), plain_kernels(), self.draws:
+                yield model, observe(loss)
         finally:
             torch.set_default_dtype(default)
 
@@ -237,14 +153,5 @@ class Bench:
             weighed=report.updated,
             scale=scale,
             strangers=self.draws.strangers,
-            bare=isinstance(loss, Terms) and isinstance(loss.function, Observed) and loss.function.bare,
+            bare=is_bare(loss),
         )
-
-
-def _observe(loss: Any) -> Any:
-    resolved = resolve(loss)
-    return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 0

@@ -12,14 +12,15 @@ from anybatch.batch import Collate, TensorBatch
 from anybatch.errors import BatchError
 from anybatch.probe.choose import affordable, choose, rows_of, signatures, subset
 from anybatch.probe.copies import Copied, Itself, Subject
+from anybatch.probe.cut import Cut
 from anybatch.probe.draws import Draws
-from anybatch.probe.passes import Bench, Cut
+from anybatch.probe.passes import Bench
 from anybatch.probe.rows import Part
 
 ALL_ROWS = 64  # a batch of at most this size is tried whole where a few rows do not run
 ROWS = 8  # enough for ragged cuts of several rows
 PASSES = 5  # over all rows: the whole, its cuts, and one to spare
-BUDGET_S = 4.0
+BUDGET_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

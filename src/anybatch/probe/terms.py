@@ -8,9 +8,10 @@ from anybatch.losses.resolve import resolve
 from anybatch.losses.summed import SummedLoss
 from anybatch.losses.terms import Terms
 from anybatch.probe.calls import Call
+from anybatch.probe.cut import Cut
 from anybatch.probe.finding import WAYS_OUT, Finding
 from anybatch.probe.given import Evaluation, evaluate
-from anybatch.probe.passes import Bench, Cut
+from anybatch.probe.passes import Bench
 from anybatch.probe.rows import find_axis, take
 from anybatch.probe.weights import Candidate, candidates, held_weights
 

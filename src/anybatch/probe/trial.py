@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from anybatch.probe.passes import Bench, Cut, Passed
+from anybatch.probe.cut import Cut
+from anybatch.probe.passes import Bench, Passed
 from anybatch.tolerance import tolerance
 
 # Deep networks lose more than the table's few layers; what a wrong denominator does is larger by far. Short

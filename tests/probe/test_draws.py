@@ -1,0 +1,102 @@
+"""Draws replayed: each row keeps its numbers, whatever draws them; what goes by position is counted."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anybatch import rng
+from anybatch.probe.draws import Draws
+from anybatch.probe.rows import Part
+
+ROWS = 8
+PARTS = [Part((0, 1, 2), ROWS), Part((3, 4, 5), ROWS), Part((7, 6), ROWS)]
+Draw = Callable[[Tensor], Tensor]
+
+DRAWS: dict[str, Draw] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "dropout of heads": lambda x: F.dropout(x.repeat_interleave(3, 0), 0.5).view(len(x), -1),
+    "dropout by time": lambda x: F.dropout(x.repeat(3, 1, 1), 0.5).transpose(0, 1),
+    "uniform": lambda x: torch.rand(len(x), 4) + torch.rand_like(x),
+    "normal": lambda x: x.clone().normal_() + torch.normal(x, 1.0),
+    "whole numbers": lambda x: torch.randint(0, 1000, x.shape),
+    "coins": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+    "classes": lambda x: torch.multinomial(torch.ones(len(x), 50), 4),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x[:, None].double()] * 3, dropout_p=0.5),
+    "noise of a distribution": lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).sample(),
+    "one number for all": lambda x: x * torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_rows_keep_their_numbers(draw: Draw) -> None:
+    x = torch.ones(ROWS, 4)
+    draws = Draws(0)
+    with rng.preserved(), draws:
+        draws.begin(Part.whole(ROWS))
+        torch.rand(2)  # the stream stands somewhere
+        whole = draw(x)
+        for part in PARTS:
+            draws.begin(part)
+            torch.rand(2)
+            assert draw(x[list(part.rows)]).equal(whole[list(part.rows)])
+            assert draws.strangers == 0
+        draws.begin(Part.whole(ROWS))
+        torch.rand(2)
+        assert draw(x).equal(whole)
+    assert not draw(x).equal(whole)  # without the replay it would be other numbers
+
+
+def test_rows_in_another_order_keep_their_numbers() -> None:
+    turned = Part(tuple(range(ROWS))[::-1], ROWS)
+    draws = Draws(0)
+    with rng.preserved(), draws:
+        found = []
+        for part in (Part.whole(ROWS), PARTS[0], turned):
+            draws.begin(part)
+            found.append(torch.rand(len(part.rows), 2))
+    assert found[2].equal(found[0].flip(0))
+
+
+def test_numbers_by_position_are_strangers() -> None:
+    own = torch.Generator().manual_seed(0)
+    draws = Draws(0)
+
+    def strangers(draw: Callable[[], object]) -> int:
+        draws.begin(Part.whole(ROWS))
+        draw()
+        return draws.strangers
+
+    def seeded() -> None:
+        torch.manual_seed(0)
+        torch.rand(ROWS)
+
+    with rng.preserved(), draws:
+        assert strangers(lambda: torch.rand(ROWS)) == 0
+        assert strangers(lambda: torch.rand(ROWS, generator=own)) == 1
+        assert strangers(seeded) == 1
+
+
+def test_packed_rows_are_a_guess_and_can_be_kept_quiet() -> None:
+    draws = Draws(0)
+    with rng.preserved(), draws:
+        draws.begin(Part.whole(2))
+        whole = torch.rand(5, 3)
+        draws.begin(Part((0,), 2))
+        assert torch.rand(2, 3).equal(whole[:2])
+        draws.begin(Part((1,), 2))
+        assert torch.rand(3, 3).equal(whole[2:])
+    assert draws.guessed
+    quiet = Draws(0, is_quiet=True)
+    with rng.preserved(), quiet:
+        quiet.begin(Part.whole(ROWS))
+        assert F.dropout(torch.ones(100), 0.5).equal(torch.ones(100))
+
+
+def test_dtypes_that_are_computed_in_are_noted() -> None:
+    draws = Draws(0)
+    with draws:
+        torch.ones(2, dtype=torch.float64).float() * 2
+    assert draws.dtypes >= {torch.float32, torch.float64}
