@@ -11,17 +11,17 @@ import pytest
 # A folder's own name is its __init__, which stands after its files.
 LAYERS = """
     errors units tree
-    batch total rng events
-    fold meetings
+    batch total rng events surroundings
+    fold meetings integrations.transformers integrations
     losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull
     losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
-    integrations.transformers integrations losses.model_loss losses.resolve losses.additive losses
+    losses.model_loss losses.resolve losses.additive losses
     gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     execute
     door step
-    probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls probe.finding probe.weights
-    probe.given probe.padding probe.nature probe.modules probe.terms probe.trial
+    probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
+    probe.finding probe.weights probe.given probe.padding probe.nature probe.modules probe.terms probe.trial
     probe.prepare probe.explain probe check
     recipes.recipe recipes.lenet5 recipes
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress

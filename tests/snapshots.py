@@ -73,7 +73,9 @@ def make_step(loss: object = None, model: nn.Module | None = None, **options: An
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     loss = nn.CrossEntropyLoss() if loss is None else loss
-    step = Step(model, loss, optimizer, **{"scheduler": scheduler, "batch_norm": "micro", "check": False} | options)
+    step = Step(
+        model, loss, optimizer, **{"scheduler": scheduler, "batch_norm": "micro", "check": False} | options
+    )
     warm = Step(model, nn.CrossEntropyLoss(), optimizer, scheduler=scheduler)
     warm(make_batch(seed=7))
     for parameter in model.parameters():

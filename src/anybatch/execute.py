@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch import optimize, rng
+from anybatch import optimize
 from anybatch.batch import Batch, cut_sizes
 from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.events import Listener, MicroBatchDone, StepReport
@@ -20,6 +19,7 @@ from anybatch.gradients import Gradients, is_marked, mark
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.meetings import BatchNorm, frozen
 from anybatch.plan import Plan
+from anybatch.surroundings import Surroundings
 from anybatch.total import Number
 
 
@@ -53,41 +53,11 @@ class Task:
     listeners: Sequence[Listener]
 
 
-class Surroundings:
-    """What a forward may change: buffers and the random state, noted so that they can be put back."""
-
-    def __init__(self, task: Task) -> None:
-        self._random = rng.capture()
-        found = [module._buffers for module in task.modules]  # pyright: ignore[reportPrivateUsage]
-        self._slots = [(slots, slots.copy()) for slots in found]
-        self._buffers = [
-            (buffer, buffer.clone())
-            for slots in found
-            for buffer in slots.values()
-            if buffer is not None and not is_lazy(buffer)
-        ]
-
-    def put_back(self) -> None:
-        """Put buffers and the random state back."""
-        rng.restore(self._random)
-        self.put_buffers_back()
-
-    def put_buffers_back(self) -> None:
-        """Put the buffers back, and leave the random state where it stands."""
-        for slots, found in self._slots:  # a forward may have put other tensors there
-            slots.clear()
-            slots.update(found)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                if not torch.equal(buffer, value):  # what is constant may be expanded, and not writable
-                    buffer.copy_(value)
-
-
 class Before(Surroundings):
     """What a failed step puts back: its surroundings, and the gradients found there."""
 
     def __init__(self, task: Task) -> None:
-        super().__init__(task)
+        super().__init__(task.modules)
         self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:

@@ -4,10 +4,12 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from anybatch.errors import PlanError
+
+BatchNorm = _BatchNorm  # torch names it as if nobody needed it
 
 #: What a caller may choose for BatchNorm in training mode; None where nothing was chosen.
 CHOICES = ("micro", "frozen")
@@ -206,6 +208,11 @@ def _check_replaceable(norm: BatchNorm, name: str) -> None:
         raise PlanError(
             f"Expected a BatchNorm of torch, got {came}. A class of its own may do more than normalise: "
             "replace it yourself."
+        )
+    if isinstance(norm, nn.BatchNorm1d) and norm.num_features == 1:
+        raise PlanError(
+            f"Expected a BatchNorm1d of more than one channel, got {came} with {norm.num_features}: of a "
+            "single number nothing is left once its own mean is taken away. Replace it yourself."
         )
     hooks = [slot for slot, value in vars(norm).items() if slot.endswith("_hooks") and value]
     if hooks:

@@ -15,13 +15,14 @@ from anybatch.batch import Batch, Collate, OpenBatch
 from anybatch.door import admit
 from anybatch.errors import OptimizerError, PlanError, WindowError
 from anybatch.events import Listener, StepReport
-from anybatch.execute import Run, Surroundings, Task, execute
+from anybatch.execute import Run, Task, execute
 from anybatch.losses.additive import refuse_what_does_not_add_up
 from anybatch.losses.resolve import check as check_loss
 from anybatch.losses.resolve import module_of, resolve
 from anybatch.meetings import batch_norms, check_batch_norm, refuse
 from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan, check_micro_batch
+from anybatch.surroundings import Surroundings
 
 
 class Step:
@@ -98,7 +99,7 @@ class Step:
         self.schedulers = check_schedulers(() if scheduler is None else scheduler, self.optimizers)
         check_batch_norm(batch_norm)
         self.batch_norm = batch_norm
-        self.is_checked = not check  # whether a loss of the caller's own was seen to add up
+        self._looks = 3 if check else 0  # at a loss of the caller's own; some batches tell nothing
         self.collate = collate
         self.listeners = tuple(listeners)
         if micro_batch is not None:
@@ -204,27 +205,29 @@ class Step:
                 f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
                 "frozen. Set requires_grad=True on what is to be trained."
             )
+        loss = resolve(self.loss)
         modules = [*self.model.modules(), *module_of(self.loss).modules()]  # one walk serves all
         tables = [module._parameters for module in modules]  # pyright: ignore[reportPrivateUsage]
         inside = {p for table in tables for p in table.values() if p is not None}
         return Task(
             model=self.model,
             modules=modules,
-            loss=resolve(self.loss),
+            loss=loss,
             optimizers=self.optimizers,
             schedulers=self.schedulers,
             parameters=trainable,
             others=list(inside.union(held).difference(trainable)),
-            batch_norms=batch_norms(modules),
+            # In a loss that sees all rows at once they do not depend on the cut.
+            batch_norms=batch_norms(self.model.modules() if loss.divided else modules),
             devices={p.device for p in inside},
             listeners=self.listeners,
         )
 
     def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
-        """Once, before the first update: whether a loss of the caller's own adds up."""
-        if not self.is_checked:
-            refuse_what_does_not_add_up(task.loss, task.model, task.modules, batch, micro_batch)
-        self.is_checked = True
+        """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
+        if self._looks:
+            said = refuse_what_does_not_add_up(task.loss, task.model, task.modules, batch, micro_batch)
+            self._looks = 0 if said else self._looks - 1
 
     def refuse_meetings(self, task: Task) -> None:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
@@ -281,7 +284,7 @@ class Window:
         if self.rows:
             self._step.refuse_meetings(self._task)
         self._step.check_loss(self._task, batch, batch.rows)
-        before = Surroundings(self._task)
+        before = Surroundings(self._task.modules)
         try:
             with self._run.conditions():
                 self._run.add(next(batch.cut(batch.rows)), self._task.loss, batch.rows)

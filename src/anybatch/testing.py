@@ -15,12 +15,9 @@ from torch.optim import Optimizer
 from anybatch import rng, tree
 from anybatch.batch import Collate
 from anybatch.losses.convention import forward, split
-from anybatch.losses.model_loss import ModelLoss
-from anybatch.losses.resolve import module_of
+from anybatch.losses.resolve import module_of, resolve
 from anybatch.losses.summed import summed_loss
-from anybatch.losses.tail import call_model, loss_of
 from anybatch.losses.terms import Terms
-from anybatch.losses.whole_batch import WholeBatch
 from anybatch.tolerance import relative_error, tolerance
 from anybatch.total import Total
 
@@ -216,8 +213,9 @@ def _in_float64(loss: object) -> Any:
             for name, value in loss.keywords.items()
         }
         return partial(cast("Any", loss.func), *loss.args, **settings)
-    if isinstance(loss, Terms | WholeBatch):
-        return replace(loss, function=_in_float64(loss.function))
+    if hasattr(loss, "function"):  # ab.Terms, ab.WholeBatch
+        held = cast("Any", loss)
+        return replace(held, function=_in_float64(held.function))
     return loss
 
 
@@ -226,13 +224,11 @@ def _whole_loss(model: nn.Module, loss: Any, whole: Any) -> Tensor:
     if known is not None:  # asked only for where its arguments come from
         inputs, targets = split(whole, has_target=known.kind.has_target)
         return loss(*known.kind.arrange(forward(model, inputs), targets))
-    if isinstance(loss, WholeBatch):
-        return loss.evaluate(model, whole).sums["loss"]
-    if isinstance(loss, ModelLoss):
-        return loss_of(model, call_model(model, whole))
+    if not callable(loss) and not isinstance(loss, Terms):  # ab.WholeBatch and ab.ModelLoss, as they are
+        return torch.stack([*resolve(loss).uncut().evaluate(model, whole).sums.values()]).sum()
     function, coefficients = (loss.function, loss.coefficients) if isinstance(loss, Terms) else (loss, {})
     totals = function(model, whole)
-    named: Mapping[str, Total] = {"loss": totals} if isinstance(totals, Total) else totals
+    named = {"loss": totals} if isinstance(totals, Total) else cast("Mapping[str, Total]", totals)
     if not any(total.weight > 0 for total in named.values()):
         return torch.tensor(math.nan)
     means = {name: total.mean() if total.weight > 0 else 0 * total.sum for name, total in named.items()}

@@ -150,3 +150,96 @@ def test_a_model_that_computes_its_own_loss_is_looked_at_too() -> None:
     look(ModelLoss(), model=OwnMean(twice=False))
     with pytest.raises(LossError, match="OwnMean"):
         look(ModelLoss(), model=OwnMean(twice=True))
+
+
+def test_everything_is_as_it_was_found() -> None:
+    """Buffers that a forward replaces, gradients that a loss clears, modes of a model with its own eval()."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Perceptron(4, 3)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return self.body(x)
+
+        def train(self, mode: bool = True) -> nn.Module:
+            raise AssertionError("some models change their weights here")
+
+    def clearing(model: nn.Module, micro: Any) -> Total:
+        model.zero_grad()
+        return by_labels(model, micro)
+
+    model = Own()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = model.calls
+    look(clearing, model=model)
+    assert model.calls is before
+    assert before == 0
+    assert all(bool((parameter.grad == 1).all()) for parameter in model.parameters())
+
+
+def test_models_without_floating_parameters_are_no_fault() -> None:
+    class Integers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = Perceptron(4, 3)
+            self.packed = nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.body(x)
+
+    look(by_labels, model=Integers())
+    look(lambda model, micro: Total(model(micro[0]).sum(), len(micro[0])), model=nn.Identity())
+
+
+def distance(model: nn.Module, micro: Any) -> Total:
+    """Of a distribution to itself: nothing but rounding."""
+    likely = model(micro[0]).log_softmax(1)
+    return Total(F.kl_div(likely, model(micro[0] * 1).softmax(1), reduction="sum"), len(micro[0]))
+
+
+def in_float32(model: nn.Module, micro: Any) -> Total:
+    losses = F.cross_entropy(model(micro[0].double()).float(), micro[1], reduction="sum")
+    return Total(losses, (micro[1] != -100).sum())
+
+
+def cancelling(model: nn.Module, micro: Any) -> Total:
+    return Total((model(micro[0]) - model(micro[0] * (1 + 1e-7))).sum(), len(micro[0]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rounding_is_no_fault(seed: int) -> None:
+    torch.manual_seed(seed)
+    look(distance)
+    look(cancelling)
+    look(in_float32, model=Perceptron(4, 3).double())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        look(lambda model, micro: Total(-model(micro[0]).sum(), len(micro[0])))
+
+
+def test_a_loss_that_is_not_the_same_twice_is_left_alone() -> None:
+    own = torch.Generator().manual_seed(0)
+
+    def noisy(model: nn.Module, micro: Any) -> Total:
+        noise = torch.randn(micro[0].shape, generator=own)
+        return Total(model(micro[0] + noise).square().sum(), len(micro[0]))
+
+    look(noisy)
+
+
+def test_it_says_whether_the_rows_could_tell() -> None:
+    def asked(loss: Any, batch: Any) -> bool:
+        model = Perceptron(4, 3)
+        return refuse_what_does_not_add_up(
+            resolve(loss), model, list(model.modules()), TensorBatch(batch), len(batch[0])
+        )
+
+    x, y = make_batch()
+    assert asked(nn.CrossEntropyLoss(), (x, y))
+    assert asked(by_labels, (x, y))
+    assert not asked(by_labels, (x[:1], y[:1]))
+    assert not asked(by_labels, (x, torch.full_like(y, -100)))

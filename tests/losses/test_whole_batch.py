@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, Total, Trainer, rng, tree
@@ -12,7 +13,17 @@ from anybatch.errors import LossError, NonFiniteLossError, PlanError
 from anybatch.losses.convention import call
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
-from tests.losses.whole_losses import CASES, Case, Towers, Views, clip, encoder, labelled, sup_con
+from tests.losses.whole_losses import (
+    CASES,
+    Case,
+    Towers,
+    Views,
+    clip,
+    encoder,
+    labelled,
+    ranked,
+    sup_con,
+)
 
 ROWS, MICRO_BATCH = 23, 4  # six micro-batches, the last one shorter
 CUTS = (MICRO_BATCH, 1, ROWS - 1)
@@ -330,3 +341,141 @@ def test_batch_norm_is_refused_in_both_passes() -> None:
     model = nn.Sequential(encoder(), nn.BatchNorm1d(4))
     with pytest.raises(PlanError, match="BatchNorm"):
         take(model, WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
+
+
+@pytest.mark.parametrize("loss_rows", [None, 5])
+def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | None) -> None:
+    model, batch = encoder(), labelled(ROWS)
+    scale, head = nn.Parameter(torch.tensor(2.0)), nn.Linear(4, 3)
+
+    def loss(outputs: Tensor, labels: Tensor, rows: Tensor | None = None) -> Total:
+        losses = F.cross_entropy(head(outputs - outputs.mean(0)) * scale, labels, reduction="none")
+        losses = losses if rows is None else losses[rows]
+        return Total(losses.sum(), len(losses))
+
+    owned = [*model.parameters(), scale, *head.parameters()]
+    found: list[list[Tensor]] = []
+    for micro_batch in (None, MICRO_BATCH):
+        optimizer = torch.optim.SGD(owned, lr=1.0)
+        before = [p.detach().clone() for p in owned]
+        Step(model, WholeBatch(loss, loss_rows=loss_rows), optimizer, micro_batch=micro_batch)(batch)
+        found.append([was - p.detach() for p, was in zip(owned, before, strict=True)])
+        with torch.no_grad():
+            for p, was in zip(owned, before, strict=True):
+                p.copy_(was)
+    assert all(moved.any() for moved in found[0])
+    assert relative_error(found[1], found[0]) <= LIMIT
+
+
+class MaybeTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = encoder()
+
+    def forward(self, one: Tensor, other: Tensor | None = None) -> Any:
+        return self.body(one) if other is None else (self.body(one), self.body(other))
+
+
+def test_a_last_part_that_may_go_either_way_is_refused() -> None:
+    batch = CASES["barlow twins"].batch(9)
+    loss = WholeBatch(CASES["barlow twins"].function)
+    for micro_batch in (None, 4):
+        with pytest.raises(LossError, match="Name the parts"):
+            take(MaybeTwo(), loss, tuple(batch.values()), micro_batch)
+        assert take(MaybeTwo(), loss, batch, micro_batch)[0].updated
+
+
+def test_wrappers_are_looked_through() -> None:
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = Towers()
+
+        def forward(self, *args: Any) -> Any:
+            return self.module(*args)
+
+    assert take(Wrapped(), WholeBatch(clip), CASES["clip"].batch(9), 4)[0].updated
+
+
+def test_outputs_without_gradient_may_be_weights() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = encoder()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.body(x), (x[:, 0] > 0).double()
+
+    def loss(outputs: Tensor, mask: Tensor) -> Total:
+        return Total(((outputs - outputs.mean(0)) * mask[:, None]).square().sum(), mask.sum())
+
+    model, batch = Masked(), (torch.randn(ROWS, 5),)
+    whole_, cut = [take(model, WholeBatch(loss), batch, m) for m in (None, MICRO_BATCH)]
+    assert relative_error(cut[1], whole_[1]) <= LIMIT
+
+
+def test_a_model_may_differentiate_inside() -> None:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = encoder()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
+            return slope
+
+    model, batch = Forces(), labelled(ROWS)
+    uncut, cut = [take(model, WholeBatch(sup_con), batch, m) for m in (None, MICRO_BATCH)]
+    assert relative_error(cut[1], uncut[1]) <= LIMIT
+
+
+def test_a_forward_that_writes_to_parameters_is_refused() -> None:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.slow = encoder(), encoder().requires_grad_(False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                for slow, fast in zip(self.slow.parameters(), self.body.parameters(), strict=True):
+                    slow.lerp_(fast, 0.01)
+            return self.body(x), self.slow(x)
+
+    with pytest.raises(LossError, match=r"leave parameters alone.*slow\.0\.weight"):
+        take(Momentum(), WholeBatch(CASES["barlow twins"].function), (torch.randn(9, 5),), 4)
+
+
+def test_rank_losses_name_their_bad_rows_too() -> None:
+    model, batch = nn.Sequential(encoder(outputs=1), nn.Flatten(0)), ranked(ROWS)
+    batch["input"][7] = torch.nan
+
+    def loss(scores: Tensor, relevance: Tensor) -> Tensor:
+        return (scores[:, None] - scores[None]).square().mean()
+
+    with pytest.raises(NonFiniteLossError, match=r"rows \[7\]"):
+        take(model, WholeBatch(loss), batch, MICRO_BATCH)
+
+
+def test_batch_norm_in_the_loss_sees_all_rows() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, affine=False)
+
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            return ((self.norm(one).T @ self.norm(other)) / len(one) - torch.eye(4)).square().sum()
+
+    model, batch = Views(), CASES["barlow twins"].batch(ROWS)
+    uncut, cut = [take(model, WholeBatch(Normed()), batch, m) for m in (None, MICRO_BATCH)]
+    assert relative_error(cut[1], uncut[1]) <= LIMIT
+
+
+def test_a_batch_without_weight_leaves_the_validation_loss_alone() -> None:
+    model = encoder()
+    x, y = torch.randn(24, 5), torch.cat([torch.zeros(12, dtype=torch.int64), torch.arange(12) % 3])
+    step = Step(model, WholeBatch(CASES["triplets"].function), torch.optim.SGD(model.parameters(), lr=0.1))
+    trainer = Trainer(step, (x, y), batch_size=12, progress=False)
+    with torch.no_grad():
+        expected = CASES["triplets"].function(model(x[12:]), y[12:]).mean()
+    assert relative_error(trainer.evaluate((x, y))["loss"], expected) <= LIMIT

@@ -1,8 +1,8 @@
 """Whether a loss of the caller's own adds up: a few rows at once against the same rows in parts."""
 
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,19 +14,20 @@ from anybatch.losses.loss import Loss
 from anybatch.losses.model_loss import ModelTerms
 from anybatch.losses.terms import Terms
 from anybatch.meetings import batch_norms
+from anybatch.surroundings import evaluating
 
 MOST_ROWS = 8
 
 
 def refuse_what_does_not_add_up(
     loss: Loss, model: nn.Module, modules: Sequence[nn.Module], batch: Batch, micro_batch: int
-) -> None:
+) -> bool:
     """Compare the terms of a few rows at once with what their parts add up to.
 
-    Cheap: two forwards of at most eight rows, without gradient, in evaluation mode, so that neither dropout
-    nor BatchNorm disturbs. Buffers, modes and random states are as before. What draws random numbers
-    nevertheless, or fails, is left to the step. `anybatch.check` is the whole test, and says where the fault
-    lies.
+    Cheap: a few forwards of at most eight rows, without gradient, in evaluation mode, so that neither dropout
+    nor BatchNorm disturbs. Buffers, modes, gradients and random streams are as before. A difference within
+    rounding, of numbers that cancel, or of a loss that is not the same twice, is no fault, and what fails is
+    left to the step. `anybatch.check` is the whole test, and says where a fault lies.
 
     Args:
         loss: whose totals are compared. Torch's own add up, and a whole-batch loss need not, so only a
@@ -35,6 +36,9 @@ def refuse_what_does_not_add_up(
         modules: those of the model and of the loss.
         batch: the rows to choose from: the first ones.
         micro_batch: rows that are known to fit.
+
+    Returns:
+        Whether these rows could tell, or there is nothing to ask.
 
     Raises:
         LossError: a term of the parts differs from that of the whole by more than rounding.
@@ -50,74 +54,91 @@ def refuse_what_does_not_add_up(
         ...
         anybatch.errors.LossError: Expected the totals of mean_of_means to add up, got ...
     """
+    if not isinstance(loss, Terms | ModelTerms):
+        return True
     rows = min(batch.rows, max(2, micro_batch), MOST_ROWS)
-    if rows < 2 or not isinstance(loss, Terms | ModelTerms):
-        return
+    if rows < 2:
+        return False
     # Unequal parts: equal ones hide a mean of means.
     few, part = batch.head(rows), min(rows - 1, -(-2 * rows // 3))
+    if isinstance(loss, ModelTerms):  # fresh, and one for all: what it sees first it must see again
+        loss = ModelTerms()
+    whole: Mapping[str, _Added] = {}
     try:
-        with _undisturbed(modules), torch.no_grad():
+        with evaluating(modules):
             before = rng.capture_process()
             whole = _totals(loss, model, few, rows)
             parts = _totals(loss, model, few, part)
+            again = _totals(loss, model, few, rows) if _differing(whole, parts, model) else whole
             # Statistics and draws would differ, and rightly; what names terms anew the step refuses.
             if batch_norms(modules) or rng.has_moved(before) or whole.keys() != parts.keys():
-                return
+                return False
     except LossError:
-        if isinstance(loss, ModelTerms):  # which saw parts of unequal size; the step may see equal ones only
+        if whole and isinstance(loss, ModelTerms):  # parts of unequal size are not made as the whole is
             raise
-        return
+        return False
     except Exception:  # the step meets it again, and says what is to be said
-        return
-    # Many models compute their own loss in float32, whatever their parameters.
-    dtypes = [*[p.dtype for p in model.parameters()], *[torch.float32] * isinstance(loss, ModelTerms)]
-    rounding = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
-    for name, (expected, weight, _) in whole.items():
-        found, added, size = parts[name]
-        if not (weight and added and math.isfinite(expected)):  # nothing to say, or the step will say it
-            continue
-        # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
-        if not abs(found / added - expected / weight) <= rounding * size / added:
-            function = loss.function if isinstance(loss, Terms) else model
-            called = getattr(function, "__name__", type(function).__name__)
-            raise LossError(
-                f"Expected the totals of {called} to add up, got {expected / weight:.6g} for {name!r} from "
-                f"{rows} rows at once and {found / added:.6g} from the same rows in parts of {part} and "
-                f"{rows - part}. Either its weight is not what its sum is divided by (return ab.Total(sum "
-                "over valid elements, how many they are)), or rows meet, in the model or in the loss "
-                "(ab.WholeBatch). ab.check(model, loss, batch) says which and where; Step(check=False) skips "
-                "this test."
-            )
+        return False
+    if again != whole:  # the same rows twice are not the same: a state, or numbers of its own
+        return False
+    for name in _differing(whole, parts, model):
+        function = loss.function if isinstance(loss, Terms) else model
+        called = getattr(function, "__name__", type(function).__name__)
+        raise LossError(
+            f"Expected the totals of {called} to add up, got {whole[name].mean:.6g} for {name!r} from {rows} "
+            f"rows at once and {parts[name].mean:.6g} from the same rows in parts of {part} and "
+            f"{rows - part}. Either its weight is not what its sum is divided by (return ab.Total(sum over "
+            "valid elements, how many they are)), or rows meet, in the model or in the loss (ab.WholeBatch). "
+            "ab.check(model, loss, batch) says which and where; Step(check=False) skips this test."
+        )
+    return any(total.weight for total in whole.values())
 
 
-@contextmanager
-def _undisturbed(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Evaluation mode; afterwards modes, buffers and random states are as before."""
-    modes = [(module, module.training) for module in modules]
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers(recurse=False)]
-    random = rng.capture_process()
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        rng.restore_process(random)
-        for module, mode in modes:
-            module.training = mode
-        for buffer, value in buffers:
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
+class _Added(NamedTuple):
+    """What was added up: the sum, the weight, and the size of the numbers that make up the sum."""
+
+    sum: float
+    weight: float
+    size: float
+    eps: float
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.weight
 
 
-def _totals(loss: Loss, model: nn.Module, batch: Batch, size: int) -> dict[str, tuple[float, float, float]]:
-    """Sum, weight and the size of what was added, of each term."""
-    totals: dict[str, tuple[float, float, float]] = {}
-    if isinstance(loss, ModelTerms):  # whose later micro-batches repeat the first
-        loss = ModelTerms()
+def _totals(loss: Loss, model: nn.Module, batch: Batch, size: int) -> dict[str, _Added]:
+    totals: dict[str, _Added] = {}
     for micro in batch.cut(size):
         terms = loss.evaluate(model, micro)
         for name, weight in terms.weigh().items():
             value = float(terms.sums[name])
-            old = totals.get(name, (0.0, 0.0, 0.0))
-            totals[name] = (old[0] + value, old[1] + float(weight), old[2] + abs(value))
+            eps = torch.finfo(terms.sums[name].dtype).eps
+            old = totals.get(name, _Added(0.0, 0.0, 0.0, 0.0))
+            totals[name] = _Added(
+                old.sum + value, old.weight + float(weight), old.size + abs(value), max(old.eps, eps)
+            )
     return totals
+
+
+def _differing(whole: Mapping[str, _Added], parts: Mapping[str, _Added], model: nn.Module) -> list[str]:
+    """The terms whose means differ by more than rounding.
+
+    Never less than float32's is allowed for, as many a loss is computed in it whatever the parameters are;
+    nor less than what numbers of size 1 leave behind where they cancel.
+    """
+    kinds = {p.device.type for p in model.parameters()}
+    casts = [torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)]
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *dtypes, *casts))
+    found: list[str] = []
+    for name in whole.keys() & parts.keys():
+        one, other = whole[name], parts[name]
+        if not (one.weight and other.weight and math.isfinite(one.sum)):  # nothing to say, or the step will
+            continue
+        least = max(eps, one.eps)
+        bound = max(least**0.5 * other.size / other.weight, 100 * least)
+        # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
+        if not abs(other.mean - one.mean) <= bound:
+            found.append(name)
+    return sorted(found)

@@ -53,8 +53,8 @@ def linear_cross_entropy(
         class_weight: factor of each class's loss, (vocabulary,); None for 1.
         ignore_index: a target that adds nothing, to the weight neither.
         label_smoothing: part of each target that is spread over all classes, from 0 to 1.
-        rows: rows of logits held at once; None for blocks of some MiB. The result depends on it in the order
-            of additions only.
+        rows: rows of logits held at once; None for blocks of some MiB, or an eighth of the tokens in wide
+            layers. The result depends on it in the order of additions only.
 
     Returns:
         The sum of the losses, at least in float32, and the number of valid targets, or the sum of their class
@@ -80,8 +80,10 @@ def linear_cross_entropy(
     _check_tensors(hidden, weight, target, bias, class_weight)
     if not 0 <= label_smoothing <= 1:
         raise LossError(f"Expected label_smoothing from 0 to 1, got {label_smoothing}. 0 is for none.")
-    if rows is not None and rows < 1:
-        raise LossError(f"Expected rows to be at least 1, got {rows}. None chooses a number.")
+    if rows is not None and (not isinstance(rows, int) or rows < 1):
+        raise LossError(
+            f"Expected rows to be a whole number of at least 1, got {rows!r}. None chooses a number."
+        )
     divisor = CLASSES.weigh({"ignore_index": ignore_index, "weight": class_weight}, (), (target,))
     dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
     losses = _Losses.of(
@@ -181,7 +183,7 @@ class _Blocks(Function):
         ctx.dtypes = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
         with torch.autocast(hidden.device.type, enabled=False):
             layer = _Layer(hidden.to(dtype), weight.to(dtype), bias, needs)
-            summed = layer.sum(losses, rows or _rows(weight, _wide(dtype)))
+            summed = layer.sum(losses, rows or _rows(weight, len(hidden), _wide(dtype)))
         ctx.save_for_backward(*layer.gradients)
         return summed
 
@@ -253,10 +255,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in SHORT_DTYPES else dtype
 
 
-def _rows(weight: Tensor, wide: torch.dtype) -> int:
-    """Rows of a block: some MiB of logits, or half as much as the gradient of the weight if that is more."""
+def _rows(weight: Tensor, tokens: int, wide: torch.dtype) -> int:
+    """Rows of a block: some MiB of logits, and in wide layers more, up to an eighth of the tokens.
+
+    Each block adds to the gradient of the weight; half as many rows as that gradient is wide keep that cheap.
+    """
     classes, width = weight.shape
-    most = max(_BLOCK_BYTES // max(1, classes * wide.itemsize), width // 2)
+    most = max(_BLOCK_BYTES // max(1, classes * wide.itemsize), min(width // 2, tokens // 8))
     return max(_ROWS_STEP, most // _ROWS_STEP * _ROWS_STEP)
 
 

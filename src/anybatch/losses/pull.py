@@ -77,12 +77,11 @@ class Pull:
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != [tuple(output.shape) for output in before]:
             raise _not_repeated(f"shapes {shapes} where there were {[tuple(one.shape) for one in before]}")
-        for output, first in zip(outputs, before, strict=True):
-            if first.is_floating_point():
-                self._drifts.append(_drift(output.detach(), first))
+        if torch.is_grad_enabled():  # in an evaluation nothing is sent
+            self._drifts.extend(map(_drift, outputs, before))
         if stop == self.rows and self._drifts:
             drift = max(torch.stack(self._drifts).tolist())  # one stop of the device for all rows
-            if drift > 1:
+            if not drift <= 1:
                 raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")
 
 
@@ -102,6 +101,10 @@ class _Send(torch.autograd.Function):
 
 def _drift(output: Tensor, first: Tensor) -> Tensor:
     """Distance of two passes in units of what rounding, and kernels that add in any order, may leave."""
+    output = output.detach()
+    if not (first.is_floating_point() or first.is_complex()):
+        return (output != first).any() * 2.0
+    output, first = output.nan_to_num(), first.nan_to_num()
     wide = torch.promote_types(first.dtype, torch.float32)
     distance = (output.to(wide) - first).norm()
     return distance / (4 * torch.finfo(first.dtype).eps ** 0.5 * first.to(wide).norm()).clamp(min=1e-30)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from anybatch import rng, tree
 from anybatch.batch import Batch, cut_sizes
 from anybatch.errors import LossError, NonFiniteLossError
-from anybatch.losses.convention import TARGET_KEYS, call, module_in, split
+from anybatch.losses.convention import TARGET_KEYS, call, split
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.pull import Pull
 from anybatch.total import Number, Total
@@ -34,7 +34,8 @@ class WholeBatch:
 
     The function sees the outputs first, then the targets, each with all rows. A mapping with one of the keys
     `target`, `targets`, `label`, `labels`, `y`, and a tuple `(inputs, target)`, have a target. Other
-    mappings, `(inputs,)`, and tuples of which `model.forward` requires every part, have none.
+    mappings, `(inputs,)`, and tuples of which `model.forward` requires every part, have none. Where a forward
+    could do with or without the last part, it is refused: name the parts.
 
     Args:
         function: takes outputs and targets of all rows, returns a scalar tensor or an `ab.Total` (whose
@@ -97,7 +98,7 @@ class WholeBatch:
         if self.loss_rows is None:
             value, weight = self._value(seen)
             return Evaluated({"loss": value}, lambda: {"loss": weight})
-        pull = self._pull(model, seen)
+        pull = self._pull(seen.without_graph())
         value = pull.into(seen.outputs, 0, pull.rows)
         return Evaluated({"loss": value}, lambda: {"loss": pull.weight})
 
@@ -162,13 +163,15 @@ class WholeBatch:
         self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
     ) -> Iterator[Loss]:
         sizes = cut_sizes(batch.rows, micro_batch)
-        before = rng.capture_process()
-        with torch.no_grad():
-            micros = zip(batch.cut(micro_batch), sizes, strict=True)
-            whole = _joined([self.look(model, micro, rows) for micro, rows in micros])
-        torch.clear_autocast_cache()  # weights cast without graph would be used again, and get no gradient
+        before, versions = rng.capture_process(), _versions(model)
+        # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
+        # kernels where no gradient is wanted, would not do the same in both passes.
+        micros = zip(batch.cut(micro_batch), sizes, strict=True)
+        whole = _joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
+        _refuse_written(model, versions)
+        torch.clear_autocast_cache()  # of what belongs to graphs that are gone
         put_back()
-        pull = self._pull(model, whole)
+        pull = self._pull(whole)
         del whole
         after = rng.capture_process()  # the function may have drawn too
         rng.restore_process(before)
@@ -178,36 +181,29 @@ class WholeBatch:
             start += rows
         rng.restore_process(after)
 
-    def _pull(self, model: nn.Module, whole: "Seen") -> Pull:
-        """The loss, and its gradient with respect to outputs and to parameters of its own."""
-        wanted = torch.is_grad_enabled()
-        leaves = [leaf.detach() for leaf in whole.outputs]
-        for leaf in leaves:
-            leaf.requires_grad_(wanted and (leaf.is_floating_point() or leaf.is_complex()))
-        held = [*model.parameters(), *module_in(self.function).parameters()]
-        parameters = [p for p in dict.fromkeys(held) if p.requires_grad and wanted]
-        sources = [*[leaf for leaf in leaves if leaf.requires_grad], *parameters]
+    def _pull(self, whole: "Seen") -> Pull:
+        """The loss, and its gradient with respect to outputs and to whatever parameters it reaches."""
         differentiate = self._at_once if self.loss_rows is None else self._by_rows
-        value, weight, gradients = differentiate(whole._replace(outputs=tuple(leaves)), sources)
-        self._refuse_non_finite(value, weight, leaves)
-        flows = dict(zip(sources, gradients, strict=True))
+        value, weight, flows = differentiate(whole)
+        if torch.is_grad_enabled():
+            self._refuse_non_finite(value, weight, whole.outputs)
         return Pull(
             value=value,
             weight=weight,
             rows=whole.rows,
-            outputs=tuple([leaf.detach() for leaf in leaves]),
-            cotangents=tuple([flows.get(leaf) for leaf in leaves]),
-            parameters=tuple([(p, flow) for p in parameters if (flow := flows[p]) is not None]),
+            outputs=tuple([leaf.detach() for leaf in whole.outputs]),
+            cotangents=tuple([flows.pop(leaf, None) for leaf in whole.outputs]),
+            parameters=tuple(flows.items()),
         )
 
-    def _at_once(self, whole: "Seen", sources: Sequence[Tensor]) -> "_Differentiated":
+    def _at_once(self, whole: "Seen") -> "_Differentiated":
         value, weight = self._value(whole)
-        return _Differentiated(value.detach(), weight, _gradients(value, sources))
+        return _Differentiated(value.detach(), weight, _gradients(value))
 
-    def _by_rows(self, whole: "Seen", sources: Sequence[Tensor]) -> "_Differentiated":
+    def _by_rows(self, whole: "Seen") -> "_Differentiated":
         """Sums over the rows' shares, at least in float32, divided once."""
         total = Total.zero()
-        sums: list[Tensor | None] = [None] * len(sources)
+        sums: dict[Tensor, Tensor] = {}
         for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(self.loss_rows or 1):
             share = self.function(*whole.arguments(), rows=rows)
             if not isinstance(share, Total):
@@ -216,13 +212,10 @@ class WholeBatch:
                     f"{type(share).__name__}. With loss_rows= return ab.Total(sum over rows, how many)."
                 )
             value = torch.as_tensor(share.sum)
-            for index, gradient in enumerate(_gradients(value, sources)):
-                sums[index] = _added(sums[index], gradient)
+            for leaf, gradient in _gradients(value).items():
+                sums[leaf] = _added(sums.get(leaf), gradient)
             total += Total(value.detach(), share.weight)
-        divided = [
-            None if one is None else (one / total.weight).to(source.dtype)
-            for one, source in zip(sums, sources, strict=True)
-        ]
+        divided = {leaf: (one / total.weight).to(leaf.dtype) for leaf, one in sums.items()}
         return _Differentiated(torch.as_tensor(total.mean()), total.weight, divided)
 
     def _value(self, seen: "Seen") -> tuple[Tensor, Number]:
@@ -243,7 +236,7 @@ class WholeBatch:
     def _refuse_non_finite(self, value: Tensor, weight: Number, outputs: Sequence[Tensor]) -> None:
         if bool(value.isfinite()) or not float(weight):
             return
-        bad = [~output.isfinite().flatten(1).all(1) for output in outputs if output.dim() and len(output)]
+        bad = [~output.isfinite().reshape(len(output), -1).all(1) for output in outputs if output.dim()]
         rows = torch.stack(bad).any(0).nonzero().flatten().tolist()[:8] if bad else []
         where = f"the outputs of rows {rows} are not finite either" if rows else "all outputs are finite"
         raise NonFiniteLossError(
@@ -271,6 +264,12 @@ class Seen(NamedTuple):
         """Entries in the first axis of an output that has one."""
         return next((len(output) for output in self.outputs if output.dim()), 1)
 
+    def without_graph(self) -> "Seen":
+        """The same, cut off from the model: leaves that want a gradient where the outputs carried one."""
+        return self._replace(
+            outputs=tuple([one.detach().requires_grad_(one.requires_grad) for one in self.outputs])
+        )
+
     def arguments(self) -> tuple[Any, ...]:
         """Outputs and targets, in the order in which the function takes them."""
         return (*self.build(iter(self.outputs)), *self.targets)
@@ -279,7 +278,7 @@ class Seen(NamedTuple):
 class _Differentiated(NamedTuple):
     value: Tensor
     weight: Number
-    gradients: Sequence[Tensor | None]
+    flows: dict[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,17 +321,35 @@ def _split(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(micro, Tensor):
         return micro, ()
     if isinstance(micro, tuple | list):
-        parts = len(cast("tuple[Any, ...]", micro))
-        return split(micro, has_target=parts != _required(model))
+        return split(micro, has_target=_last_is_target(model, cast("Sequence[Any]", micro)))
     keys = set(micro) if isinstance(micro, Mapping) else set(dir(micro))
     return split(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
 
 
-def _required(model: nn.Module) -> int:
-    """How many positional arguments the model's forward cannot do without."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return sum(one.kind in kinds and one.default is inspect.Parameter.empty for one in parameters)
+def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
+    """Whether the last part of a tuple is a target: told by what the model's forward can take."""
+    if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
+        return len(parts) == 2
+    inner: Any = model
+    while isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+        inner = wrapped  # compiled, or one of a parallel group: its own signature tells nothing
+    signature = inspect.signature(inner.forward)
+    takes_all, takes_fewer = _takes(signature, len(parts)), _takes(signature, len(parts) - 1)
+    if takes_all and takes_fewer:
+        raise LossError(
+            f"Expected to see whether the last of {len(parts)} parts goes into the model or is the target, "
+            f"got a forward{signature} that takes {len(parts) - 1} as well as {len(parts)}. Name the parts, "
+            "in a dict with the target under 'target', or say it with ab.WholeBatch(function, outputs=...)."
+        )
+    return not takes_all
+
+
+def _takes(signature: inspect.Signature, count: int) -> bool:
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return False
+    return True
 
 
 def _joined(seen: Sequence[Seen]) -> Seen:
@@ -340,7 +357,8 @@ def _joined(seen: Sequence[Seen]) -> Seen:
     outputs: list[Tensor] = []
     for parts in zip(*[one.outputs for one in seen], strict=True):
         if parts[0].dim():
-            outputs.append(_concatenated(parts, "outputs"))
+            wanted = any(part.requires_grad for part in parts)
+            outputs.append(_concatenated(parts, "outputs").detach().requires_grad_(wanted))
         elif all(torch.equal(part, parts[0]) for part in parts):
             outputs.append(parts[0])
         else:
@@ -365,15 +383,38 @@ def _concatenated(parts: Sequence[Tensor], what: str) -> Tensor:
         ) from None
 
 
-def _gradients(value: Tensor, sources: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    if not value.requires_grad or not sources:  # nothing flows; whether that may be is the step's to say
-        return [None] * len(sources)
-    return torch.autograd.grad(value, sources, allow_unused=True)
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Changes where somebody writes into a parameter."""
+    return {name: p._version for name, p in model.named_parameters()}  # pyright: ignore[reportPrivateUsage]
 
 
-def _added(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-    if gradient is None:
-        return total
+def _refuse_written(model: nn.Module, before: Mapping[str, int]) -> None:
+    written = [name for name, version in _versions(model).items() if version != before[name]]
+    if written:
+        raise LossError(
+            f"Expected a forward to leave parameters alone, got one that writes to {written[:3]}: in two "
+            "passes it would do so twice, and it cannot be undone. Write to them after the step (an average "
+            "of weights, a momentum encoder), or keep them as buffers."
+        )
+
+
+def _gradients(value: Tensor) -> dict[Tensor, Tensor]:
+    """The gradient with respect to every leaf the value depends on: outputs, and parameters wherever held."""
+    nodes = [value.grad_fn] if value.grad_fn is not None else []
+    seen = set(nodes)
+    leaves: list[Tensor] = [] if nodes or not value.requires_grad else [value]
+    for node in nodes:  # which grows meanwhile
+        if hasattr(node, "variable"):
+            leaves.append(cast("Any", node).variable)
+        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        nodes += fresh
+        seen.update(fresh)
+    if not leaves:  # nothing flows; whether that may be is the step's to say
+        return {}
+    return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
+
+
+def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
     if total is None:  # a copy: autograd may hand out one that is expanded, or shares its memory
         return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
     return total.add_(gradient)

@@ -6,20 +6,17 @@ from contextlib import contextmanager
 from itertools import repeat
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from anybatch import rng
 from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
 from anybatch.losses.convention import split
-from anybatch.losses.loss import Loss
 from anybatch.losses.resolve import resolve
-from anybatch.losses.whole_batch import WholeBatch
 from anybatch.step import Step
-from anybatch.total import Number, Total
+from anybatch.surroundings import evaluating
+from anybatch.total import Total
 from anybatch.train.rows import Rows
 
 Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
@@ -35,6 +32,7 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
         ignore_index: targets that do not count.
 
     Example:
+        >>> import torch
         >>> scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.3, 0.7]])
         >>> accuracy(scores, torch.tensor([1, 1, -100])).mean().item()
         0.5
@@ -64,36 +62,43 @@ def evaluate(
     Raises:
         LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
     """
-    loss = resolve(step.loss)
     sums: dict[str, Total] = {}
-    fixed: Mapping[str, Number] = {}  # divisors that need no weighing: 1 for reduction="sum"
+    undivided: set[str] = set()
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
-    with _evaluating(step.model, step.loss_module), _outputs_of(step.model) as seen:
-        for part, micro in _cut(step, loss, rows, micro_batch, batch_size):
-            terms = part.evaluate(step.model, micro)
-            if not part.divided:
-                fixed = part.divisors(OpenBatch(), terms, 1) or {}
-            weights = fixed or terms.weigh()
-            for name, value in terms.sums.items():
-                whole = value * weights[name] if part.divided else value
-                sums[name] = sums.get(name, Total.zero()) + _widened(Total(whole, weights[name]))
+    modules = [*step.model.modules(), *step.loss_module.modules()]
+    with evaluating(modules), _outputs_of(step.model) as seen:
+        for totals, is_fixed, micro in _totals(step, rows, micro_batch, batch_size):
+            undivided.update(totals if is_fixed else ())
+            for name, total in totals.items():
+                sums[name] = sums.get(name, Total.zero()) + _widened(total)
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(seen, micro))
             seen.clear()
-    values = {name: float(total.sum if name in fixed else total.mean()) for name, total in sums.items()}
+    values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
     # As in a step: terms without weight have nothing to add, and a term called "loss" is not all of it.
-    used = [loss.coefficients.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
+    factors = step.coefficients
+    used = [factors.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
     values["loss"] = math.fsum(used) if used else math.nan
     return values | {name: float(fold.finish(states[name])) for name, fold in folds.items()}
 
 
-def _cut(step: Step, loss: Loss, rows: Rows, micro_batch: int, batch_size: int) -> Iterator[tuple[Loss, Any]]:
-    """Each micro-batch with the loss for it; rows that never meet need no batches."""
-    for group in rows.in_order(batch_size if isinstance(loss, WholeBatch) else micro_batch):
+def _totals(
+    step: Step, rows: Rows, micro_batch: int, batch_size: int
+) -> Iterator[tuple[dict[str, Total], bool, Any]]:
+    """Of each micro-batch: its totals, whether they are sums that nothing divides, and its rows."""
+    loss = resolve(step.loss)
+    for group in rows.in_order(batch_size if loss.divided else micro_batch):  # rows may meet in the loss
         batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
         parts = loss.along(batch, micro_batch, step.model, lambda: None) if loss.divided else repeat(loss)
-        yield from zip(parts, batch.cut(micro_batch), strict=False)
+        for part, micro in zip(parts, batch.cut(micro_batch), strict=False):
+            terms = part.evaluate(step.model, micro)
+            fixed = {} if part.divided else part.divisors(OpenBatch(), terms, 1) or {}
+            weights = fixed or terms.weigh()
+            sums = dict(terms.sums)
+            if part.divided:  # what weighs nothing has no mean that could be multiplied by it
+                sums = {name: value * weights[name] if weights[name] else 0 for name, value in sums.items()}
+            yield {name: Total(value, weights[name]) for name, value in sums.items()}, bool(fixed), micro
 
 
 class RunningLoss:
@@ -167,22 +172,6 @@ def _pair(seen: Sequence[Any], micro: Any) -> tuple[Any, Any]:
 def _single(values: Any) -> Any:
     """A tuple of one is what it holds."""
     return values[0] if isinstance(values, tuple) and len(cast("tuple[Any, ...]", values)) == 1 else values
-
-
-@contextmanager
-def _evaluating(*parts: nn.Module) -> Generator[None]:
-    """Evaluation mode without gradient; each module's own mode and all random states come back."""
-    modes = [(module, module.training) for part in parts for module in part.modules()]
-    random = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
-    try:
-        for part in parts:
-            part.eval()
-        with torch.no_grad():
-            yield
-    finally:
-        rng.restore_process(random)
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

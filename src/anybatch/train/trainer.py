@@ -244,14 +244,8 @@ class Trainer:
         return rows
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
-        micro_batch = self.step.micro_batch or self.batch_size
-        return evaluate(
-            self.step,
-            rows,
-            self.metrics,
-            micro_batch=min(micro_batch, rows.count),
-            batch_size=self.batch_size,
-        )
+        size = min(self.step.micro_batch or self.batch_size, rows.count)
+        return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
         if validation and self.best_by not in validation:
