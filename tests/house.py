@@ -13,7 +13,7 @@ LAYERS = """
     errors units tree
     batch total rng events surroundings
     fold meetings integrations.transformers integrations
-    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull
+    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
     losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
     losses.model_loss losses.resolve losses.additive losses
     gradients plan

@@ -92,6 +92,10 @@ class Run:
         self._is_updated = False  # whether the optimizers have stepped, which cannot be undone
         self.is_torn = False  # whether the sums may hold half of a micro-batch
 
+    def surroundings(self) -> Surroundings:
+        """What the next micro-batch may change, as it stands."""
+        return Surroundings(self._task.modules)
+
     def conditions(self) -> AbstractContextManager[None]:
         """What holds while micro-batches go through the model: some BatchNorms may be frozen."""
         return frozen(self._task.batch_norms) if self._plan.batch_norm == "frozen" else nullcontext()

@@ -22,7 +22,6 @@ from anybatch.losses.resolve import module_of, resolve
 from anybatch.meetings import batch_norms, check_batch_norm, refuse
 from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan, check_micro_batch
-from anybatch.surroundings import Surroundings
 
 
 class Step:
@@ -284,7 +283,7 @@ class Window:
         if self.rows:
             self._step.refuse_meetings(self._task)
         self._step.check_loss(self._task, batch, batch.rows)
-        before = Surroundings(self._task.modules)
+        before = self._run.surroundings()
         try:
             with self._run.conditions():
                 self._run.add(next(batch.cut(batch.rows)), self._task.loss, batch.rows)

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, Total, Trainer, rng, tree
-from anybatch.errors import LossError, NonFiniteLossError, PlanError
+from anybatch.errors import LossError
 from anybatch.losses.convention import call
 from anybatch.losses.whole_batch import WholeBatch
-from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+from anybatch.testing import reference_step, relative_error, tolerance
 from tests.losses.whole_losses import (
     CASES,
     Case,
@@ -21,8 +21,8 @@ from tests.losses.whole_losses import (
     clip,
     encoder,
     labelled,
-    ranked,
     sup_con,
+    take,
 )
 
 ROWS, MICRO_BATCH = 23, 4  # six micro-batches, the last one shorter
@@ -36,13 +36,6 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def take(model: nn.Module, loss: Any, batch: Any, micro_batch: int | None, **options: Any) -> Any:
-    """The report and the gradients of one step."""
-    recorder = GradientRecorder(model, loss)
-    report = Step(model, loss, recorder, micro_batch=micro_batch, **options)(batch)
-    return report, recorder.gradients
 
 
 def whole(case: Case) -> tuple[nn.Module, Any, Any]:
@@ -238,33 +231,6 @@ def test_no_weight_means_no_update() -> None:
             assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("micro_batch", [None, MICRO_BATCH])
-def test_a_loss_that_is_not_finite_names_the_rows(micro_batch: int | None) -> None:
-    model, batch = encoder(), labelled(ROWS)
-    batch[0][7] = torch.nan
-    with pytest.raises(NonFiniteLossError, match="7" if micro_batch else "nan"):
-        take(model, WholeBatch(sup_con), batch, micro_batch)
-
-
-def test_a_second_pass_that_differs_is_refused() -> None:
-    class Own(nn.Module):
-        """Draws from a generator that nobody can put back."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = torch.Generator().manual_seed(0)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * torch.rand(x.shape, generator=self.generator)
-
-    model = nn.Sequential(encoder(), Own())
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(LossError, match="repeat the first"):
-        take(model, WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_stale_random_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutation: the second pass goes on where the first one ended."""
     monkeypatch.setattr(rng, "restore_process", lambda state: None)
@@ -284,48 +250,6 @@ def test_a_mean_of_means_is_something_else() -> None:
     assert relative_error(gradients, expected.gradients) > 0.1
 
 
-def test_windows_are_refused_at_the_door() -> None:
-    model = encoder()
-    step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0))
-    with pytest.raises(LossError, match="window"):
-        step.window()
-    assert step.open_window is None
-
-
-BAD: dict[str, tuple[Any, nn.Module, str]] = {
-    "views joined": (
-        WholeBatch(torch.sum, outputs=lambda model, micro: torch.cat(model(**micro))),
-        Views(),
-        "one entry per row",
-    ),
-    "not a scalar": (WholeBatch(lambda one, other: one), Views(), "one real number"),
-    "no total": (WholeBatch(lambda one, other, rows: one.sum(), loss_rows=3), Views(), "ab.Total"),
-    "no gradient": (WholeBatch(lambda one, other: one.detach().sum()), Views(), "depends on the parameters"),
-    "scalars that differ": (
-        WholeBatch(lambda a, b: a.sum() * b, outputs=lambda m, micro: (m(**micro)[0], micro["one"].sum())),
-        Views(),
-        "same for every micro-batch",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_losses_are_refused_and_nothing_is_lost(name: str) -> None:
-    loss, model, message = BAD[name]
-    model.double()
-    before = torch.get_rng_state()
-    with pytest.raises(LossError, match=message):
-        take(model, loss, CASES["barlow twins"].batch(9), 4)
-    assert all(p.grad is None for p in model.parameters())
-    assert before.shape == torch.get_rng_state().shape
-
-
-@pytest.mark.parametrize(("function", "loss_rows"), [(3, None), (clip, 0), (clip, True), (clip, 1.5)])
-def test_what_is_no_loss_is_refused(function: Any, loss_rows: Any) -> None:
-    with pytest.raises(LossError, match="Expected"):
-        WholeBatch(function, loss_rows=loss_rows)
-
-
 def test_a_trainer_validates_on_whole_batches() -> None:
     """The loss of each batch, weighted by its rows: not of each micro-batch."""
     model, batch = encoder(), labelled(ROWS)
@@ -335,12 +259,6 @@ def test_a_trainer_validates_on_whole_batches() -> None:
         values = [sup_con(model(x), y) for x, y in zip(*[leaf.split(12) for leaf in batch], strict=True)]
     expected = (12 * values[0] + 11 * values[1]) / ROWS
     assert relative_error(trainer.evaluate(batch)["loss"], expected) <= LIMIT
-
-
-def test_batch_norm_is_refused_in_both_passes() -> None:
-    model = nn.Sequential(encoder(), nn.BatchNorm1d(4))
-    with pytest.raises(PlanError, match="BatchNorm"):
-        take(model, WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
 
 
 @pytest.mark.parametrize("loss_rows", [None, 5])
@@ -365,36 +283,6 @@ def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | 
                 p.copy_(was)
     assert all(moved.any() for moved in found[0])
     assert relative_error(found[1], found[0]) <= LIMIT
-
-
-class MaybeTwo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = encoder()
-
-    def forward(self, one: Tensor, other: Tensor | None = None) -> Any:
-        return self.body(one) if other is None else (self.body(one), self.body(other))
-
-
-def test_a_last_part_that_may_go_either_way_is_refused() -> None:
-    batch = CASES["barlow twins"].batch(9)
-    loss = WholeBatch(CASES["barlow twins"].function)
-    for micro_batch in (None, 4):
-        with pytest.raises(LossError, match="Name the parts"):
-            take(MaybeTwo(), loss, tuple(batch.values()), micro_batch)
-        assert take(MaybeTwo(), loss, batch, micro_batch)[0].updated
-
-
-def test_wrappers_are_looked_through() -> None:
-    class Wrapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = Towers()
-
-        def forward(self, *args: Any) -> Any:
-            return self.module(*args)
-
-    assert take(Wrapped(), WholeBatch(clip), CASES["clip"].batch(9), 4)[0].updated
 
 
 def test_outputs_without_gradient_may_be_weights() -> None:
@@ -428,33 +316,6 @@ def test_a_model_may_differentiate_inside() -> None:
     model, batch = Forces(), labelled(ROWS)
     uncut, cut = [take(model, WholeBatch(sup_con), batch, m) for m in (None, MICRO_BATCH)]
     assert relative_error(cut[1], uncut[1]) <= LIMIT
-
-
-def test_a_forward_that_writes_to_parameters_is_refused() -> None:
-    class Momentum(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.slow = encoder(), encoder().requires_grad_(False)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                for slow, fast in zip(self.slow.parameters(), self.body.parameters(), strict=True):
-                    slow.lerp_(fast, 0.01)
-            return self.body(x), self.slow(x)
-
-    with pytest.raises(LossError, match=r"leave parameters alone.*slow\.0\.weight"):
-        take(Momentum(), WholeBatch(CASES["barlow twins"].function), (torch.randn(9, 5),), 4)
-
-
-def test_rank_losses_name_their_bad_rows_too() -> None:
-    model, batch = nn.Sequential(encoder(outputs=1), nn.Flatten(0)), ranked(ROWS)
-    batch["input"][7] = torch.nan
-
-    def loss(scores: Tensor, relevance: Tensor) -> Tensor:
-        return (scores[:, None] - scores[None]).square().mean()
-
-    with pytest.raises(NonFiniteLossError, match=r"rows \[7\]"):
-        take(model, WholeBatch(loss), batch, MICRO_BATCH)
 
 
 def test_batch_norm_in_the_loss_sees_all_rows() -> None:

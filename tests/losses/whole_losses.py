@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Total
+from anybatch import Step, Total
+from anybatch.testing import GradientRecorder
 
 FEATURES, WIDTH = 5, 6
 
@@ -169,3 +170,10 @@ CASES = {
     "rank": Case(function=rank, model=lambda dropout: encoder(dropout, 1), batch=ranked),
     "prototypes": Case(function=Prototypes().double(), model=encoder, batch=labelled),
 }
+
+
+def take(model: nn.Module, loss: Any, batch: Any, micro_batch: int | None, **options: Any) -> Any:
+    """The report and the gradients of one step."""
+    recorder = GradientRecorder(model, loss)
+    report = Step(model, loss, recorder, micro_batch=micro_batch, **options)(batch)
+    return report, recorder.gradients

@@ -1,6 +1,5 @@
 """A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from torch import Tensor, nn
 from anybatch import rng, tree
 from anybatch.batch import Batch, cut_sizes
 from anybatch.errors import LossError, NonFiniteLossError
-from anybatch.losses.convention import TARGET_KEYS, call, split
+from anybatch.losses.convention import call
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.pull import Pull
+from anybatch.losses.seen import Seen, joined, part
 from anybatch.total import Number, Total
 
 _NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
@@ -128,7 +128,7 @@ class WholeBatch:
             return itertools.repeat(self)
         return self._two_passes(batch, micro_batch, model, put_back)
 
-    def look(self, model: nn.Module, micro: Any, rows: int | None = None) -> "Seen":
+    def look(self, model: nn.Module, micro: Any, rows: int | None = None) -> Seen:
         """Run the model on a micro-batch.
 
         Args:
@@ -140,7 +140,7 @@ class WholeBatch:
         if self.outputs is not None:
             returned, targets = self.outputs(model, micro), ()
         else:
-            inputs, targets = _split(model, micro)
+            inputs, targets = part(model, micro)
             returned = call(model, inputs)
         is_many = isinstance(returned, tuple | list)
         outputs = cast("tuple[Any, ...]", returned) if is_many else (returned,)
@@ -167,7 +167,7 @@ class WholeBatch:
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
         micros = zip(batch.cut(micro_batch), sizes, strict=True)
-        whole = _joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
+        whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # of what belongs to graphs that are gone
         put_back()
@@ -181,7 +181,7 @@ class WholeBatch:
             start += rows
         rng.restore_process(after)
 
-    def _pull(self, whole: "Seen") -> Pull:
+    def _pull(self, whole: Seen) -> Pull:
         """The loss, and its gradient with respect to outputs and to whatever parameters it reaches."""
         differentiate = self._at_once if self.loss_rows is None else self._by_rows
         value, weight, flows = differentiate(whole)
@@ -196,11 +196,11 @@ class WholeBatch:
             parameters=tuple(flows.items()),
         )
 
-    def _at_once(self, whole: "Seen") -> "_Differentiated":
+    def _at_once(self, whole: Seen) -> "_Differentiated":
         value, weight = self._value(whole)
         return _Differentiated(value.detach(), weight, _gradients(value))
 
-    def _by_rows(self, whole: "Seen") -> "_Differentiated":
+    def _by_rows(self, whole: Seen) -> "_Differentiated":
         """Sums over the rows' shares, at least in float32, divided once."""
         total = Total.zero()
         sums: dict[Tensor, Tensor] = {}
@@ -218,7 +218,7 @@ class WholeBatch:
         divided = {leaf: (one / total.weight).to(leaf.dtype) for leaf, one in sums.items()}
         return _Differentiated(torch.as_tensor(total.mean()), total.weight, divided)
 
-    def _value(self, seen: "Seen") -> tuple[Tensor, Number]:
+    def _value(self, seen: Seen) -> tuple[Tensor, Number]:
         """The function's value and its weight: the rows, unless it says otherwise."""
         value = self.function(*seen.arguments())
         if isinstance(value, Total):
@@ -244,35 +244,6 @@ class WholeBatch:
             "Look for bad data in these rows of the batch, too high a learning rate, or a logarithm or root "
             "of 0."
         )
-
-
-class Seen(NamedTuple):
-    """What the function sees of some rows.
-
-    Attributes:
-        outputs: the tensors that the model returned.
-        build: puts them back into the nest they came in.
-        targets: what follows them.
-    """
-
-    outputs: tuple[Tensor, ...]
-    build: tree.Build
-    targets: tuple[Any, ...]
-
-    @property
-    def rows(self) -> int:
-        """Entries in the first axis of an output that has one."""
-        return next((len(output) for output in self.outputs if output.dim()), 1)
-
-    def without_graph(self) -> "Seen":
-        """The same, cut off from the model: leaves that want a gradient where the outputs carried one."""
-        return self._replace(
-            outputs=tuple([one.detach().requires_grad_(one.requires_grad) for one in self.outputs])
-        )
-
-    def arguments(self) -> tuple[Any, ...]:
-        """Outputs and targets, in the order in which the function takes them."""
-        return (*self.build(iter(self.outputs)), *self.targets)
 
 
 class _Differentiated(NamedTuple):
@@ -314,73 +285,6 @@ class _Share:
         self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
     ) -> Iterable[Loss]:
         return itertools.repeat(self)
-
-
-def _split(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The model's inputs and the function's targets, if there are any."""
-    if isinstance(micro, Tensor):
-        return micro, ()
-    if isinstance(micro, tuple | list):
-        return split(micro, has_target=_last_is_target(model, cast("Sequence[Any]", micro)))
-    keys = set(micro) if isinstance(micro, Mapping) else set(dir(micro))
-    return split(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
-
-
-def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
-    """Whether the last part of a tuple is a target: told by what the model's forward can take."""
-    if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
-        return len(parts) == 2
-    inner: Any = model
-    while isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
-        inner = wrapped  # compiled, or one of a parallel group: its own signature tells nothing
-    signature = inspect.signature(inner.forward)
-    takes_all, takes_fewer = _takes(signature, len(parts)), _takes(signature, len(parts) - 1)
-    if takes_all and takes_fewer:
-        raise LossError(
-            f"Expected to see whether the last of {len(parts)} parts goes into the model or is the target, "
-            f"got a forward{signature} that takes {len(parts) - 1} as well as {len(parts)}. Name the parts, "
-            "in a dict with the target under 'target', or say it with ab.WholeBatch(function, outputs=...)."
-        )
-    return not takes_all
-
-
-def _takes(signature: inspect.Signature, count: int) -> bool:
-    try:
-        signature.bind(*[None] * count)
-    except TypeError:
-        return False
-    return True
-
-
-def _joined(seen: Sequence[Seen]) -> Seen:
-    """What was seen micro-batch by micro-batch, as if all rows had been seen at once."""
-    outputs: list[Tensor] = []
-    for parts in zip(*[one.outputs for one in seen], strict=True):
-        if parts[0].dim():
-            wanted = any(part.requires_grad for part in parts)
-            outputs.append(_concatenated(parts, "outputs").detach().requires_grad_(wanted))
-        elif all(torch.equal(part, parts[0]) for part in parts):
-            outputs.append(parts[0])
-        else:
-            raise LossError(
-                f"Expected an output without rows to be the same for every micro-batch, got values from "
-                f"{min(map(float, parts))} to {max(map(float, parts))}. Return one entry per row."
-            )
-    nests = [tree.flatten(one.targets) for one in seen]
-    targets = zip(*[nest.leaves for nest in nests], strict=True)
-    whole = nests[0].build(iter([_concatenated(parts, "targets") for parts in targets]))
-    return Seen(tuple(outputs), seen[0].build, whole)
-
-
-def _concatenated(parts: Sequence[Tensor], what: str) -> Tensor:
-    try:
-        return torch.cat(list(parts))
-    except RuntimeError:
-        raise LossError(
-            f"Expected {what} of all rows to differ in their first axis only, got shapes "
-            f"{[tuple(part.shape) for part in parts[:4]]}. Pad them to one length in the model or in "
-            "`collate`."
-        ) from None
 
 
 def _versions(model: nn.Module) -> dict[str, int]:

@@ -1,0 +1,125 @@
+"""Whole-batch losses: what cannot be exact in two passes is refused, and nothing is lost."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step
+from anybatch.errors import LossError, NonFiniteLossError, PlanError
+from anybatch.losses.whole_batch import WholeBatch
+from tests.losses.whole_losses import CASES, Views, clip, encoder, labelled, ranked, sup_con, take
+
+ROWS, MICRO_BATCH = 23, 4
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    """Every law is stated in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("micro_batch", [None, MICRO_BATCH])
+def test_a_loss_that_is_not_finite_names_the_rows(micro_batch: int | None) -> None:
+    model, batch = encoder(), labelled(ROWS)
+    batch[0][7] = torch.nan
+    with pytest.raises(NonFiniteLossError, match="7" if micro_batch else "nan"):
+        take(model, WholeBatch(sup_con), batch, micro_batch)
+
+
+def test_a_second_pass_that_differs_is_refused() -> None:
+    class Own(nn.Module):
+        """Draws from a generator that nobody can put back."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.generator = torch.Generator().manual_seed(0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * torch.rand(x.shape, generator=self.generator)
+
+    model = nn.Sequential(encoder(), Own())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(LossError, match="repeat the first"):
+        take(model, WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_windows_are_refused_at_the_door() -> None:
+    model = encoder()
+    step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(LossError, match="window"):
+        step.window()
+    assert step.open_window is None
+
+
+BAD: dict[str, tuple[Any, nn.Module, str]] = {
+    "views joined": (
+        WholeBatch(torch.sum, outputs=lambda model, micro: torch.cat(model(**micro))),
+        Views(),
+        "one entry per row",
+    ),
+    "not a scalar": (WholeBatch(lambda one, other: one), Views(), "one real number"),
+    "no total": (WholeBatch(lambda one, other, rows: one.sum(), loss_rows=3), Views(), "ab.Total"),
+    "no gradient": (WholeBatch(lambda one, other: one.detach().sum()), Views(), "depends on the parameters"),
+    "scalars that differ": (
+        WholeBatch(lambda a, b: a.sum() * b, outputs=lambda m, micro: (m(**micro)[0], micro["one"].sum())),
+        Views(),
+        "same for every micro-batch",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_losses_are_refused_and_nothing_is_lost(name: str) -> None:
+    loss, model, message = BAD[name]
+    model.double()
+    before = torch.get_rng_state()
+    with pytest.raises(LossError, match=message):
+        take(model, loss, CASES["barlow twins"].batch(9), 4)
+    assert all(p.grad is None for p in model.parameters())
+    assert before.shape == torch.get_rng_state().shape
+
+
+@pytest.mark.parametrize(("function", "loss_rows"), [(3, None), (clip, 0), (clip, True), (clip, 1.5)])
+def test_what_is_no_loss_is_refused(function: Any, loss_rows: Any) -> None:
+    with pytest.raises(LossError, match="Expected"):
+        WholeBatch(function, loss_rows=loss_rows)
+
+
+def test_batch_norm_is_refused_in_both_passes() -> None:
+    model = nn.Sequential(encoder(), nn.BatchNorm1d(4))
+    with pytest.raises(PlanError, match="BatchNorm"):
+        take(model, WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
+
+
+def test_a_forward_that_writes_to_parameters_is_refused() -> None:
+    class Momentum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.slow = encoder(), encoder().requires_grad_(False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                for slow, fast in zip(self.slow.parameters(), self.body.parameters(), strict=True):
+                    slow.lerp_(fast, 0.01)
+            return self.body(x), self.slow(x)
+
+    with pytest.raises(LossError, match=r"leave parameters alone.*slow\.0\.weight"):
+        take(Momentum(), WholeBatch(CASES["barlow twins"].function), (torch.randn(9, 5),), 4)
+
+
+def test_rank_losses_name_their_bad_rows_too() -> None:
+    model, batch = nn.Sequential(encoder(outputs=1), nn.Flatten(0)), ranked(ROWS)
+    batch["input"][7] = torch.nan
+
+    def loss(scores: Tensor, relevance: Tensor) -> Tensor:
+        return (scores[:, None] - scores[None]).square().mean()
+
+    with pytest.raises(NonFiniteLossError, match=r"rows \[7\]"):
+        take(model, WholeBatch(loss), batch, MICRO_BATCH)
