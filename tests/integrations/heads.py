@@ -162,6 +162,19 @@ HEADS = [
     Head(name="GPT2ForSequenceClassification", settings=GPT2 | LABELS3, batch={**TEXT, **CLASS}),
     Head(name="LlamaForCausalLM", settings=LLAMA, batch={**TEXT, **NEXT}),
     Head(name="LlamaForSequenceClassification", settings=LLAMA | LABELS3, batch={**TEXT, **CLASS}),
+    Head(
+        name="LlamaForSequenceClassification",
+        settings=LLAMA | LABELS3,
+        batch={**TEXT, **SEVERAL},
+        variant="several labels",
+    ),
+    Head(
+        name="LlamaForSequenceClassification",
+        settings=LLAMA | {"num_labels": 1},
+        batch={**TEXT, **NUMBER},
+        variant="regression",
+    ),
+    Head(name="DebertaForSequenceClassification", settings=BERT | LABELS3, batch={**TEXT, **CLASS}),
     Head(name="LlamaForQuestionAnswering", settings=LLAMA, batch={**TEXT, **SPAN}),
     Head(
         name="LlamaForTokenClassification",

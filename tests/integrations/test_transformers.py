@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from anybatch.losses import origin
 from anybatch.losses.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
-from tests.integrations.heads import HEADS, LENGTH, ROWS, Head
+from tests.integrations.heads import HEADS, LENGTH, ROWS, WORDS, Head
 
 LIMIT = 1e-12  # the law, in float64
 FLOAT32 = 1e-6  # where a head computes its loss in float32 and the division comes at the end
@@ -82,6 +83,22 @@ def test_head_is_exact(head: Head, micro_batch: int) -> None:
     assert report.micro_batches == -(-ROWS // micro_batch)
     assert relative_error(found, gradients) <= LIMIT
     assert relative_error(report.loss, loss) <= FLOAT32
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2LMHeadModel", "LlamaForCausalLM", "T5ForConditionalGeneration", "MixtralForCausalLM"]
+)
+def test_first_rows_without_a_target_tell_no_less(name: str) -> None:
+    """Heads in float32, where only a weight that is known beforehand gives the same arithmetic."""
+    head = next(head for head in HEADS if head.name == name)
+    labels = torch.where(torch.arange(ROWS)[:, None] < 2, -100, head.batch["labels"])
+    labels[4:, 0] = -100  # so that it matters which tokens are the targets
+    batch = {**head.batch, "labels": labels}
+    model = head.build()
+    _, gradients = whole(model, batch)
+    for micro_batch in (1, 2):
+        _, found = cut(model, batch, micro_batch)
+        assert relative_error(found, gradients) <= LIMIT
 
 
 @pytest.mark.parametrize("head", HEADS, ids=[head.title for head in HEADS])
@@ -212,16 +229,74 @@ def test_window_and_late_router_loss_are_refused_by_name() -> None:
     window.discard()
 
 
-def test_the_modeling_file_is_as_before_even_after_a_failure() -> None:
-    own = modeling_mixtral.load_balancing_loss_func
-    model = MIXTRAL.build()
-    cut(model, dict(MIXTRAL.batch), 2)
-    assert modeling_mixtral.load_balancing_loss_func is own
-    recording = recorded(homes(model))
-    recording.__enter__()
-    assert modeling_mixtral.load_balancing_loss_func is not own
-    assert recording.__exit__(RuntimeError, RuntimeError(), None) is not True
-    assert modeling_mixtral.load_balancing_loss_func is own
+def plain_router_loss() -> Tensor:
+    gates = torch.arange(8.0).reshape(4, 2)
+    return modeling_mixtral.load_balancing_loss_func((gates,), 2, 1)
+
+
+def test_outside_a_block_the_modeling_file_does_what_it_did_even_after_a_failure() -> None:
+    before = plain_router_loss()
+    with recorded(homes(MIXTRAL.build())) as first:
+        pass
+    function = modeling_mixtral.load_balancing_loss_func
+    with pytest.raises(RuntimeError), recorded(homes(MIXTRAL.build())) as second:
+        raise RuntimeError
+    assert modeling_mixtral.load_balancing_loss_func is function  # replaced once
+    assert torch.equal(plain_router_loss(), before)
+    assert (first, second) == ([], [])
+
+
+def test_blocks_may_be_nested_and_left_in_any_order() -> None:
+    one, other = recorded(homes(MIXTRAL.build())), recorded(homes(MIXTRAL.build()))
+    outer, inner = one.__enter__(), other.__enter__()
+    plain_router_loss()
+    other.__exit__(None, None, None)
+    plain_router_loss()
+    one.__exit__(None, None, None)
+    plain_router_loss()
+    assert (len(outer), len(inner)) == (1, 1)
+
+
+def test_another_thread_records_for_itself() -> None:
+    seen: list[int] = []
+
+    def work() -> None:
+        plain_router_loss()
+        with recorded(homes(MIXTRAL.build())) as calls:
+            plain_router_loss()
+        seen.append(len(calls))
+
+    with recorded(homes(MIXTRAL.build())) as calls:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert (seen, calls) == ([1], [])
+
+
+def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
+    """Which of all means are terms, the first pass must see as the second does."""
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = MIXTRAL.build()
+            self.score = nn.Linear(WORDS, 3).double()
+
+        def forward(self, classes: Tensor, **text: Tensor) -> Any:
+            output = self.body(**text)
+            size = nn.functional.mse_loss(output.logits.mean(1), torch.zeros_like(output.logits[:, 0]))
+            two = torch.stack([size, output.logits.square().mean()]).mean()
+            loss = output.loss + two + nn.functional.cross_entropy(self.score(output.logits[:, 0]), classes)
+            output.loss = loss
+            return output
+
+    torch.manual_seed(0)
+    model = Several()
+    batch = {**MIXTRAL.batch, "classes": torch.tensor([0, 1, 2, -100, 1, 1, 0, 2])}
+    _, gradients = whole(model, batch)
+    for micro_batch in (1, 3):
+        _, found = cut(model, batch, micro_batch)
+        assert relative_error(found, gradients) <= LIMIT
 
 
 def test_evaluation_leaves_the_router_loss_out() -> None:
@@ -269,8 +344,10 @@ def test_switch_transformers_are_refused_by_name() -> None:
         cut(model, dict(head.batch), 2)
 
 
-@pytest.mark.parametrize("name", ["CLIPModel", "SiglipModel"])
-def test_contrastive_heads_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "rows meet")]
+)
+def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
     tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = tower | {"vocab_size": 24, "max_position_embeddings": LENGTH, "eos_token_id": 2}
     settings = {
@@ -282,5 +359,5 @@ def test_contrastive_heads_are_refused_by_name(name: str) -> None:
     batch = {"input_ids": HEADS[0].batch["input_ids"], "pixel_values": images}
     model = Head(name=name, settings=settings, batch=batch).build()
     model.forward = lambda **rows: type(model).forward(model, return_loss=True, **rows)
-    with pytest.raises(LossError, match=rf"{name}.*contrastive"):
+    with pytest.raises(LossError, match=rf"{name}.*{message}"):
         cut(model, batch, 4)

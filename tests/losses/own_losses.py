@@ -83,6 +83,16 @@ def sum_and_mean(scores: Tensor, labels: Tensor) -> Tensor:
     return tokens(scores, labels, reduction="sum") + size(scores)
 
 
+def in_checkpoint(scores: Tensor, labels: Tensor) -> Tensor:
+    """The loss itself runs again in the backward, also that of a micro-batch without a valid target."""
+    return checkpoint(tokens, scores, labels, use_reentrant=False)
+
+
+def or_nothing(scores: Tensor, labels: Tensor) -> Tensor:
+    """A constant where every row is ignored, as some heads return."""
+    return tokens(scores, labels) if (labels >= 0).any() else torch.tensor(0.0)
+
+
 #: Losses that are exact in every cut, by how they are returned.
 EXACT: dict[str, Callable[..., Any]] = {
     "scalar": tokens,
@@ -93,6 +103,8 @@ EXACT: dict[str, Callable[..., Any]] = {
     "masked mean": masked_mean,
     "statistics aside": statistics_aside,
     "checkpointed": checkpointed,
+    "in a checkpoint": in_checkpoint,
+    "or nothing": or_nothing,
     "sum": summed,
     "sum and mean": sum_and_mean,
     "half of two": lambda scores, labels: (tokens(scores, labels) + tokens(2 * scores, labels)) / 2,
@@ -111,25 +123,91 @@ EXACT: dict[str, Callable[..., Any]] = {
         scores.flatten(0, 1), torch.full_like(scores.flatten(0, 1), 0.25)
     ),
     "labels made inside": lambda scores, labels: tokens(scores, (labels + 1).clamp(0, CLASSES - 1)),
+    "axes in another order": lambda scores, labels: scores.movedim(0, 2).square().mean(),
+    "one of each row": lambda scores, labels: F.mse_loss(
+        scores[torch.arange(len(scores)), labels.argmax(1)], torch.ones(len(scores), CLASSES).double()
+    ),
+    "sum of a constant factor": lambda scores, labels: 0.01 * summed(scores, labels),
+    "sums": lambda scores, labels: (
+        F.mse_loss(scores, scores.detach() + 1, reduction="sum") - 0.5 * torch.sum(1 - scores.square())
+    ),
+    "weight for every element": lambda scores, labels: F.binary_cross_entropy_with_logits(
+        scores, torch.full_like(scores, 0.25), weight=(labels >= 0)[..., None].expand_as(scores).double()
+    ),
     "next token": lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:]),
 }
+
+MET = "elements from . rows .* rows have met before it"
 
 #: Losses that are refused, with what the message names.
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "own division": (
         lambda scores, labels: (scores.square().sum(-1) * (labels >= 0)).sum() / (labels >= 0).sum(),
-        "Own to reach its parameters only through means .* 'scores.layers",
+        "Own to be made of means .* a sum that is divided afterwards, .* in sum",
     ),
+    "own norm": (lambda scores, labels: scores.norm(), "Own to reach its parameters only .* 'scores.layers"),
     "root": (lambda scores, labels: size(scores).sqrt(), "a sum of means with constant factors"),
     "product": (lambda scores, labels: size(scores) * tokens(scores, labels), "constant factors"),
-    "scaled sum": (lambda scores, labels: summed(scores, labels) / len(labels), "a sum that is scaled"),
+    "scaled sum": (lambda scores, labels: summed(scores, labels) / len(labels), "a sum that is divided"),
     "factor of the rows": (lambda scores, labels: size(scores) * (1 + labels.sum()), "same factors"),
-    "folded rows": (lambda scores, labels: scores.mean(0).square().mean(), "folded along its first axis"),
+    "factor of one over the rows": (
+        lambda scores, labels: summed(scores, labels) * (1 / len(labels)),
+        "same factors",
+    ),
+    "folded rows": (
+        lambda scores, labels: scores.mean(0).square().mean(),
+        MET,
+    ),
+    "mean of means": (
+        lambda scores, labels: scores.square().mean(0).mean(),
+        MET,
+    ),
+    "mean loss of folded rows": (
+        lambda scores, labels: F.mse_loss(scores.mean(0), torch.ones_like(scores[0])),
+        MET,
+    ),
+    "sum of folded rows": (
+        lambda scores, labels: scores.mean(0).square().sum(),
+        "totals of Own to add up",
+    ),
+    "loss of folded rows summed": (
+        lambda scores, labels: F.mse_loss(scores.sum(0), torch.ones_like(scores[0]), reduction="sum"),
+        "totals of Own to add up",
+    ),
+    "balance": (
+        lambda scores, labels: tokens(scores, labels) + scores.softmax(-1).mean((0, 1)).square().mean(),
+        MET,
+    ),
+    "loop over rows": (
+        lambda scores, labels: torch.stack(
+            [F.cross_entropy(*row) for row in zip(scores, labels.clamp(min=0), strict=True)]
+        ).mean(),
+        "A mean for every row, as of a loop over rows",
+    ),
+    "loop over rows, added": (
+        lambda scores, labels: sum(F.mse_loss(row, torch.ones_like(row)) for row in scores),
+        "A mean for every row, as of a loop over rows",
+    ),
+    "weights of the rows at hand": (
+        lambda scores, labels: tokens(
+            scores, labels, weight=torch.bincount(labels.clamp(min=0).flatten(), minlength=CLASSES).double()
+        ),
+        "settings of cross_entropy in Own to be the same .* weight = ",
+    ),
+    "positive weight of the rows at hand": (
+        lambda scores, labels: F.binary_cross_entropy_with_logits(
+            scores[..., 0], (labels > 1).double(), pos_weight=(labels < 2).sum() / (labels > 1).sum()
+        ),
+        "settings of binary_cross_entropy_with_logits in Own .* pos_weight = ",
+    ),
+    "threshold of the rows at hand": (
+        lambda scores, labels: F.huber_loss(scores, -scores.detach(), delta=scores.detach().std().item()),
+        "settings of huber_loss in Own .* delta = ",
+    ),
     "labels masked inside": (
         lambda scores, labels: tokens(scores, labels.masked_fill(labels == 1, -100)),
         "Own to make its targets from the batch as in the first",
     ),
-    "no rows": (lambda scores, labels: scores.movedim(0, 2).square().mean(), "no multiple of the 2 rows"),
     "contrast": (
         lambda scores, labels: F.cross_entropy(
             scores.flatten(1) @ scores.flatten(1).T, torch.arange(len(scores))
@@ -138,14 +216,45 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "contrast by pairs": (
         lambda scores, labels: -F.logsigmoid(scores.flatten(1) @ scores.flatten(1).T).sum(-1).mean(),
-        "every row compared with every other",
+        "totals of Own to add up",
     ),
     "nothing": (lambda scores, labels: {"scores": scores}, "Own to return its loss"),
     "no scalar": (
         lambda scores, labels: F.mse_loss(scores, scores * 0, reduction="none"),
-        r"shape \(2, 3, 4\)",
+        r"shape \(\d, 3, 4\)",
     ),
     "two scalars": (lambda scores, labels: (size(scores), tokens(scores, labels)), "2 scalars with gradient"),
     "no gradient": (lambda scores, labels: size(scores.detach()), "without gradient"),
-    "only parameters": (lambda scores, labels: scores.sum(), "reach its parameters only"),
+}
+
+
+class Layer(nn.Module):
+    """A linear layer and a loss of it, its input and the labels, in which parameters stand beside rows."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(2, CLASSES).double()
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.layer.weight, self.layer(x), x, labels)
+
+
+def _error(outputs: Tensor) -> Tensor:
+    return F.mse_loss(outputs, torch.ones_like(outputs))
+
+
+#: Losses with parameters in them that are exact: what looks like rows that meet is none.
+WITH_PARAMETERS: dict[str, Callable[..., Tensor]] = {
+    "mean of parameters": lambda weight, scores, x, labels: (
+        tokens(scores, labels) + 0.1 * weight.square().mean()
+    ),
+    "mean loss of parameters": lambda weight, scores, x, labels: (
+        tokens(scores, labels) + 0.1 * F.mse_loss(weight, torch.zeros_like(weight))
+    ),
+    "columns of one length": lambda weight, scores, x, labels: _error(x @ (weight / weight.norm(dim=0)).T),
+    "centred prototypes": lambda weight, scores, x, labels: _error(x @ (weight - weight.mean(0)).T),
+    "merged weights": lambda weight, scores, x, labels: _error(x @ (weight.T @ weight)),
+    "time first": lambda weight, scores, x, labels: _error(scores.transpose(0, 1).mean(0)),
 }

@@ -1,6 +1,8 @@
 """Models that compute their own loss: exact in every cut, or refused by name."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from anybatch import Step
 from anybatch.errors import LossError
 from anybatch.losses import model_loss
-from anybatch.losses.model_loss import ModelLoss
+from anybatch.losses.model_loss import ModelLoss, ModelTerms
 from anybatch.testing import GradientRecorder, relative_error
 from tests.losses.own_losses import (
     BATCH,
@@ -21,12 +23,16 @@ from tests.losses.own_losses import (
     LENGTH,
     REFUSED,
     ROWS,
+    WITH_PARAMETERS,
+    Layer,
     Own,
     X,
+    or_nothing,
     selected,
     size,
     stacked,
     sum_and_mean,
+    summed,
     tokens,
 )
 
@@ -84,15 +90,139 @@ def test_uncut_to_the_bit(name: str) -> None:
     assert report.terms.keys() == cut.terms.keys()
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2])
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name_and_nothing_is_left(name: str) -> None:
+def test_refused_by_name_and_nothing_is_left(name: str, micro_batch: int) -> None:
     loss, message = REFUSED[name]
     model = Own(loss)
     before = {key: value.clone() for key, value in model.state_dict().items()}
+    step = Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=micro_batch)
     with pytest.raises(LossError, match=message):
-        Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=2)(BATCH)
+        step(BATCH)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_parameters_beside_rows_are_no_meeting(name: str, micro_batch: int) -> None:
+    model = Layer(WITH_PARAMETERS[name])
+    model(**BATCH).backward()
+    expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    recorder = GradientRecorder(model)
+    Step(model, ModelLoss(), recorder, micro_batch=micro_batch)(BATCH)
+    assert relative_error(recorder.gradients, expected) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda weight: weight.square().sum(),
+        lambda weight: weight.flatten().abs().sum(),
+        lambda weight: nn.functional.mse_loss(weight, torch.zeros_like(weight), reduction="sum"),
+    ],
+    ids=range(3),
+)
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_sum_of_parameters_would_be_added_once_per_micro_batch(micro_batch: int, penalty: Any) -> None:
+    model = Layer(lambda weight, scores, x, labels: tokens(scores, labels) + penalty(weight))
+    step = Step(model, ModelLoss(), GradientRecorder(model), micro_batch=micro_batch, check=False)
+    with pytest.raises(LossError, match=r"Layer to be made of means .* a sum of parameters"):
+        step(BATCH)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_a_sum_made_of_several_parameters_is_seen_not_to_add_up(micro_batch: int) -> None:
+    model = Layer(
+        lambda weight, scores, x, labels: tokens(scores, labels) + (weight @ weight.T).square().sum()
+    )
+    step = Step(model, ModelLoss(), GradientRecorder(model), micro_batch=micro_batch)
+    with pytest.raises(LossError, match=r"totals of Layer to add up, .* for 'sum'"):
+        step(BATCH)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_no_window_is_advised_where_settings_are_the_cause(check: bool) -> None:
+    loss, message = REFUSED["weights of the rows at hand"]
+    with pytest.raises(LossError, match=message) as caught:
+        take(loss, check=check)
+    assert "window" not in str(caught.value)
+    model = Own(loss)
+    with (
+        pytest.raises(LossError, match=message),
+        Step(model, ModelLoss(), GradientRecorder(model)).window() as w,
+    ):
+        w.add({name: value[:4] for name, value in BATCH.items()})
+
+
+@pytest.mark.parametrize(
+    "loss", [or_nothing, lambda s, y: {"loss": or_nothing(s, y)}], ids=["scalar", "dict"]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_micro_batch_without_a_loss_adds_nothing(loss: Callable[..., Any], first: bool) -> None:
+    batch = {"x": X, "labels": LABELS.roll(-2 if first else 0, 0)}
+    assert first == bool((batch["labels"][:2] < 0).all())
+    value, gradients = whole(loss, batch)
+    report, found = take(loss, batch)
+    assert relative_error(found, gradients) <= LIMIT
+    assert relative_error(report.loss, value) <= LIMIT
+    report, found = take(loss, {"x": X, "labels": torch.full_like(LABELS, -100)})
+    assert (report.updated, found) == (False, {})
+
+
+def test_a_first_micro_batch_without_several_terms_is_refused() -> None:
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        return or_nothing(scores, labels) + size(scores) if (labels >= 0).any() else torch.tensor(0.0)
+
+    with pytest.raises(LossError, match="Own in the first micro-batch, got a constant 0"):
+        take(loss, {"x": X, "labels": LABELS.roll(-2, 0)})
+
+
+def test_targets_of_eight_bits() -> None:
+    def loss(scores: Tensor, labels: Tensor) -> Tensor:
+        return tokens(scores, labels, ignore_index=255)
+
+    batch = {"x": X, "labels": LABELS.where(LABELS >= 0, 255).to(torch.uint8)}
+    _, gradients = whole(loss, batch)
+    _, found = take(loss, batch)
+    assert relative_error(found, gradients) <= LIMIT
+    batch = {"x": X, "labels": LABELS.clamp(min=0).to(torch.uint8)}
+    _, gradients = whole(tokens, batch)
+    report, found = take(tokens, batch)
+    assert report.weights == {"loss": ROWS * LENGTH}
+    assert relative_error(found, gradients) <= LIMIT
+
+
+@pytest.mark.parametrize("made_inside", [True, False])
+def test_evaluation_in_inference_mode(made_inside: bool) -> None:
+    value, _ = whole(stacked)
+    terms, model = ModelLoss().begin(), Own(stacked)
+    with torch.inference_mode():
+        batch = {name: one.clone() for name, one in BATCH.items()} if made_inside else BATCH
+        evaluated = terms.evaluate(model, batch)
+    means = [float(evaluated.sums[name]) / float(weight) for name, weight in evaluated.weigh().items()]
+    assert relative_error(math.fsum(means), value) <= LIMIT
+    assert not any(one.requires_grad for one in evaluated.sums.values())
+
+
+def test_totals_of_sums_can_be_compared_outside_a_step() -> None:
+    """There the whole comes first and its parts after it: what weighs nothing could not be compared."""
+    terms = ModelTerms()
+    with torch.no_grad():
+        weights = [terms.evaluate(Own(summed), BATCH).weigh()["loss"] for _ in range(2)]
+        inside = [ModelLoss().begin()]
+        once = [inside[0].evaluate(Own(summed), BATCH).weigh()["loss"] for _ in range(2)]
+    assert (weights, once) == ([ROWS, ROWS], [1, 0])
+
+
+def test_graphs_are_not_kept() -> None:
+    terms = ModelLoss().begin()
+    model = Own(stacked)
+    seen: list[weakref.ref[Tensor]] = []
+    model.scores.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    terms.evaluate(model, BATCH)
+    gc.collect()
+    assert [one() for one in seen] == [None]
 
 
 @pytest.mark.parametrize("name", ["own division", "root", "product", "folded rows"])

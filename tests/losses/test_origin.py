@@ -65,3 +65,33 @@ def test_leaves_and_rows() -> None:
     assert list(leaves_of([LABELS, "text"])) == ["0"]
     assert rows_of([LABELS, torch.ones(2)]) == 2
     assert rows_of([LABELS, torch.ones(())]) == rows_of([]) == 0
+
+
+IGNORED = torch.full((2, 3), -100)
+
+
+@pytest.mark.parametrize(
+    ("target", "padded", "transforms"),
+    [
+        (IGNORED.clone(), False, ["as they are", "next"]),  # not to be told
+        (IGNORED.clone(), True, ["next"]),
+        (IGNORED.flatten(), True, ["as they are"]),  # the very same memory
+    ],
+)
+def test_targets_that_are_all_ignored(target: Tensor, padded: bool, transforms: list[str]) -> None:
+    found = find(origin(target), {"y": IGNORED}, padded=padded)
+    assert [match.transform for match in found] == transforms
+
+
+def test_what_follows_a_row_is_no_next_token() -> None:
+    labels = torch.tensor([9])
+    found = find(origin(labels.clamp(0, 5), ignored=5), {"y": labels})
+    assert found == [Match("y", "clamped")]
+
+
+def test_bytes_hold_no_ignored_value_and_are_found() -> None:
+    labels = LABELS.clamp(min=0).to(torch.uint8)
+    target = torch.nn.functional.pad(labels.long(), (0, 1), value=-100)[:, 1:]
+    (match,) = find(origin(target), {"y": labels})
+    assert match.transform == "next"
+    assert count(origin(None), [match], {"y": labels}) == 4

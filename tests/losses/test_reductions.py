@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from anybatch.losses.kinds import FUNCTIONS
-from anybatch.losses.reductions import Watch, compares_rows, folds_rows, selects, widened
+from anybatch.losses.reductions import Watch, selects, widened
 from anybatch.testing import relative_error, tolerance
 
 ROWS, CLASSES = 5, 3
@@ -191,44 +192,104 @@ def test_short_dtypes_are_added_up_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "folds", "picks"),
-    ids=range(8),
+    ("make", "picks"),
+    ids=range(7),
     argvalues=[
-        (lambda x: x.exp(), False, False),
-        (lambda x: x.mean(0).exp(), True, False),
-        (lambda x: x.sum(-2), True, False),
-        (lambda x: x.amax(1), False, False),
-        (lambda x: x.logsumexp(0), True, False),
-        (lambda x: x.sum(-1) * 2, False, False),
-        (lambda x: x[CLASS >= 0].exp(), False, True),
-        (lambda x: x.masked_select(x > 0), False, True),
+        (lambda x: x.exp(), False),
+        (lambda x: x[CLASS >= 0].exp(), True),
+        (lambda x: x.masked_select(x > 0), True),
+        (lambda x: x.index_select(0, CLASS.clamp(min=0)), True),
+        (lambda x: x[:, torch.tensor([0, 2])], True),  # perhaps not, and then it costs nothing
+        (lambda x: x[torch.arange(ROWS), CLASS.clamp(min=0)].exp(), False),  # one of each row
+        (lambda x: x.gather(1, CLASS.clamp(min=0)[:, None]), False),
     ],
 )
-def test_what_stands_before_a_mean(make: Call, folds: bool, picks: bool) -> None:
+def test_what_stands_before_a_mean(make: Call, picks: bool) -> None:
     source: Any = make(SCORES.clone().requires_grad_() * 1).grad_fn
-    assert (folds_rows(source), selects(source)) == (folds, picks)
-
-
-@pytest.mark.parametrize(
-    ("make", "compares"),
-    [
-        (lambda x, weight: x @ x.sin().T, True),
-        (lambda x, weight: x @ (2 * x.detach()).T, True),
-        (lambda x, weight: x @ weight.T, False),  # as many classes as rows
-        (lambda x, weight: x @ x.sin().T[:, :4], False),
-    ],
-    ids=range(4),
-)
-def test_rows_compared_with_each_other(make: Any, compares: bool) -> None:
-    x, weight = SCORES.clone().requires_grad_() * 1, OTHER.clone().requires_grad_()
-    assert compares_rows(make(x, weight).sigmoid().sum(-1).grad_fn, ROWS) == compares
+    assert selects(source) == picks
 
 
 def test_nothing_stands_before_a_constant() -> None:
-    assert not folds_rows(None)
     assert not selects(None)
-    scale = torch.ones(3, requires_grad=True)
-    assert not folds_rows((SCORES * scale.sum()).grad_fn)  # a parameter has no rows
+
+
+@pytest.mark.parametrize(
+    ("total", "noted"),
+    ids=range(6),
+    argvalues=[
+        (Tensor.sum, True),
+        (torch.sum, True),
+        (lambda x: x.sum((0, 1)), True),
+        (lambda x: x.sum(0), False),
+        (lambda x: (x > 0).sum(), False),
+        (lambda x: x.detach().sum(), False),
+    ],
+)
+def test_full_sums_are_noted_and_counts_are_not(total: Call, noted: bool) -> None:
+    x = SCORES.clone().requires_grad_()
+    with Watch() as watch:
+        value = total(x)
+    assert torch.equal(value, total(x))
+    assert [(one.name, one.weight, one.is_sum) for one in watch.found] == [("sum", 1, True)] * noted
+
+
+def test_padded_labels_are_noted() -> None:
+    for pad, tensor, padded in [((0, 1), CLASS, True), ((1, 0), CLASS, False), ((0, 1), SCORES, False)]:
+        with Watch() as watch:
+            F.pad(tensor, pad, value=-100)
+        assert watch.padded == padded
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_a_checkpoint_the_call_stays_as_it_is(reduction: str) -> None:
+    """It runs again in the backward, where nobody watches."""
+    x = SCORES.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(F.cross_entropy(x, CLASS, reduction="sum"), x)
+    with Watch() as watch:
+        checkpoint(lambda x: F.cross_entropy(x, CLASS, reduction=reduction), x, use_reentrant=False)
+    (noted,) = watch.found
+    assert noted.origin.classes == CLASSES
+    (found,) = torch.autograd.grad(noted.sum, x)
+    assert relative_error(found, expected) <= LIMIT
+
+
+def test_settings_that_must_stay_the_same() -> None:
+    """All that is neither compared nor, entry by entry, of a row."""
+
+    def fixed(call: Callable[[], Tensor]) -> list[str]:
+        with Watch() as watch:
+            call()
+        return [name for name, value in watch.found[0].fixed.items() if value is not None]
+
+    rows = OTHER.sigmoid()
+    assert fixed(lambda: F.cross_entropy(SCORES, CLASS, WEIGHTS)) == [
+        "weight",
+        "ignore_index",
+        "label_smoothing",
+    ]
+    binary = F.binary_cross_entropy_with_logits
+    assert fixed(lambda: binary(SCORES, rows, weight=rows)) == []
+    assert fixed(lambda: binary(SCORES, rows, weight=WEIGHTS, pos_weight=rows)) == ["weight"]
+    assert fixed(lambda: F.smooth_l1_loss(SCORES, rows, beta=2.0)) == ["beta"]
+    distance = F.triplet_margin_with_distance_loss
+    assert fixed(
+        lambda: distance(SCORES, rows, -rows, distance_function=lambda a, b: (a - b).norm(dim=1))
+    ) == [
+        "margin",
+        "swap",
+    ]
+
+
+def test_forgetting_lets_the_graph_go_and_keeps_settings_as_they_are() -> None:
+    weight = WEIGHTS.clone()
+    x = SCORES.clone().requires_grad_()
+    with Watch() as watch:
+        F.binary_cross_entropy_with_logits(x[CLASS >= 0], OTHER.sigmoid()[CLASS >= 0], weight=weight)
+    (noted,) = watch.found
+    kept = noted.forgotten()
+    weight.zero_()
+    assert (kept.node, kept.source, kept.value.requires_grad, kept.picks) == (None, None, False, True)
+    assert torch.equal(kept.fixed["weight"], WEIGHTS)
 
 
 def test_widened_keeps_the_graph() -> None:

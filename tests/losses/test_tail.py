@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import LossError
-from anybatch.losses.tail import Tail, call_model, loss_of, read_tail
+from anybatch.losses.tail import Tail, adds_nothing, call_model, loss_of, names_of, read_tail
 
 MODEL = nn.Linear(2, 2)
 
@@ -27,7 +27,7 @@ def means(number: int) -> list[Mean]:
 def test_factors_of_each_mean() -> None:
     a, b, c = means(3)
     loss = (a.value + b.value) / 2 - 3 * b.value
-    assert read_tail(MODEL, loss, [a, c, b]) == Tail({0: 0.5, 2: -2.5}, scales=True)
+    assert read_tail(MODEL, loss, [a, c, b]) == Tail({0: 0.5, 2: -2.5}, divides=True)
 
 
 def test_the_mean_itself_and_its_copy() -> None:
@@ -35,7 +35,7 @@ def test_the_mean_itself_and_its_copy() -> None:
     assert (
         read_tail(MODEL, a.value, [a])
         == read_tail(MODEL, a.value.clone(), [a])
-        == Tail({0: 1.0}, scales=False)
+        == Tail({0: 1.0}, divides=False)
     )
     assert read_tail(MODEL, -a.value, [a]).factors == {0: -1.0}
 
@@ -88,3 +88,23 @@ def test_no_loss(output: Any, came: str) -> None:
 
 def test_a_tensor_is_the_only_argument() -> None:
     assert torch.equal(call_model(nn.Identity(), torch.ones(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("output", "nothing"),
+    [
+        ({"loss": torch.tensor(0.0)}, True),
+        ({"loss": torch.tensor(1.0)}, False),
+        ({"loss": torch.tensor(0)}, False),
+        ({"loss": torch.zeros(2)}, False),
+        (torch.zeros((), requires_grad=True), False),
+        (None, False),
+    ],
+)
+def test_a_constant_zero_adds_nothing(output: Any, nothing: bool) -> None:
+    assert adds_nothing(output) == nothing
+
+
+def test_names_are_numbered_where_they_come_again() -> None:
+    assert names_of([], ["router"]) == ["loss"]
+    assert names_of([], ["a", "b", "a"]) == ["a", "b", "a 2"]

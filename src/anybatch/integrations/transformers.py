@@ -3,8 +3,11 @@
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from functools import wraps
 from inspect import signature
+from threading import Lock
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +40,12 @@ class RouterLoss:
     settings: Mapping[str, Any]
     value: Tensor
     node: Node | None
+
+    def detached(self) -> "RouterLoss":
+        """The same call without its graph."""
+        return replace(
+            self, gates=tuple([gate.detach() for gate in self.gates]), value=self.value.detach(), node=None
+        )
 
 
 def homes(model: nn.Module) -> list[ModuleType]:
@@ -73,22 +82,21 @@ def recorded(files: Sequence[ModuleType]) -> Generator[list[RouterLoss]]:
         >>> calls
         []
     """
+    for file in files:
+        _watch(file)
     calls: list[RouterLoss] = []
-    own = [(file, vars(file)[NAME]) for file in files]
+    token = _CALLS.set(calls)
     try:
-        for file, function in own:
-            setattr(file, NAME, _recorder(function, calls))
         yield calls
     finally:
-        for file, function in own:
-            setattr(file, NAME, function)
+        _CALLS.reset(token)
 
 
 class WholeRouterLoss:
     """The router loss of all rows, from the scores of each micro-batch.
 
     Args:
-        parts: the calls of each micro-batch in turn, made without graph.
+        parts: the calls of each micro-batch in turn, without their graphs.
 
     Attributes:
         value: the loss over all tokens.
@@ -145,15 +153,31 @@ class WholeRouterLoss:
         return share - share.detach() + value
 
 
-def _recorder(function: Any, calls: list[RouterLoss]) -> Any:
+# A modeling file looks its router loss up by name at each call, and belongs to every thread. So the function
+# is replaced once and stays replaced; what changes is only where it writes, and that is a matter of each
+# thread and each block by itself. Where nobody records it is the file's own function.
+_CALLS: ContextVar[list[RouterLoss] | None] = ContextVar("router losses", default=None)
+_WATCHING = Lock()
+
+
+def _watch(file: ModuleType) -> None:
+    with _WATCHING:
+        function = vars(file)[NAME]
+        if not hasattr(function, "is_watched_by_anybatch"):
+            setattr(file, NAME, _recorder(function))
+
+
+def _recorder(function: Any) -> Any:
+    @wraps(function)
     def record(*args: Any, **kwargs: Any) -> Any:
-        value = function(*args, **kwargs)
-        noted = _note(function, args, kwargs, value)
-        if noted is None:
+        value, calls = function(*args, **kwargs), _CALLS.get()
+        noted = None if calls is None else _note(function, args, kwargs, value)
+        if calls is None or noted is None:
             return value
         calls.append(noted)
         return noted.value.clone()  # models add to a loss in place
 
+    record.is_watched_by_anybatch = True  # pyright: ignore[reportAttributeAccessIssue]
     return record
 
 

@@ -56,10 +56,10 @@ def refuse_what_does_not_add_up(
     """
     if not isinstance(loss, Terms | ModelTerms):
         return True
-    rows = min(batch.rows, max(2, micro_batch), MOST_ROWS)
+    # Three at least: two would make equal parts, which hide a mean of means.
+    rows = min(batch.rows, max(3, micro_batch), MOST_ROWS)
     if rows < 2:
         return False
-    # Unequal parts: equal ones hide a mean of means.
     few, part = batch.head(rows), min(rows - 1, -(-2 * rows // 3))
     if isinstance(loss, ModelTerms):  # fresh, and one for all: what it sees first it must see again
         loss = ModelTerms()

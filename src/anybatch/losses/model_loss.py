@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from anybatch import rng
+from anybatch import rng, tree
 from anybatch.batch import Batch, cut_sizes
-from anybatch.errors import LossError
+from anybatch.errors import BatchError, LossError
 from anybatch.integrations.transformers import (
     ADVICE,
     RouterLoss,
@@ -22,9 +23,18 @@ from anybatch.integrations.transformers import (
     wants_router_loss,
 )
 from anybatch.losses.loss import Evaluated, Loss
-from anybatch.losses.origin import Match, count, find, leaves_of, rows_of
-from anybatch.losses.reductions import Reduction, Watch, compares_rows, folds_rows, selects, widened
-from anybatch.losses.tail import WAYS_OUT, Tail, call_model, loss_of, read_tail
+from anybatch.losses.origin import Match, count, find, leaves_of
+from anybatch.losses.reductions import Reduction, Watch, is_like_parameters, selects, widened
+from anybatch.losses.tail import (
+    WAYS_OUT,
+    Found,
+    adds_nothing,
+    call_model,
+    found_in,
+    loss_of,
+    names_of,
+    read_tail,
+)
 from anybatch.total import Number
 
 _NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
@@ -37,17 +47,18 @@ class ModelLoss:
     The batch goes into the model as it is: a mapping as keyword arguments, labels included. What comes back
     holds the loss as `.loss`, `["loss"]`, the only scalar of a tuple, or is the loss.
 
-    While the model runs, its calls of torch's losses and full means are noted, and made with the sum in place
-    of the mean; then the loss is followed back to them. So the gradient is that of the model's own loss of
-    the whole batch, for every head whose loss is a sum of means with constant factors. The router loss of
-    transformers' mixtures of experts, a product of means, takes a first pass without graph. What is neither
-    is refused by name. A batch that is not cut goes through as it is, to the bit.
+    While the model runs, its calls of torch's losses, full means and full sums are noted, and made with the
+    sum in place of the mean; then the loss is followed back to them. So the gradient is that of the model's
+    own loss of the whole batch, for every head whose loss is a sum of means and sums with constant factors.
+    The router loss of transformers' mixtures of experts, a product of means, takes a first pass. What is
+    neither is refused by name. A batch that is not cut goes through as it is, to the bit.
 
     Many heads compute their loss in float32 whatever the model's dtype. Where the weight of the whole batch
     is known beforehand (tensors, cut by the step) the arithmetic is the same; in windows and lists of samples
     the division comes at the end, and agrees to a rounding of float32.
 
-    In evaluation a router loss is left out: it belongs to a whole batch.
+    In evaluation a router loss is left out: it belongs to a whole batch. A graph is built there too, because
+    it tells the terms apart, and dropped. `report.loss` holds what carries a gradient, and no constants.
 
     Example:
         >>> class Classifier(nn.Module):
@@ -65,11 +76,15 @@ class ModelLoss:
 
     def begin(self) -> "ModelTerms":
         """What reads the model's loss during one step."""
-        return ModelTerms()
+        return ModelTerms(in_step=True)
 
 
 class ModelTerms:
     """The means of a model's loss during one step: what the first micro-batch shows, the others must repeat.
+
+    Args:
+        in_step: a sum weighs 1 in the first micro-batch and nothing after it, because the whole batch has one
+            sum; otherwise as much as its rows, so that totals of different cuts can be compared.
 
     Example:
         >>> terms = ModelTerms().evaluate(nn.MSELoss(), (torch.ones(2, requires_grad=True), torch.zeros(2)))
@@ -81,58 +96,53 @@ class ModelTerms:
     counted = False
     coefficients = _NO_COEFFICIENTS
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
         self._files: list[ModuleType] | None = None  # that define a router loss
         self._done = 0  # micro-batches
-        self._factors: dict[str, float] = {}
-        self._terms: dict[str, tuple[int, Reduction]] = {}  # of the first micro-batch, by order of calls
-        self._matches: dict[str, list[Match]] = {}
-        self._known: list[Number] = []  # weights of the whole batch by order of calls, where a first pass ran
-        self._routers: list[WholeRouterLoss] = []
+        self._first: Found | None = None  # of the first micro-batch that has a loss
+        self._rows = 0  # of that one
+        self._matches: Mapping[str, list[Match]] = {}
+        self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
+        self._routers: Mapping[str, WholeRouterLoss] = {}
         self._promised: Mapping[str, Number] = {}
         self._weights: list[Mapping[str, Number]] = []  # of each micro-batch
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and take its loss apart."""
-        keep_graph = torch.is_grad_enabled()
-        with torch.enable_grad(), recorded(self._router_files(model)) as routers, Watch() as watch:
-            output = call_model(model, micro)
-        tail = read_tail(model, loss_of(model, output), [*watch.found, *routers])
-        reached = {index: one for index, one in enumerate(watch.found) if index in tail.factors}
-        asked = [index for index in range(len(routers)) if tail.factors.get(len(watch.found) + index)]
-        names = _names([*reached.values()], ["router"] * len(asked))
-        terms = dict(zip(names, reached.items(), strict=False))
-        factors = {name: tail.factors[index] for name, (index, _) in terms.items()}
-        if not self._done:
-            self._look(model, terms, tail, micro)
-        sums = {name: widened(one.sum) * factors[name] for name, (_, one) in terms.items()}
-        weights: dict[str, Number] = {
-            name: int(not self._done) if one.is_sum else one.weight for name, (_, one) in terms.items()
-        }
-        for name, index in zip(names[len(terms) :], asked, strict=True):
-            factors[name] = tail.factors[len(watch.found) + index]
-            if keep_graph:
-                sums[name] = self._share(model, index, routers[index], factors[name])
-                weights[name] = int(not self._done)
-        self._repeat(model, factors)
-        self._done += 1
-        self._weights.append(weights)
-        if not keep_graph:
+        keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        found = self._read(model, micro)
+        if found is None:
+            return self._nothing(keep_graph=keep_graph)
+        is_first = self._first is None
+        if self._first is None:
+            self._look(model, found)
+        else:
+            self._repeat(model, self._first, found)
+        once: Number = int(is_first) if self._in_step or not found.rows else found.rows
+        terms, factors = found.terms, found.factors
+        sums = {name: widened(one.sum) * factors[name] for name, one in terms.items()}
+        weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
+        if keep_graph:
+            for name, call in found.routers.items():
+                sums[name] = self._share(model, name, call, factors[name])
+                weights[name] = once
+        else:
             sums = {name: value.detach() for name, value in sums.items()}
-        return Evaluated(sums, lambda: weights)
+        return self._done_with(Evaluated(sums, lambda: weights))
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
         """The weights of the whole batch, as far as the first micro-batch shows where they come from."""
-        terms, self._terms = self._terms, {}
-        if all(one.is_sum for _, one in terms.values()) and len(terms) == len(first.sums):
+        if self._first is None:
+            return None
+        terms = self._first.terms
+        if all(one.is_sum for one in terms.values()) and len(terms) == len(first.sums):
             return dict.fromkeys(first.sums, 1)
         if not batch.rows:
             return None
         leaves = {} if batch.whole is None else leaves_of(batch.whole)
         found = {
-            name: self._weigh_whole(name, *terms[name], batch.rows, first_rows, leaves)
-            if name in terms
-            else 1
+            name: self._weigh_whole(name, terms[name], batch.rows, first_rows, leaves) if name in terms else 1
             for name in first.sums
         }
         known = {name: weight for name, weight in found.items() if weight is not None}
@@ -148,7 +158,7 @@ class ModelTerms:
     def along(
         self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
     ) -> Iterable[Loss]:
-        """The same for every micro-batch; before a router loss, all scores of the router without graph."""
+        """The same for every micro-batch; before a router loss, all scores of the router."""
         if not batch.rows:
             return itertools.repeat(self)
         if self._router_files(model) and wants_router_loss(model):
@@ -168,72 +178,124 @@ class ModelTerms:
                 )
 
     def _first_pass(self, micros: Iterable[Any], model: nn.Module, put_back: Callable[[], None]) -> None:
+        """Weights and router's scores of all rows. With graph, which tells the terms apart."""
         before = rng.capture_process()
-        weights: list[list[Number]] = []
-        calls: list[list[RouterLoss]] = []
-        with torch.no_grad(), recorded(self._router_files(model)) as routers:
-            for micro in micros:
-                with Watch() as watch:
-                    call_model(model, micro)
-                weights.append([one.weight for one in watch.found])
-                calls.append([*routers])
-                routers.clear()
-        if len({len(row) for row in weights}) == 1:
-            self._known = [sum(column) for column in zip(*weights, strict=True)]
-        self._routers = [WholeRouterLoss(parts) for parts in zip(*calls, strict=False)]
+        weights: list[Mapping[str, Number]] = []
+        calls: list[Mapping[str, RouterLoss]] = []
+        for micro in micros:
+            found = self._read(model, micro)
+            if found is not None:
+                weights.append({name: one.weight for name, one in found.terms.items()})
+                calls.append({name: call.detached() for name, call in found.routers.items()})
+            del found
+        if all(row.keys() == weights[0].keys() for row in weights):  # others are refused on the way
+            self._known = {name: sum(row[name] for row in weights) for name in (weights or [{}])[0]}
+        if all(row.keys() == calls[0].keys() for row in calls):
+            names = (calls or [{}])[0]
+            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in names}
         put_back()
-        torch.clear_autocast_cache()  # of weights cast without graph
+        torch.clear_autocast_cache()  # of weights cast with a graph that is dropped
         rng.restore_process(before)
 
-    def _share(self, model: nn.Module, index: int, call: RouterLoss, factor: float) -> Tensor:
-        if index < len(self._routers):
-            return self._routers[index].part(self._done, call, factor)
+    def _read(self, model: nn.Module, micro: Any) -> Found | None:
+        """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
+        with torch.inference_mode(False), torch.enable_grad():  # in evaluation too: the graph tells the terms
+            micro = _outside_inference(micro)
+            with recorded(self._router_files(model)) as routers, Watch() as watch:
+                output = call_model(model, micro)
+            if adds_nothing(output):
+                return None
+            tail = read_tail(model, loss_of(model, output), [*watch.found, *routers])
+        return found_in(tail, watch, routers, leaves_of(micro))
+
+    def _nothing(self, *, keep_graph: bool) -> Evaluated:
+        """The share of a micro-batch without a loss: 0 of every term."""
+        names = ["loss"]  # until another micro-batch says more
+        if self._first is not None:
+            names = [*self._first.terms, *(self._first.routers if keep_graph else ())]
+        weights = dict.fromkeys(names, 0)
+        return self._done_with(Evaluated(dict.fromkeys(names, widened(torch.zeros(()))), lambda: weights))
+
+    def _done_with(self, evaluated: Evaluated) -> Evaluated:
+        self._done += 1
+        self._weights.append(evaluated.weigh())
+        return evaluated
+
+    def _share(self, model: nn.Module, name: str, call: RouterLoss, factor: float) -> Tensor:
+        if name in self._routers:
+            return self._routers[name].part(self._done, call, factor)
         raise LossError(
             f"Expected the router loss of {type(model).__name__} in a batch that the step cuts itself, with "
             f"`output_router_logits` in the model's config, got {call.settings} without a first pass. "
             f"Rows meet in it. {ADVICE}"
         )
 
-    def _look(
-        self, model: nn.Module, terms: Mapping[str, tuple[int, Reduction]], tail: Tail, micro: Any
-    ) -> None:
+    def _look(self, model: nn.Module, found: Found) -> None:
         """Refuse by name what is no mean over rows; note where the weights come from."""
-        leaves = leaves_of(micro)
-        rows = rows_of(leaves.values())
-        for name, (_, one) in terms.items():
-            matches = find(one.origin, leaves)
-            fault = _fault(one, rows, tail, has_labels=bool(matches))
+        self._matches = {
+            name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
+        }
+        for name, one in found.terms.items():
+            fault = _fault(one, divides=found.divides, has_labels=bool(self._matches[name]))
             if fault:
                 raise LossError(
                     f"Expected the loss of {type(model).__name__} to be made of means over rows, got {fault} "
                     f"in {one.name}. {WAYS_OUT}"
                 )
-            self._matches[name] = matches
-        self._terms = dict(terms)
+        if self._done and [*found.factors] != ["loss"]:
+            raise LossError(
+                f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
+                f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
+            )
+        self._first, self._rows = found.forgotten(), found.rows
+
+    def _repeat(self, model: nn.Module, first: Found, found: Found) -> None:
+        """Refuse by name what is not made as in the first micro-batch."""
+        if found.factors != first.factors:
+            loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
+            raise LossError(
+                f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
+                f"factors in every micro-batch, got {found.factors} after {first.factors}. "
+                f"{loop if found.factors.keys() != first.factors.keys() else ''}{WAYS_OUT}"
+            )
+        for name, one in found.terms.items():
+            old = first.terms[name]
+            changed = [
+                key for key, value in old.fixed.items() if not _is_equal(value, one.origin.settings[key])
+            ]
+            if changed:
+                values = one.origin.settings[changed[0]], old.fixed[changed[0]]
+                shown = [shorten(str(value), 60) for value in values]
+                raise LossError(
+                    f"Expected the settings of {one.name} in {type(model).__name__} to be the same in every "
+                    f"micro-batch, got {changed[0]} = {shown[0]} after {shown[1]}. What is made of the rows "
+                    "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
+                    "the model, or do not cut the batch."
+                )
+            if self._rows and found.rows not in (0, self._rows) and _ignores_rows(old, one):
+                raise LossError(
+                    f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
+                    f"{one.name} over {one.weight} elements from {found.rows} rows as from {self._rows}: "
+                    f"rows have met before it. {WAYS_OUT}"
+                )
 
     def _weigh_whole(
-        self, name: str, index: int, one: Reduction, rows: int, first_rows: int, leaves: Mapping[str, Tensor]
+        self, name: str, one: Reduction, rows: int, first_rows: int, leaves: Mapping[str, Tensor]
     ) -> Number | None:
         if one.is_sum:
             return 1
-        if self._known:
-            return self._known[index]
+        if name in self._known:
+            return self._known[name]
         if not leaves:
             return None
+        axis = one.origin.axis
         if one.origin.counts_classes:
             return count(one.origin, self._matches[name], leaves)
-        if isinstance(one.weight, Tensor) or one.weight % first_rows or selects(one.source):
+        if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
+            return None
+        if one.may_be_parameters and rows % first_rows:  # then it weighs the same in a short last micro-batch
             return None
         return one.weight * rows // first_rows  # every row weighs the same; checked when the step closes
-
-    def _repeat(self, model: nn.Module, factors: dict[str, float]) -> None:
-        if not self._done:
-            self._factors = factors
-        if factors != self._factors:
-            raise LossError(
-                f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
-                f"factors in every micro-batch, got {factors} after {self._factors}. {WAYS_OUT}"
-            )
 
     def _router_files(self, model: nn.Module) -> list[ModuleType]:
         if self._files is None:
@@ -264,7 +326,7 @@ class OwnLoss:
         except LossError:  # which a batch that is not cut need not care about
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
         reached = [watch.found[index] for index in tail.factors]
-        names = _names(reached, [])
+        names = names_of(reached, [])
         weights = {name: one.weight for name, one in zip(names, reached, strict=True)}
         if len(names) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
             empty = not any(weights.values())
@@ -293,25 +355,39 @@ class OwnLoss:
         return itertools.repeat(self)
 
 
-def _names(reductions: Sequence[Reduction], others: Sequence[str]) -> list[str]:
-    """`loss` where it is the only one; else the functions' names, numbered where they come again."""
-    names = [*(one.name for one in reductions), *others]
-    if len(names) == 1:
-        return ["loss"]
-    nth = [names[: index + 1].count(name) for index, name in enumerate(names)]
-    return [name if number == 1 else f"{name} {number}" for name, number in zip(names, nth, strict=True)]
-
-
-def _fault(one: Reduction, rows: int, tail: Tail, *, has_labels: bool) -> str:
+def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
     """What is wrong with a reduction, in words; empty where nothing is."""
-    if one.is_sum and tail.scales:
-        return "a sum that is scaled afterwards, perhaps by the number of its rows,"
+    if one.is_sum and divides:  # which counts of rows and constants look alike in micro-batches of one size
+        return "a sum that is divided afterwards, perhaps by the number of its rows,"
+    if one.is_sum and is_like_parameters(one):
+        return "a sum of parameters, which every micro-batch would add again,"
     if one.pairs_rows and not has_labels:
         return "rows as each other's classes (a contrastive loss)"
-    if rows and compares_rows(one.source, rows):
-        return "every row compared with every other (a contrastive loss)"
-    if folds_rows(one.source):
-        return "a tensor that was folded along its first axis before"
-    if one.source is not None and rows and one.origin.axis % rows and not selects(one.source):
-        return f"a first axis of {one.origin.axis} that is no multiple of the {rows} rows"
     return ""
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.to(other.device), other)
+    return type(one) is type(other) and one == other
+
+
+def _ignores_rows(first: Reduction, other: Reduction) -> bool:
+    """Whether a mean over another number of rows has as many elements and another value.
+
+    It is one over something folded along the rows, and so a mean of means in micro-batches of unequal size. A
+    mean of parameters alone has the same value, and is exact. Of what an index picked there may be as many by
+    chance.
+    """
+    if other.is_sum or isinstance(other.weight, Tensor) or first.weight != other.weight:
+        return False
+    same = math.isclose(first.value.item(), other.value.item(), rel_tol=1e-6)
+    return not same and not selects(other.source)
+
+
+def _outside_inference(micro: Any) -> Any:
+    """Copies of what was made in inference mode, which autograd does not take."""
+    try:
+        return tree.map_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, micro)
+    except BatchError:
+        return micro

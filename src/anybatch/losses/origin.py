@@ -24,6 +24,7 @@ TRANSFORMS: Mapping[str, Transform] = {
     "clamped": lambda labels, ignored: labels.clamp(0, ignored),
 }
 
+_VIEWS = ("as they are", "shifted")  # which copy nothing
 
 # Where labels agree with another tensor in the first micro-batch (they do with the tokens of full rows),
 # these names say which is which. It is checked when the step closes.
@@ -63,8 +64,14 @@ def rows_of(leaves: Iterable[Tensor]) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def find(origin: Origin, leaves: Mapping[str, Tensor]) -> list[Match]:
+def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) -> list[Match]:
     """Every tensor, and what was done to it, that gives exactly the targets of a call.
+
+    Args:
+        origin: of the reduction.
+        leaves: the tensors of the micro-batch.
+        padded: whether the model padded labels, which tells the next token from the same one where all
+            targets are ignored and look alike.
 
     Example:
         >>> from anybatch.losses.kinds import CLASSES
@@ -81,12 +88,13 @@ def find(origin: Origin, leaves: Mapping[str, Tensor]) -> list[Match]:
     for place, leaf in leaves.items():
         if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or not leaf.dim():
             continue
-        found += [
-            Match(place, name)
-            for name, transform in TRANSFORMS.items()
-            if (name != "clamped" or origin.ignored >= 0)
-            and _is_same(transform(leaf, origin.ignored), target)
-        ]
+        names = [name for name in TRANSFORMS if _may_be(name, origin, leaf)]
+        names = [name for name in names if _is_same(_transformed(name, leaf, origin), target)]
+        if len(names) > 1 and _share_memory(leaf, target):
+            names = [name for name in names if name in _VIEWS] or names
+        elif "next" in names and padded:
+            names = ["next"]
+        found += [Match(place, name) for name in names]
     named = [match for match in found if _LABELS.search(match.leaf)]
     return named or found
 
@@ -106,13 +114,27 @@ def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]
         >>> int(count(origin, [Match("labels", "next")], {"labels": labels}))
         2
     """
-    targets = [TRANSFORMS[match.transform](leaves[match.leaf], origin.ignored) for match in matches]
+    targets = [_transformed(match.transform, leaves[match.leaf], origin) for match in matches]
     if len(targets) > 1:  # what torch would refuse in a later micro-batch, they cannot be
         targets = [target for target in targets if _are_classes(target, origin)]
     weights = [origin.weigh(target) for target in targets]
     if len(weights) > 1 and len({float(weight) for weight in weights}) > 1:
         return None
     return weights[0] if weights else None
+
+
+def _transformed(name: str, leaf: Tensor, origin: Origin) -> Tensor:
+    return TRANSFORMS[name](leaf.long(), origin.ignored)  # torch takes uint8 too, which holds no -100
+
+
+def _may_be(name: str, origin: Origin, leaf: Tensor) -> bool:
+    if name == "clamped":
+        return origin.ignored >= 0
+    return name == "as they are" or leaf.dim() > 1  # what follows a row is no next token
+
+
+def _share_memory(leaf: Tensor, target: Tensor) -> bool:
+    return leaf.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
 
 
 def _are_classes(target: Tensor, origin: Origin) -> bool:

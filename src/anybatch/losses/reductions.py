@@ -1,12 +1,13 @@
 """Watches a model compute its own loss: every mean in it becomes a sum and a weight."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Signature, signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
@@ -15,16 +16,13 @@ from anybatch.losses.kinds import CLASSES, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind
 from anybatch.total import SHORT_DTYPES, Number
 
 MEANS = (torch.mean, Tensor.mean)
-_WATCHED = frozenset({*FUNCTIONS, *MEANS})
+SUMS = (torch.sum, Tensor.sum)
+_WATCHED = frozenset({*FUNCTIONS, *MEANS, *SUMS, F.pad})
 _ELEMENTS = Kind(weigh=lambda settings, arguments, targets: arguments[0].numel(), arguments=1)
 
-# Nodes of autograd that fold an axis, turn a matrix or pick elements out, and how many nodes before a mean
-# they are looked for.
-_FOLDS = tuple(
-    f"{name}Backward" for name in ("Sum", "Mean", "Prod", "Amax", "Amin", "Var", "Std", "Logsumexp")
-)
-_TURNS = ("TBackward0", "TransposeBackward0", "PermuteBackward0", "ToCopyBackward0")
-_SELECTS = ("IndexBackward", "MaskedSelectBackward", "IndexSelectBackward", "GatherBackward")
+# Nodes of autograd that pick elements out, so that there may be any number of them, and how many nodes before
+# a mean they are looked for.
+_SELECTS = ("IndexBackward", "MaskedSelectBackward", "IndexSelectBackward")
 _NEAR = 48
 
 
@@ -81,7 +79,11 @@ class Reduction:
         is_sum: the model asked for the sum itself.
         source: the place of what was reduced in autograd's graph; None for losses that are counted.
         origin: what the weight is counted from.
+        fixed: the settings of the call that may not differ between micro-batches.
         pairs_rows: the target of row i is class i of as many classes: rows are each other's classes.
+        shape: of what is reduced; () for losses that are counted.
+        picks: of one whose graph is forgotten: whether an index picked what is reduced.
+        may_be_parameters: of one whose graph is forgotten: whether it is shaped like a parameter.
     """
 
     name: str
@@ -92,12 +94,28 @@ class Reduction:
     is_sum: bool
     source: Node | None
     origin: Origin
+    fixed: Mapping[str, Any]
     pairs_rows: bool = False
+    shape: tuple[int, ...] = ()
+    picks: bool = False
+    may_be_parameters: bool = False
 
     @property
     def sum(self) -> Tensor:
         """The losses summed."""
-        return widened(self.value) * self.weight if self.total is None else self.total
+        if self.total is not None:
+            return self.total
+        # A mean of nothing is NaN where the call had to stay as it was, and has nothing to add.
+        return widened(self.value) * self.weight if self.weight else widened(torch.zeros_like(self.value))
+
+    def forgotten(self) -> "Reduction":
+        """The same without its graph, for comparison; settings as they are now."""
+        fixed = {
+            key: one.detach().clone() if isinstance(one, Tensor) else one for key, one in self.fixed.items()
+        }
+        seen = {"picks": selects(self.source), "may_be_parameters": is_like_parameters(self)}
+        value = self.value.detach()
+        return replace(self, value=value, node=None, total=None, source=None, fixed=fixed, **seen)
 
 
 class Watch(TorchFunctionMode):
@@ -105,13 +123,15 @@ class Watch(TorchFunctionMode):
 
     Each noted call is made with the sum in place of the mean, and the model gets that sum over its weight:
     the kernels, and casts before them, are the model's own. A mean of nothing is 0, not NaN, because another
-    micro-batch may have something. Calls inside a call are not noted, nor those with `reduction="none"`.
+    micro-batch may have something. Calls inside a call are not noted, nor those with `reduction="none"`. Full
+    means and sums are noted too, and stay as they are.
 
     Args:
         as_is: leave every value as the model computes it, to the bit.
 
     Attributes:
         found: what was noted, in order.
+        padded: whether labels were padded by one place, as models do that predict the next token.
 
     Example:
         >>> scores, target = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
@@ -124,6 +144,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, *, as_is: bool = False) -> None:
         super().__init__()
         self.found: list[Reduction] = []
+        self.padded = False
         self._as_is = as_is
 
     def __torch_function__(
@@ -135,7 +156,11 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in FUNCTIONS:
             return self._loss(func, args, kwargs)
-        return self._mean(func(*args, **kwargs), args, kwargs)
+        value = func(*args, **kwargs)
+        if func is F.pad:
+            self.padded |= not value.is_floating_point() and tuple((*args, *kwargs.values())[1]) == (0, 1)
+            return value
+        return self._fold(value, args, kwargs, is_sum=func in SUMS)
 
     def _loss(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         bound = _signature(func).bind(*args, **kwargs)
@@ -150,26 +175,32 @@ class Watch(TorchFunctionMode):
             bound.arguments["reduction"] = reduction
             return func(*bound.args, **bound.kwargs)
 
-        read = _read_as_is if self._as_is else _read
+        read = _read_as_is if self._as_is or _is_checkpointed() else _read
         return self._note(read(func.__name__, kind, settings, call))
 
-    def _mean(self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        """A mean over all elements. The value stays the model's own: bodies take means too."""
+    def _fold(
+        self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_sum: bool
+    ) -> Tensor:
+        """A mean or a sum over all elements. The value stays the model's own: bodies take means too."""
         given: Any = args[0] if args else kwargs.get("input")
         if not isinstance(given, Tensor) or not given.dim() or value.dim() or self._is_of_losses(given):
             return value
+        if is_sum and not value.requires_grad:  # a count
+            return value
         count = given.numel()
         noted = Reduction(
-            name="mean",
+            name="sum" if is_sum else "mean",
             value=value,
             node=value.grad_fn,
             # Taken from the mean, when asked for: a sum might not fit in float16, and a checkpointed body
             # that takes a mean must do nothing now that it would not do when it runs again, unwatched.
-            total=None if count else given.sum(),
-            weight=count,
-            is_sum=False,
+            total=None if count or is_sum else given.sum(),
+            weight=1 if is_sum else count,
+            is_sum=is_sum,
             source=given.grad_fn,
             origin=Origin(kind=_ELEMENTS, settings={}, target=None, axis=given.shape[0]),
+            fixed={},
+            shape=tuple(given.shape),
         )
         return self._note(noted)
 
@@ -196,12 +227,13 @@ def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[st
     """Sum in place of the reduction that was asked for, at least in float32."""
     arguments, target = _arguments(kind, settings)
     is_sum = settings["reduction"] == "sum"
-    source, axis, count = None, 0, 0
+    source, axis, count, shape = None, 0, 0, ()
     if kind.counted and arguments[0].dtype not in SHORT_DTYPES:
         losses = total = call("sum")  # one kernel
     else:
         losses = call("none")
         source, axis, count = losses.grad_fn, losses.shape[0] if losses.dim() else 1, losses.numel()
+        shape = tuple(losses.shape)
         terms = losses if is_sum else kind.terms(losses, arguments)
         total = terms.sum(dtype=torch.float32 if losses.dtype in SHORT_DTYPES else None)
     weight: Number = axis if settings["reduction"] == "batchmean" else count
@@ -210,7 +242,8 @@ def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[st
     weight = 1 if is_sum else weight
     value = _divided(total, weight).to(losses.dtype)
     classes = _classes(arguments) if kind.weigh is CLASSES.weigh else 0
-    origin = Origin(kind=kind, settings=_kept(settings), target=target, axis=axis, classes=classes)
+    kept = _kept(kind, settings)
+    origin = Origin(kind=kind, settings=kept, target=target, axis=axis, classes=classes)
     return Reduction(
         name=name,
         value=value,
@@ -220,14 +253,16 @@ def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[st
         is_sum=is_sum,
         source=source,
         origin=origin,
+        fixed=_fixed(kind, kept, arguments[0]),
         pairs_rows=kind.counted and _pairs_rows(arguments[0], target),
+        shape=shape,
     )
 
 
 def _read_as_is(
     name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor]
 ) -> Reduction:
-    """The model's own value, to the bit."""
+    """The model's own value, to the bit; its sum is taken from it afterwards."""
     arguments, target = _arguments(kind, settings)
     reduction = settings["reduction"]
     weight: Number = 1
@@ -235,29 +270,20 @@ def _read_as_is(
         rows = reduction == "batchmean"
         tensors = tuple(one for one in arguments if isinstance(one, Tensor))  # a variance may be a number
         weight = arguments[0].shape[0] if rows else kind.weigh(settings, tensors, (target,))
-    value = call(reduction)
-    origin = Origin(kind=kind, settings=_kept(settings), target=target, axis=0)
+    value, kept = call(reduction), _kept(kind, settings)
+    classes = _classes(arguments) if kind.weigh is CLASSES.weigh else 0
     return Reduction(
         name=name,
         value=value,
         node=value.grad_fn,
-        total=value,
+        total=None,
         weight=weight,
         is_sum=reduction == "sum",
         source=None,
-        origin=origin,
+        origin=Origin(kind=kind, settings=kept, target=target, axis=0, classes=classes),
+        fixed=_fixed(kind, kept, arguments[0]),
+        pairs_rows=kind.counted and _pairs_rows(arguments[0], target),
     )
-
-
-def folds_rows(source: Node | None) -> bool:
-    """Whether what is reduced was itself folded along its first axis, close by: then rows have met already.
-
-    Example:
-        >>> outputs = torch.ones(4, 3, requires_grad=True)
-        >>> folds_rows((outputs * 2).mean(0).square().grad_fn), folds_rows(outputs.mean(1).square().grad_fn)
-        (True, False)
-    """
-    return any(node.name().rstrip("0123456789") in _FOLDS and _takes_first(node) for node in _near(source))
 
 
 def selects(source: Node | None) -> bool:
@@ -268,18 +294,21 @@ def selects(source: Node | None) -> bool:
         >>> selects(losses[torch.tensor([True, False, True, True])].grad_fn), selects(losses.exp().grad_fn)
         (True, False)
     """
-    return any(node.name().startswith(_SELECTS) for node in _near(source))
+    return any(node.name().startswith(_SELECTS) and not _takes_one_each(node) for node in _near(source))
 
 
-def compares_rows(source: Node | None, rows: int) -> bool:
-    """Whether every row was multiplied with every other, close by, as contrastive losses do.
+def is_like_parameters(one: Reduction) -> bool:
+    """Whether what is reduced has the shape of a parameter close by, flat or not: then it may have no rows.
 
     Example:
-        >>> one, other = torch.ones(4, 3, requires_grad=True) * 1, torch.ones(4, 3, requires_grad=True) * 2
-        >>> compares_rows((one @ other.T).sigmoid().grad_fn, 4), compares_rows((one * other).grad_fn, 4)
-        (True, False)
+        >>> weight = torch.ones(4, 3, requires_grad=True)
+        >>> with Watch() as watch:
+        ...     _ = weight.square().sum(), (torch.ones(2, 4) @ weight).sum()
+        >>> [is_like_parameters(one) for one in watch.found]
+        [True, False]
     """
-    return any(node.name() == "MmBackward0" and _is_square(node, rows) for node in _near(source))
+    near: list[Any] = [getattr(node, "variable", None) for node in _near(one.source)]
+    return any(one.shape in (tuple(leaf.shape), (leaf.numel(),)) for leaf in near if leaf is not None)
 
 
 def widened(value: Tensor) -> Tensor:
@@ -300,26 +329,19 @@ def _near(source: Node | None) -> list[Node]:
     return nodes
 
 
-def _takes_first(node: Any) -> bool:
-    """Whether a fold takes the first axis, of something that is no parameter."""
-    if any(hasattr(one, "variable") for one, _ in node.next_functions):
+def _takes_one_each(node: Any) -> bool:
+    """Whether an index takes one element of every row, as in `scores[torch.arange(rows), last]`."""
+    first = next(iter(getattr(node, "_saved_indices", None) or ()), None)
+    if first is None or first.dim() != 1:
         return False
-    dims: Any = getattr(node, "_saved_dim", ())
-    dims = (dims,) if isinstance(dims, int) else tuple(dims or ())
-    size = len(getattr(node, "_saved_self_sym_sizes", ())) or len(
-        getattr(node, "_saved_self", torch.ones(1)).shape
-    )
-    signed = [dim - 2**64 if dim >= 2**63 else dim for dim in dims]  # as torch hands negative ones out
-    return not dims or any(dim % size == 0 for dim in signed)
+    return torch.equal(first, torch.arange(len(first), device=first.device))
 
 
-def _is_square(product: Any, rows: int) -> bool:
-    """Whether a matrix product of two activations has one row and one column for each row."""
-    height, width = product._saved_self_sym_sizes[0], product._saved_mat2_sym_sizes[1]
-    other = product.next_functions[1][0]
-    while other is not None and other.name() in _TURNS:
-        other = other.next_functions[0][0]
-    return height == width and height % rows == 0 and not hasattr(other, "variable")
+def _is_checkpointed() -> bool:
+    """Whether this runs again in the backward, unwatched, so that it must do what it would do then."""
+    autograd: Any = vars(torch)["_C"]._autograd  # there is no public way to ask
+    top: Any = autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and "checkpoint" in getattr(top[0], "__qualname__", "")
 
 
 def _divided(total: Tensor, weight: Number) -> Tensor:
@@ -348,8 +370,21 @@ def _pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
     return torch.equal(target, torch.arange(len(target), device=target.device, dtype=target.dtype))
 
 
-def _kept(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {name: settings[name] for name in ("ignore_index", "weight") if name in settings}
+def _kept(kind: Kind, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All but the tensors that are compared and the reduction."""
+    names = list(settings)[kind.arguments :]
+    return {name: settings[name] for name in names if name not in ("reduction", "size_average", "reduce")}
+
+
+def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, Any]:
+    """What must be the same in every micro-batch: no entries of rows, and no functions, which may be new."""
+
+    def holds_rows(name: str, value: Any) -> bool:
+        if name not in kind.per_row or not isinstance(value, Tensor) or not scores.dim():
+            return False
+        return value.dim() == scores.dim() and value.shape[0] == scores.shape[0]
+
+    return {name: value for name, value in kept.items() if not (callable(value) or holds_rows(name, value))}
 
 
 def _is_unusual(settings: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """From a model's loss back to the means it is made of, and the factor of each."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from anybatch.errors import LossError
+from anybatch.integrations.transformers import RouterLoss
 from anybatch.losses.convention import call
+from anybatch.losses.origin import rows_of
+from anybatch.losses.reductions import Reduction, Watch
 
 WAYS_OUT = (
     "Turn that part of the loss off, do not cut the batch, or write the loss as a function (model, micro) "
@@ -36,11 +39,46 @@ class Tail(NamedTuple):
 
     Attributes:
         factors: the factor of each mean that the loss is made of, by its index among the stops.
-        scales: whether anything on the way multiplies or divides.
+        divides: whether anything on the way divides.
     """
 
     factors: Mapping[int, float]
-    scales: bool
+    divides: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What one micro-batch's loss is made of.
+
+    Attributes:
+        terms: the means and sums, by name.
+        routers: the router losses, by name.
+        factors: the factor of each of both.
+        leaves: the tensors of the micro-batch.
+        rows: how many it has; 0 where its tensors do not agree.
+        divides: whether the loss divides what it is made of.
+        padded: whether the model padded labels.
+
+    Example:
+        >>> Found(
+        ...     terms={}, routers={}, factors={}, leaves={}, rows=3, divides=False, padded=False
+        ... ).forgotten().rows
+        3
+    """
+
+    terms: Mapping[str, Reduction]
+    routers: Mapping[str, RouterLoss]
+    factors: Mapping[str, float]
+    leaves: Mapping[str, Tensor]
+    rows: int
+    divides: bool
+    padded: bool
+
+    def forgotten(self) -> "Found":
+        """The same without graphs; settings are kept as they are now."""
+        terms = {name: one.forgotten() for name, one in self.terms.items()}
+        routers = {name: call.detached() for name, call in self.routers.items()}
+        return replace(self, terms=terms, routers=routers, leaves={})
 
 
 def call_model(model: nn.Module, micro: Any) -> Any:
@@ -88,6 +126,19 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     )
 
 
+def adds_nothing(output: Any) -> bool:
+    """Whether a model returned a constant 0, as some do where every row is ignored.
+
+    Example:
+        >>> adds_nothing({"loss": torch.tensor(0.0)}), adds_nothing({"logits": torch.ones(2)})
+        (True, False)
+    """
+    loss = _pick(output)
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
+        return False
+    return not loss.requires_grad and loss.item() == 0
+
+
 def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
     """Walk back from the loss to the means it is made of.
 
@@ -109,9 +160,9 @@ def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
     """
     index_of = {stop.node: index for index, stop in enumerate(stops) if stop.node is not None}
     reached, nodes = _walk(model, loss, index_of)
-    scales = any(node.name().startswith(("Div", "Mul")) for node in nodes)
+    divides = any(node.name().startswith("Div") for node in nodes)
     if len(reached) == 1 and all(node.name() == "CloneBackward0" for node in nodes):  # the mean itself
-        return Tail({reached[0]: 1.0}, scales)
+        return Tail({reached[0]: 1.0}, divides)
     values = [stops[index].value for index in reached]
     factors = torch.autograd.grad(loss, values, create_graph=True)
     if any(factor.requires_grad for factor in factors):
@@ -120,7 +171,51 @@ def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
             f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them: a function of the "
             f"whole batch's means is not one of the micro-batches' means. {WAYS_OUT}"
         )
-    return Tail({index: float(factor) for index, factor in zip(reached, factors, strict=True)}, scales)
+    return Tail({index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides)
+
+
+def found_in(tail: Tail, watch: Watch, routers: Sequence[RouterLoss], leaves: Mapping[str, Tensor]) -> Found:
+    """What was noted while the model ran and is reached from its loss, by name.
+
+    Args:
+        tail: of the loss, over the reductions and then the router losses.
+        watch: what noted the reductions.
+        routers: the router losses.
+        leaves: the tensors of the micro-batch.
+
+    Example:
+        >>> found_in(Tail({}, divides=False), Watch(), [], {"x": torch.ones(3)}).rows
+        3
+    """
+    parts = len(watch.found)
+    reached = {index: watch.found[index] for index in tail.factors if index < parts}
+    asked = {
+        index: routers[index - parts] for index in tail.factors if index >= parts and tail.factors[index]
+    }
+    names = names_of([*reached.values()], ["router"] * len(asked))
+    return Found(
+        terms=dict(zip(names, reached.values(), strict=False)),
+        routers=dict(zip(names[len(reached) :], asked.values(), strict=True)),
+        factors={name: tail.factors[index] for name, index in zip(names, [*reached, *asked], strict=True)},
+        leaves=leaves,
+        rows=rows_of(leaves.values()),
+        divides=tail.divides,
+        padded=watch.padded,
+    )
+
+
+def names_of(reductions: Sequence[Reduction], others: Sequence[str]) -> list[str]:
+    """`loss` where it is the only one; else the functions' names, numbered where they come again.
+
+    Example:
+        >>> names_of([], ["router", "router"])
+        ['router', 'router 2']
+    """
+    names = [*(one.name for one in reductions), *others]
+    if len(names) == 1:
+        return ["loss"]
+    nth = [names[: index + 1].count(name) for index, name in enumerate(names)]
+    return [name if number == 1 else f"{name} {number}" for name, number in zip(names, nth, strict=True)]
 
 
 def _walk(
