@@ -181,7 +181,7 @@ def test_nothing_in_the_first_micro_batch_is_no_loss_of_digits() -> None:
     def late(model: nn.Module, micro: Tensor) -> Total:
         return Total.zero() if torch.equal(micro, X[:2]) else Total(model(micro).sum(), len(micro))
 
-    _, gradients = take(Terms(late, weight=lambda batch: 3))
+    _, gradients = take(Terms(late, weight=lambda batch: 3), check=False)
     expected = {"weight": X[2:].mean(0, keepdim=True), "bias": torch.ones(1)}
     assert relative_error(gradients, expected) <= tolerance(torch.float64, ROWS)
 
