@@ -21,8 +21,9 @@ LAYERS = """
     execute
     door step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
-    probe.finding probe.weights probe.given probe.padding probe.nature probe.modules probe.terms probe.trial
-    probe.prepare probe.explain probe check
+    probe.trial probe.finding probe.agreement probe.weights probe.given
+    probe.denominators probe.padding probe.nature probe.modules
+    probe.terms probe.prepare probe.explain probe check
     recipes.recipe recipes.lenet5 recipes
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
     train.interrupt train.trainer train

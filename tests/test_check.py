@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -254,3 +255,111 @@ def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     assert report.exact == is_masked, str(report)
     found = [(finding.kind, finding.culprit) for finding in report.findings]
     assert found == ([] if is_masked else [("padding", "the model (Fixed)")])
+
+
+def test_modules_with_the_same_fault_are_printed_once() -> None:
+    model = nn.Sequential(*[nn.BatchNorm1d(4) for _ in range(12)], nn.Linear(4, 1))
+    report = check(model, nn.MSELoss(), (torch.randn(16, 4), torch.randn(16, 1)))
+    assert len(report.findings) == 12
+    assert str(report).count("BatchNorm1d") == 1
+    assert "0, 1, 2 and 9 more (BatchNorm1d)" in str(report)
+
+
+def exact(model: nn.Module, loss: Any, batch: Any) -> bool:
+    report = check(model, loss, batch)
+    assert report.exact == (not report.findings)
+    return report.exact
+
+
+def test_hooks_on_gradients_of_parameters_count() -> None:
+    model = nn.Linear(5, 2)
+    model.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    assert not exact(model, nn.MSELoss(), rows())
+
+
+def test_dropout_on_sorted_rows_is_no_false_alarm() -> None:
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.drop = nn.Linear(5, 2), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            order = x[:, 0].argsort()
+            return self.drop(self.layer(x[order]))[order.argsort()]
+
+    report = check(Sorted(), nn.MSELoss(), rows())
+    assert report.exact, str(report)
+    assert "dropout was switched off" in report.notes[0]
+
+
+def test_slopes_drawn_by_rrelu_are_no_false_alarm() -> None:
+    assert exact(nn.Sequential(nn.Linear(5, 8), nn.RReLU(), nn.Linear(8, 2)), nn.MSELoss(), rows())
+
+
+def test_perfect_fit_is_no_false_alarm() -> None:
+    """Loss and gradient are rounding of numbers that cancel inside of each row."""
+    student = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 2)).double()
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    with torch.no_grad():
+        y = torch.stack([student(row) for row in x])
+    assert exact(student, nn.MSELoss(), (x, y))
+
+
+def test_cast_to_float32_hides_no_denominator() -> None:
+    """Untrained, every token costs about the same: only in float64 wrong sums do not seem to add up."""
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        rows = len(micro[0])
+        return Total(F.cross_entropy(model(micro[0]).float(), micro[1], ignore_index=0) * rows, rows)
+
+    model = nn.Linear(5, 7)
+    with torch.no_grad():
+        model.weight.mul_(1e-6), model.bias.zero_()
+    (finding,) = check(model, loss, (torch.randn(ROWS, 5), torch.arange(ROWS) % 3)).findings
+    assert finding.kind == "denominator"
+
+
+def test_slow_check_ends_in_time() -> None:
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(5, 5) for _ in range(10)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0.02 * len(x))
+            x = self.layers(x)
+            return x - x.mean(0)
+
+    start = time.perf_counter()
+    report = check(Slow(), nn.MSELoss(), rows(5))
+    assert time.perf_counter() - start < 10
+    assert [finding.kind for finding in report.findings] == ["meeting"]
+
+
+class Nodes(nn.Module):
+    """Rows are graphs, whose nodes stand in a line; they meet in a mean over all nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+        """A sum for each graph."""
+        h = self.inner(x)
+        return h.new_zeros(graphs, 3).index_add(0, graph, torch.tanh(h - h.mean(0)))
+
+
+def test_model_is_not_said_to_be_given_other_rows_where_only_samples_can_be_cut() -> None:
+    samples = [(torch.randn(nodes, 3), torch.randn(3)) for nodes in (3, 5, 2, 7, 4, 3, 6, 2)]
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        graph = torch.cat([torch.full((len(x),), index) for index, (x, _) in enumerate(rows)])
+        return {"x": torch.cat([x for x, _ in rows]), "graph": graph, "y": torch.stack([y for _, y in rows])}
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        outputs = model(micro["x"], micro["graph"], len(micro["y"]))
+        return Total((outputs - micro["y"]).square().sum(), len(outputs))
+
+    report = check(Nodes(), loss, samples, collate=collate)
+    assert not report.exact
+    assert not any("What goes into" in finding.what for finding in report.findings)

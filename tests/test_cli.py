@@ -149,7 +149,7 @@ def test_refusals_are_one_message_and_leave_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, printed, error = run(capsys, *[argument.format(mnist=mnist) for argument in arguments])
-    assert code == 1
+    assert code == (2 if arguments[0] == "check" else 1)
     assert printed == ""
     assert error.startswith(f"anybatch {arguments[0]}: ")
     assert words in error
@@ -167,6 +167,9 @@ def sound():
 def meeting():
     layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     return layers, nn.MSELoss(), (torch.eye(9)[:, :3], torch.arange(9.0)[:, None])
+
+def failing():
+    return nn.Linear(2, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
 """
 
 
@@ -195,6 +198,16 @@ def test_check_says_exact_and_only_then_returns_0(targets: str, capsys: pytest.C
 
     code, printed, _ = run(capsys, "check", f"{targets}:meeting", "--batch-norm", "frozen", "--device", "cpu")
     assert (code, printed.partition(":")[0]) == (0, "exact")
+
+
+def test_check_that_cannot_be_made_says_so_in_one_line(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed, error = run(capsys, "check", f"{targets}:failing", "--json")
+    assert code == 2
+    assert error.startswith("anybatch check: could not check: RuntimeError")
+    assert error.count("\n") == 1
+    assert "RuntimeError" in json.loads(printed)["error"]
 
 
 def test_check_of_a_recipe(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_target_moves_to_a_device(here: str) -> None:
     [
         ("lenet6", "lenet5"),
         ("{here}:nowhere", "'nowhere'"),
-        ("{here}:broken", "'broken'"),
+        ("{here}:broken", "of type int"),
         ("{here}:wrong", "['MSELoss', 'tuple']"),
         ("no.such.module:f", "'no.such.module'"),
         ("{here}.deeper:f", "deeper"),

@@ -13,13 +13,15 @@ from anybatch.batch import Collate
 from anybatch.errors import BatchError
 from anybatch.plan import check_micro_batch
 from anybatch.probe.copies import untouched
-from anybatch.probe.explain import explain, explain_padding, name_of
-from anybatch.probe.finding import Finding
+from anybatch.probe.draws import OutOfTime
+from anybatch.probe.explain import explain, explain_padding, is_sound_when_quiet
+from anybatch.probe.finding import Finding, told
 from anybatch.probe.padding import find_padding, refilled, trimmed
 from anybatch.probe.prepare import Prepared, prepare
-from anybatch.probe.trial import Court, Trial, cut_sizes_to_try
+from anybatch.probe.trial import Court, Trial, cut_sizes_to_try, name_of, whole_pass
 
-CUTTING_S = 6.0  # after this time no further cut is begun, if there was a ragged one
+CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
+CHECK_S = 8.0  # and after this one all else
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ class CheckReport:
                 [f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})", *notes]
             )
         head = f"NOT exact: {errors}, on {self.rows} rows cut as {cuts}"
-        found = ["  " + str(finding).replace("\n", "\n  ") for finding in self.findings]
+        found = ["  " + text.replace("\n", "\n  ") for text in told(self.findings)]
         return "\n".join([head, *found, *notes])
 
 
@@ -139,18 +141,30 @@ def check(
             rows=rows,
             batch_norm=batch_norm,
             seed=seed,
+            start=start,
         )
         court, trials = _try_cuts(prepared, micro_batch, start)
-        if prepared.bench.draws.guessed and not all(trial.holds(court.limit) for trial in trials):
-            prepared = prepared.quiet(seed)
+        differ = not all(trial.holds(court.limit) for trial in trials)
+        if differ and not court.reference.strangers and is_sound_when_quiet(court, trials, start + CUTTING_S):
+            prepared = prepared.quiet()
             court, trials = _try_cuts(prepared, micro_batch, start)
-        bare, limit = court.reference.bare, court.limit
+            differ = not all(trial.holds(court.limit) for trial in trials)
+        limit = court.limit
         findings: list[Finding] = []
-        if bare or not all(trial.holds(court.limit) for trial in trials):
-            findings += explain(court, trials, name_of(loss), bare=bare)
+        notes = list(prepared.notes)
+        if court.reference.bare or differ:
+            findings += explain(
+                court, trials, name_of(loss), bare=court.reference.bare, deadline=start + CHECK_S
+            )
         loss_is_found = any(finding.kind == "denominator" for finding in findings)
-        more, found = _try_padding(court, prepared, trials, name_of(loss), loss_is_found=loss_is_found)
-        trials, findings = [*trials, *more], [*findings, *found]
+        try:
+            with court.bench.draws.until(start + CHECK_S):
+                more, found = _try_padding(
+                    court, prepared, trials, name_of(loss), loss_is_found=loss_is_found
+                )
+            trials, findings = [*trials, *more], [*findings, *found]
+        except OutOfTime:
+            notes.append("there was no time to look whether padding matters")
     dtype = next(iter(prepared.bench.subject.named.values())).dtype
     return CheckReport(
         exact=not findings,
@@ -161,13 +175,13 @@ def check(
         dtype=str(dtype).removeprefix("torch."),
         limit=limit,
         findings=tuple(findings),
-        notes=prepared.notes,
+        notes=tuple(notes),
         seconds=time.perf_counter() - start,
     )
 
 
 def _open(prepared: Prepared) -> Court:
-    reference = prepared.bench.run(prepared.whole)
+    reference = prepared.probed or whole_pass(prepared.bench, prepared.whole)
     if reference.error is not None:
         raise reference.error
     if not reference.weighed:
@@ -184,9 +198,13 @@ def _try_cuts(prepared: Prepared, micro_batch: int | None, start: float) -> tupl
     rows = range(len(prepared.whole.part.rows))
     trials: list[Trial] = []
     for size in cut_sizes_to_try(len(rows), micro_batch):
-        if trials and time.perf_counter() - start > CUTTING_S:
+        try:
+            with court.bench.draws.until(start + CUTTING_S if trials else math.inf):
+                trials.append(court.cut_by(size))
+        except OutOfTime:
             break
-        trials.append(court.cut_by(size))
+        if court.reference.bare:
+            break  # never exact, whatever the others say
     if court.reference.strangers:
         # Numbers by position may come out right as long as rows come in order: one stream goes on for all.
         turned = replace(court.whole.only(rows[::-1]), micro_batch=1)

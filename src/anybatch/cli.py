@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from anybatch.train import learning_rate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 refused or not exact, 130 interrupted.
+    """Run one command and return its exit code: 0 done, 1 refused or not exact, 2 not checked, 130 stopped.
 
     Example:
         >>> main(["eval", "nowhere.safetensors", "--data", "digits"])
@@ -25,8 +26,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         result, text = options.run(options)
     except AnybatchError as error:
-        print(f"anybatch {options.command}: {error}", file=sys.stderr)
-        return 1
+        return _refuse(options, str(error))
+    except Exception as error:
+        if options.command != "check":
+            raise
+        # What is checked is somebody's own code, and may fail in any way.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = str(error).strip().partition("\n")[0]
+        return _refuse(
+            options, f"could not check: {type(error).__name__}: {told} ({place.filename}:{place.lineno})"
+        )
     except KeyboardInterrupt as stop:
         print(f"anybatch {options.command}: interrupted. {stop}".rstrip(". "), file=sys.stderr)
         return 130
@@ -34,6 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result))
     return 0 if result.get("exact", True) else 1
+
+
+def _refuse(options: argparse.Namespace, told: str) -> int:
+    """Say why there is no result; an error of a check is told from one that found a fault."""
+    print(f"anybatch {options.command}: {told}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"error": told}))
+    return 2 if options.command == "check" else 1
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:

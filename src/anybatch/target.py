@@ -104,6 +104,10 @@ def _function(name: str) -> Callable[[], Any]:
     except (ValueError, TypeError) as error:  # an empty or a relative name
         raise PlanError(f"Expected the name of a module, got {module_name!r} ({error}). {HINT}.") from None
     function = getattr(module, function_name, None)
+    if function is not None and not callable(function):
+        raise PlanError(
+            f"Expected a function, got {name}, which is of type {type(function).__name__}. {HINT}."
+        )
     if not callable(function):
         raise PlanError(
             f"Expected a function, got {function_name!r}, which {module_name} does not have. {HINT}."

@@ -27,7 +27,7 @@ def cut(given: Any, micro_batch: int = 3) -> Cut:
 
 def court(model: nn.Module, loss: object, given: Any) -> Court:
     ours, whole = bench(model, loss), cut(given, ROWS)
-    return Court(bench=ours, whole=whole, reference=ours.run(whole))
+    return Court(bench=ours, whole=whole, reference=ours.run(whole, Calls()))
 
 
 def calls(bench: Bench, cut: Cut) -> Calls:

@@ -1,5 +1,6 @@
 """Draws replayed: each row keeps its numbers, whatever draws them; what goes by position is counted."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from anybatch import rng
-from anybatch.probe.draws import Draws
+from anybatch.probe.draws import Draws, OutOfTime
 from anybatch.probe.rows import Part
 
 ROWS = 8
@@ -93,6 +94,43 @@ def test_packed_rows_are_a_guess_and_can_be_kept_quiet() -> None:
     with rng.preserved(), quiet:
         quiet.begin(Part.whole(ROWS))
         assert F.dropout(torch.ones(100), 0.5).equal(torch.ones(100))
+
+
+def test_slopes_of_rrelu_are_replayed_in_forward_and_backward() -> None:
+    x = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(0))
+
+    def run(part: Part) -> tuple[Tensor, Tensor]:
+        draws.begin(part)
+        leaf = x[list(part.rows)].requires_grad_()
+        output = F.rrelu(leaf, training=True)
+        return output.detach(), torch.autograd.grad(output.sum(), leaf)[0]
+
+    draws = Draws(0)
+    with rng.preserved(), draws:
+        output, gradient = run(Part.whole(ROWS))
+        for part in PARTS:
+            piece, pulled = run(part)
+            assert piece.equal(output[list(part.rows)])
+            assert pulled.equal(gradient[list(part.rows)])
+
+
+def test_casts_to_float32_stay_wide_where_asked() -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    wide, plain = Draws(0, is_wide=True), Draws(0)
+    with wide:
+        assert x.float().dtype == torch.float64
+        x.float().sum().backward()
+    with plain:
+        assert x.float().dtype == torch.float32
+    assert wide.dtypes == {torch.float64}
+
+
+def test_what_runs_past_its_deadline_is_interrupted() -> None:
+    draws = Draws(0)
+    with pytest.raises(OutOfTime), draws, draws.until(time.perf_counter() - 1):
+        torch.ones(2)
+    with draws:
+        torch.ones(2)
 
 
 def test_dtypes_that_are_computed_in_are_noted() -> None:

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from anybatch.losses.terms import Terms
-from anybatch.probe.explain import explain, explain_padding, name_of
+from anybatch.probe.explain import explain, explain_padding
 from anybatch.probe.finding import Finding
 from anybatch.probe.padding import find_padding, trimmed
+from anybatch.probe.trial import name_of
 from anybatch.testing import Perceptron
 from anybatch.total import Total
 from tests.probe.benches import ROWS, court

@@ -11,7 +11,7 @@ from anybatch.probe.finding import Finding
 from anybatch.probe.modules import Search
 from anybatch.total import Total
 from tests.probe.benches import LIMIT, ROWS, bench, calls, cut
-from tests.probe.layers import FAULTS, Centred, Drifting, Pooled
+from tests.probe.layers import FAULTS, Centred, Drifting, Marking, Pooled
 
 BATCH = (torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)),)
 
@@ -49,6 +49,11 @@ def test_all_are_found_and_sound_ones_are_not() -> None:
     findings, _ = search(model)
     assert [finding.culprit for finding in findings] == ["0 (Centred)", "2 (Drifting)", "5 (Centred)"]
     assert search(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.GroupNorm(2, 4))) == ([], [])
+
+
+def test_module_that_asks_for_gradients_of_its_inputs_is_run_by_itself() -> None:
+    findings, _ = search(nn.Sequential(Marking(), nn.Linear(4, 4)))
+    assert [finding.culprit for finding in findings] == ["0 (Marking)"]
 
 
 def test_value_for_all_rows_is_kept_apart() -> None:

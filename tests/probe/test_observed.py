@@ -7,7 +7,7 @@ from torch import nn
 
 from anybatch.losses.resolve import module_of, resolve
 from anybatch.losses.terms import Terms
-from anybatch.probe.observed import is_bare, observe
+from anybatch.probe.observed import bare_terms, observe
 from anybatch.total import Total
 
 
@@ -23,21 +23,21 @@ class Own(nn.Module):
         return Total((self.scale * micro).sum(), len(micro))
 
 
-def weights(loss: Any) -> tuple[dict[str, float], bool]:
+def weights(loss: Any) -> tuple[dict[str, float], frozenset[str]]:
     observed = observe(loss)
     terms = resolve(observed).evaluate(nn.Identity(), torch.ones(3))
-    return {name: float(weight) for name, weight in terms.weigh().items()}, is_bare(observed)
+    return {name: float(weight) for name, weight in terms.weigh().items()}, bare_terms(observed)
 
 
 def test_bare_means_weigh_one_and_are_noted() -> None:
-    assert weights(lambda model, micro: micro.mean()) == ({"loss": 1}, True)
+    assert weights(lambda model, micro: micro.mean()) == ({"loss": 1}, {"loss"})
     mixed = lambda model, micro: {"a": micro.mean(), "b": Total(micro.sum(), 3)}  # noqa: E731
-    assert weights(mixed) == ({"a": 1, "b": 3}, True)
+    assert weights(mixed) == ({"a": 1, "b": 3}, {"a"})
 
 
 def test_totals_pass_as_they_are() -> None:
-    assert weights(lambda model, micro: Total(micro.sum(), 3)) == ({"loss": 3}, False)
-    assert weights(Terms(lambda model, micro: {"a": Total(micro.sum(), 2)})) == ({"a": 2}, False)
+    assert weights(lambda model, micro: Total(micro.sum(), 3)) == ({"loss": 3}, set())
+    assert weights(Terms(lambda model, micro: {"a": Total(micro.sum(), 2)})) == ({"a": 2}, set())
 
 
 def test_parameters_of_a_loss_stay_in_sight() -> None:

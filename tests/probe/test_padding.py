@@ -22,6 +22,8 @@ TOKENS = torch.randint(1, 9, (ROWS, 5), generator=torch.Generator().manual_seed(
         {"x": TOKENS, "key_padding_mask": ~MASK},
         {"x": TOKENS, "mask": MASK.float()},
         (TOKENS, MASK, TOKENS),
+        {"x": TOKENS, "target_padding_mask": MASK},
+        ((TOKENS, MASK), torch.zeros(ROWS)),
     ],
 )
 def test_padding_is_told_by_a_mask(batch: Any) -> None:
@@ -50,6 +52,11 @@ def test_padding_is_told_by_the_token() -> None:
         ({"x": TOKENS, "mask": torch.ones(ROWS, 5)}, nn.Identity()),
         ({"x": TOKENS, "mask": torch.rand(ROWS, 5)}, nn.Identity()),
         ((TOKENS.clamp(min=1),), nn.Embedding(9, 2, padding_idx=0)),
+        ({"x": TOKENS, "y": MASK}, nn.Identity()),  # ordinal targets
+        ((torch.randn(ROWS, 5), MASK), nn.Identity()),
+        ({"x": torch.randn(ROWS, 5, 2), "target_mask": MASK.float()}, nn.Identity()),
+        ({"x": torch.randn(ROWS, 5, 2), "loss_mask": MASK.float()}, nn.Identity()),
+        ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), nn.Embedding(9, 2, padding_idx=0)),  # a word too
     ],
 )
 def test_what_is_no_padding_is_left_alone(batch: Any, model: nn.Module) -> None:

@@ -1,12 +1,14 @@
 """Before the first comparison: float64 where it runs, the model itself where nothing else does."""
 
+import time
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from anybatch.errors import BatchError
+from anybatch.errors import BatchError, PlanError
+from anybatch.probe import prepare as prepare_module
 from anybatch.probe.copies import Copied, Itself
 from anybatch.probe.prepare import Prepared, prepare
 from anybatch.testing import Perceptron
@@ -14,6 +16,7 @@ from anybatch.testing import Perceptron
 
 def ready(model: nn.Module, loss: object, batch: Any, **more: Any) -> Prepared:
     options = {"collate": None, "micro_batch": None, "rows": None, "batch_norm": None, "seed": 0} | more
+    options.setdefault("start", time.perf_counter())
     return prepare(model, loss, batch, **options)
 
 
@@ -102,3 +105,45 @@ def test_error_of_the_model_itself_is_raised() -> None:
         ready(Perceptron(3, 1), nn.MSELoss(), rows())
     with pytest.raises(BatchError, match="at least 2 rows"):
         ready(Perceptron(4, 1), nn.MSELoss(), rows(1))
+
+
+def test_what_cannot_be_watched_or_trained_is_refused_in_words() -> None:
+    with pytest.raises(PlanError, match="trainable parameters"):
+        ready(nn.Identity(), nn.MSELoss(), rows())
+
+    class Scripted(torch.jit.ScriptModule):
+        pass
+
+    with pytest.raises(PlanError, match="TorchScript at 1"):
+        ready(nn.Sequential(nn.Linear(4, 1), Scripted()), nn.MSELoss(), rows())
+
+
+def test_model_that_fails_as_a_copy_too_is_spared() -> None:
+    seen: list[nn.Module] = []
+
+    class Failing(Narrow):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(self)
+            raise RuntimeError("not today")
+
+    model = Failing()
+    with pytest.raises(RuntimeError, match="not today"):
+        ready(model, nn.MSELoss(), rows())
+    assert seen
+    assert not any(one is model for one in seen)
+
+
+def test_slow_float64_gives_way_and_two_rows_are_seen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Narrow):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype == torch.float64:
+                time.sleep(0.03)
+            return self.layer(x)
+
+    monkeypatch.setattr(prepare_module, "WIDE_S", 0.02)
+    monkeypatch.setattr(prepare_module, "BUDGET_S", 0.0)
+    found = ready(Slow(), nn.MSELoss(), rows())
+    assert found.bench.subject.dtype is None
+    assert "too long" in found.notes[0]
+    assert len(found.whole.part.rows) == 2
+    assert found.probed is not None

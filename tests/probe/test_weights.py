@@ -1,5 +1,6 @@
 """Denominators: the one that is meant is among the candidates, and counted right."""
 
+import math
 from functools import partial
 
 import pytest
@@ -12,7 +13,14 @@ from anybatch.probe.weights import candidates, held_weights
 
 LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])
 MASK = LABELS != -100
-BATCH = {"x": torch.randn(3, 3, 2), "labels": LABELS, "mask": MASK}
+BATCH = {
+    "x": torch.randn(3, 3, 2),
+    "labels": LABELS,
+    "mask": MASK,
+    "picked": torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1]]),
+    "lengths": torch.tensor([2, 1, 3]),
+    "reach": torch.tensor([0.5, math.nan, 2.0]),
+}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +34,9 @@ BATCH = {"x": torch.randn(3, 3, 2), "labels": LABELS, "mask": MASK}
         ("micro['mask'].sum()", 6),
         ("(~micro['mask']).sum()", 3),
         ("weight[micro['labels'][micro['labels'] >= 0]].sum()", 4 + 2 + 3 + 1 + 2 + 3),
+        ("(~micro['reach'].isnan()).sum()", 2),
+        ("(micro['lengths'] - 1).sum()", 3),
+        ("(micro['mask'] * micro['picked']).sum()", 4),
     ],
 )
 def test_candidates_count_what_their_code_says(code: str, count: float) -> None:
@@ -53,6 +64,18 @@ class Weighted(nn.Module):
         return micro
 
 
+class Trainer:
+    """Holds class weights and a loss, and cannot be called."""
+
+    def __init__(self) -> None:
+        self.balance = torch.ones(3)
+        self.names = ["a", "b"]
+
+    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
+        """Not called."""
+        return micro
+
+
 def test_class_weights_are_found_wherever_they_are_held() -> None:
     weight = torch.ones(3)
 
@@ -72,4 +95,9 @@ def test_class_weights_are_found_wherever_they_are_held() -> None:
     for holder in holders:
         (found,) = held_weights(holder).values()
         assert found is weight
+    balance = [1.0, 2.0]
+    (found,) = held_weights(lambda model, micro: balance).items()
+    assert found[0] == "torch.tensor(balance)"
+    assert found[1].tolist() == balance
+    assert list(held_weights(Trainer().measure)) == ["self.balance"]
     assert held_weights(F.mse_loss, lambda model, micro: LABELS) == {}

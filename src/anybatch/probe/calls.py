@@ -1,7 +1,7 @@
 """What every module was given and gave back, in a pass over the whole batch or over its parts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,12 +9,45 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.probe.draws import Draws
-from anybatch.probe.rows import Part
+from anybatch.probe.rows import Axis, Part
 
 Key = tuple[str, int]  # a module's name, and which of its calls
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Returned:
+    """What a call gave back, but for the numbers.
+
+    Attributes:
+        leaves: what was given back, taken apart, with None in the place of tensors.
+        form: how that is put together again.
+        places: where among them the tensors stand.
+        flows: for each tensor, whether a gradient flows into it.
+        states: where the random streams stood afterwards.
+    """
+
+    leaves: Sequence[Any]
+    form: Any
+    places: Sequence[int]
+    flows: Sequence[bool]
+    states: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(outputs: Any) -> "Returned":
+        """Of the outputs of a call that has just ended."""
+        leaves, form = pytree.tree_flatten(outputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
+
+    def join(self, outputs: Sequence[Tensor]) -> Any:
+        """The same with these tensors."""
+        leaves = list(self.leaves)
+        for place, value in zip(self.places, outputs, strict=True):
+            leaves[place] = value
+        return pytree.tree_unflatten(leaves, self.form)
+
+
 class Call:
     """One call of a module.
 
@@ -25,14 +58,16 @@ class Call:
         states: where the random streams stood.
         outputs: the tensors it gave back.
         inner: calls made while this one ran, in the order in which they ended.
+        returned: what else is needed to give the same back without running the module.
+        axes: on which axes rows lie in what it was given and gave back, where that has been made sure of.
     """
 
-    key: Key
-    values: list[Any]
-    form: Any
-    states: Mapping[str, Tensor]
-    outputs: list[Tensor] = field(default_factory=list[Tensor])
-    inner: "list[Call]" = field(default_factory=list["Call"])
+    def __init__(self, *, key: Key, values: list[Any], form: Any, states: Mapping[str, Tensor]) -> None:
+        self.key, self.values, self.form, self.states = key, values, form, states
+        self.outputs: list[Tensor] = []
+        self.inner: list[Call] = []
+        self.returned: Returned | None = None
+        self.axes: tuple[Sequence[Axis | None], Sequence[Axis | None]] | None = None
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -89,7 +124,7 @@ class Calls:
             self._counts[name] = count + 1
             values, form = pytree.tree_flatten((args, kwargs))
             kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-            self._open.append(Call((name, count), kept, form, Draws.states()))
+            self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
 
         return hook
 
@@ -98,6 +133,8 @@ class Calls:
             return
         call = self._open.pop()
         call.outputs.extend(value.detach().clone() for value in tensors(outputs))
+        if not self._open:
+            call.returned = Returned.of(outputs)
         (self._open[-1].inner if self._open else self._outermost).append(call)
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -55,6 +56,7 @@ class Copied:
         self._loss = _copy_loss(loss, memo, dtype)
         for module in (self._model, module_of(self._loss)):
             _cast(module, dtype)
+        _hook_again(memo, [*model.parameters(), *module_of(loss).parameters()])
         self.named = named_parameters(self._model, self._loss)
 
     @contextmanager
@@ -162,6 +164,43 @@ def _put_back(values: Iterable[tuple[Tensor, Tensor, Tensor | None, bool]]) -> N
             tensor.grad = gradient
             if tensor.is_leaf and tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
+
+
+def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:
+    """Hooks on gradients, which a deep copy of a parameter loses, on the copies."""
+    for parameter in parameters:
+        twin = memo.get(id(parameter), parameter)
+        if twin is parameter:
+            continue
+        for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore
+            twin.register_hook(hook)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+            twin.register_post_accumulate_grad_hook(hook)
+
+
+@contextmanager
+def moved(parameters: Iterable[Tensor]) -> Generator[None]:
+    """Meanwhile each number is the next one above or below it.
+
+    Example:
+        >>> value = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        >>> with moved([value]):
+        ...     bool((value == 1).any())
+        False
+    """
+    values = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    with torch.no_grad():
+        for parameter, value in values:
+            if value.is_floating_point():
+                up = torch.arange(value.numel(), device=value.device).view(value.shape) % 3 > 0
+                far = torch.where(up, math.inf, -math.inf).to(value.dtype)
+                parameter.copy_(torch.nextafter(value, far))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
 
 
 def _refill(container: Any, content: Any) -> None:

@@ -1,11 +1,13 @@
 """Random draws replayed: in every cut each row gets the numbers that the whole batch drew for it."""
 
+import math
 import random
 import sys
+import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +18,10 @@ from anybatch import rng
 from anybatch.probe.rows import Axis, Part, find_axis, select, take
 
 Place = tuple[str, bytes]  # a stream and where it stands
+
+
+class OutOfTime(BaseException):
+    """A pass was still running at its deadline; no `Exception`, so that no model takes it for its own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +49,13 @@ class Draws(TorchDispatchMode):
     Args:
         seed: where all streams start in every pass: torch's, Python's and NumPy's.
         is_quiet: whether coins that torch throws all show their expected value, which switches dropout off.
+        is_wide: whether what the model turns into float32 stays in, or becomes, float64: its copy computes in
+            that, and one sum in float32 would hide all that is smaller.
 
     Attributes:
         strangers: draws since `begin` that are not replayed.
         guessed: whether it was a guess which entries of a draw belong to which row.
+        thrown: whether coins were thrown that can be kept quiet.
         dtypes: floating dtypes that were computed in.
 
     Example:
@@ -60,9 +69,10 @@ class Draws(TorchDispatchMode):
         True
     """
 
-    def __init__(self, seed: int, *, is_quiet: bool = False) -> None:
+    def __init__(self, seed: int, *, is_quiet: bool = False, is_wide: bool = False) -> None:
         super().__init__()
-        self._is_quiet = is_quiet
+        self._seed, self._is_quiet, self._is_wide = seed, is_quiet, is_wide
+        self._deadline = math.inf
         before = rng.capture_process()
         # Not the seed itself, which a model may set too, and then would seem to go on where the pass began.
         seed = rng.derive_seed(seed, "check")
@@ -77,8 +87,18 @@ class Draws(TorchDispatchMode):
         self._part = Part.whole(1)
         self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
         self.strangers = 0
-        self.guessed = False
+        self.guessed = self.thrown = False
         self.dtypes: set[torch.dtype] = set()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
+        """Of the class that keeps torch's compiler out, where it has been loaded."""
+        kind: Any = _Uncompiled if "torch._dynamo" in sys.modules else cls
+        return super().__new__(kind)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
+        return False
 
     def begin(self, part: Part, states: Mapping[str, Tensor] | None = None) -> None:
         """A micro-batch begins: streams go back to the start of the pass, or to where they stood before.
@@ -88,14 +108,31 @@ class Draws(TorchDispatchMode):
             states: where `states` found the streams, if not at the start.
         """
         rng.restore_process(self._start)
-        for name, state in (states or {}).items():
-            _stream(torch.device(name)).set_state(state)
+        self.restore(states or {})
         if part.is_whole or part.rows[:1] == (0,):
             self._packed.clear()
         self._part = part
         # A module run by itself begins in the middle of the stream, wherever that is.
         self._next = {name: bytes(state.tolist()) for name, state in (states or {}).items()}
         self.strangers = 0
+
+    def anew(self, *, is_quiet: bool = False) -> "Draws":
+        """The same with nothing drawn yet."""
+        return Draws(self._seed, is_quiet=is_quiet, is_wide=self._is_wide)
+
+    @contextmanager
+    def until(self, deadline: float) -> Generator[None]:
+        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`.
+
+        Raises:
+            OutOfTime: from the first operation of torch after the deadline.
+        """
+        before = self._deadline
+        self._deadline = min(before, deadline)
+        try:
+            yield
+        finally:
+            self._deadline = before
 
     @staticmethod
     def states() -> dict[str, Tensor]:
@@ -105,11 +142,21 @@ class Draws(TorchDispatchMode):
             found |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
         return found
 
+    @staticmethod
+    def restore(states: Mapping[str, Tensor]) -> None:
+        """Put streams where `states` found them."""
+        for name, state in states.items():
+            _stream(torch.device(name)).set_state(state)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Every operation of torch comes by here; those that draw are answered from what was drawn."""
         kwargs = kwargs or {}
+        if time.perf_counter() > self._deadline:
+            raise OutOfTime
+        if self._is_wide and kwargs.get("dtype") is torch.float32 and "_to_copy" in func.__name__:
+            kwargs = {**kwargs, "dtype": torch.float64}
         if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args):
             return self._draw(func, args, kwargs)
         result = func(*args, **kwargs)
@@ -122,9 +169,11 @@ class Draws(TorchDispatchMode):
         device = _device(args, kwargs)
         stream = _stream(device)
         own = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator) and g is not stream]
-        if self._is_quiet and not own and "bernoulli_" in func.__name__:
-            chance = args[1] if len(args) > 1 else 0.5
-            return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
+        if not own and "bernoulli_" in func.__name__:
+            self.thrown = True
+            if self._is_quiet:
+                chance = args[1] if len(args) > 1 else 0.5
+                return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
         before = stream.get_state()
         key = (str(device), bytes(before.tolist()))
         draw = None if own else self._drawn.get(key)
@@ -137,7 +186,7 @@ class Draws(TorchDispatchMode):
         if own or not self._part.is_whole or key[1] != expected:
             self.strangers += 1
             return result
-        drawn = result[1] if isinstance(result, tuple) else result
+        drawn = args[1] if _is_slope(func) else result[1] if isinstance(result, tuple) else result
         after = stream.get_state()
         self._drawn[key] = _Draw(drawn.detach().clone(), after)
         self._next[key[0]] = bytes(after.tolist())
@@ -150,13 +199,15 @@ class Draws(TorchDispatchMode):
         self, key: Place, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """The rows of a draw, in the form in which this operation returns it."""
-        result = func(*args, **kwargs)
-        like = result[1] if isinstance(result, tuple) else result
+        result: Any = func(*args, **kwargs)
+        like = args[1] if _is_slope(func) else result[1] if isinstance(result, tuple) else result
         value = self._rows_of(key, draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
             pass  # an order of other things than the whole's
         elif value is None:
             self.strangers += 1
+        elif _is_slope(func):  # backward reads the slopes, 1 where there is nothing to bend
+            cast("Tensor", result).copy_(args[0] * like.copy_(value))
         elif isinstance(result, tuple):  # native_dropout: the values kept, and the mask
             probability = args[1]
             scale = 0.0 if probability == 1 else 1 / (1 - probability)
@@ -181,6 +232,19 @@ class Draws(TorchDispatchMode):
         return value[start : start + shape[0]] if fits else None
 
 
+class _Uncompiled(Draws):
+    """The same, into which no compiled model's compiler looks."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 @contextmanager
 def plain_kernels() -> Generator[None]:
     """On a GPU, attention and recurrent layers draw inside one kernel, unseen; here they do not."""
@@ -199,7 +263,14 @@ def _is_idle(func: Any, args: Sequence[Any]) -> bool:
     name = func.__name__
     if "native_dropout" in name:
         return len(args) > 2 and args[2] is False
+    if "rrelu_with_noise" in name:
+        return len(args) < 5 or not args[4]
     return "attention" in name or "rnn" in name or "lstm" in name
+
+
+def _is_slope(func: Any) -> bool:
+    """Whether what is drawn is put into the second argument: RReLU."""
+    return "rrelu_with_noise" in func.__name__
 
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

@@ -1,61 +1,139 @@
 """From cuts that differ to findings: modules, terms of the loss, padding, and what goes into the model."""
 
+import math
 import time
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, cast
+from dataclasses import replace
 
-from anybatch.losses.terms import Terms
-from anybatch.probe.calls import Call, Calls
+from anybatch.meetings import batch_norms
+from anybatch.probe.agreement import agree_in_forward, before_the_model, rows_agree
+from anybatch.probe.calls import Calls
+from anybatch.probe.draws import OutOfTime
 from anybatch.probe.finding import WAYS_OUT, Finding, module_finding
+from anybatch.probe.given import make_given
 from anybatch.probe.modules import Search
 from anybatch.probe.padding import Padding, first_difference
-from anybatch.probe.rows import Part, agree
 from anybatch.probe.terms import Audit
-from anybatch.probe.trial import Court, Trial
+from anybatch.probe.trial import Court, Trial, cut_sizes_to_try, worst_of
 
-SEARCH_S = 8.0  # how long modules are looked at
+CLOSER = 1e-6  # how exactly sums of float32 add up, if they do
 
 
-def explain(court: Court, trials: Sequence[Trial], loss_name: str, *, bare: bool) -> list[Finding]:
+def explain(
+    court: Court,
+    trials: Sequence[Trial],
+    loss_name: str,
+    *,
+    bare: frozenset[str],
+    deadline: float = math.inf,
+) -> list[Finding]:
     """Where split and whole part.
 
     Args:
         court: what the cuts were held against.
         trials: cuts of the same tensors, those that differ and those that do not.
         loss_name: what the caller's loss is called.
-        bare: whether the loss returns means that have lost their denominators.
+        bare: terms that are means which have lost their denominators.
+        deadline: when to look no further, on the clock of `time.perf_counter`.
     """
-    whole_calls, cut_calls = Calls(), Calls()
-    court.bench.run(court.whole, whole_calls)
-    outermost = whole_calls.parts.get(court.whole.part, [])
-    differing = [trial for trial in trials if not trial.holds(court.limit)] or list(trials)
-    worst = next((trial for trial in differing if trial.passed.error is None), differing[0])
-    court.bench.run(worst.cut, cut_calls)
-    parts = worst.cut.parts
-    is_sound = _same_rows(outermost, cut_calls, parts, court)
-    audit = Audit(
-        bench=court.bench,
-        whole=court.whole,
-        outermost=outermost,
-        tolerance=court.limit,
-        name=loss_name,
-        bare=bare,
-        pooled=not is_sound,
+    worst = worst_of(court, trials)
+    parts, outermost = worst.cut.parts, court.reference.calls.parts.get(court.whole.part, [])
+    is_sound = rows_agree(court, court.reference.calls, worst.passed.calls, parts)
+    make_given(court, worst)
+    terms: list[Finding] = []
+    found: list[Finding] = []
+    pooled: list[Finding] = []
+    draws = court.bench.draws
+    try:
+        with draws.until(deadline):
+            terms = _terms(court, trials, loss_name, bare, deadline, is_sound=is_sound)
+            if terms and is_sound:
+                return terms  # to take a sound model apart costs the most
+            found = [] if is_sound else _batch_norms(court, worst, has_terms=bool(terms))
+        if not found:
+            search = Search(
+                bench=court.bench,
+                parts=parts,
+                table=worst.passed.calls.table(parts[0]),
+                tolerance=10 * court.limit,  # of single outputs, with less to average over
+                deadline=deadline,
+            )
+            found, pooled = search.find(outermost)
+    except OutOfTime:
+        pass
+    found = [*found, *terms]
+    found = found or before_the_model(outermost, worst.passed.calls, parts, court, loss_name) or pooled
+    return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
+
+
+def _terms(
+    court: Court,
+    trials: Sequence[Trial],
+    loss_name: str,
+    bare: frozenset[str],
+    deadline: float,
+    *,
+    is_sound: bool,
+) -> list[Finding]:
+    whole = court.whole
+    sizes = cut_sizes_to_try(len(whole.part.rows), None)
+    cuts = [trial.cut for trial in trials]
+    known = {cut.micro_batch for cut in cuts}
+    cuts += [replace(whole, micro_batch=size) for size in sizes if size not in known]
+    # In float32, terms of about the same size seem to add up: then they are looked at more closely.
+    limits = (court.limit, CLOSER) if is_sound and court.limit > CLOSER else (court.limit,)
+    for limit in limits:
+        audit = Audit(
+            bench=court.bench,
+            whole=whole,
+            outermost=court.reference.calls.parts.get(whole.part, []),
+            tolerance=limit,
+            name=loss_name,
+            bare=bare,
+            pooled=not is_sound,
+            deadline=deadline,
+        )
+        found = audit.find(cuts)
+        if found:
+            return found
+    return []
+
+
+def _batch_norms(court: Court, worst: Trial, *, has_terms: bool) -> list[Finding]:
+    """All BatchNorms in training mode, if nothing else makes rows differ: one experiment for all of them."""
+    with court.bench.fresh() as (model, _):
+        norms = [(name, module) for name, module in model.named_modules() if batch_norms([module])]
+    if not norms or any(norm.running_mean is None for _, norm in norms):  # pyright: ignore
+        return []
+    if court.bench.batch_norm == "frozen" or not agree_in_forward(court, worst.cut, frozen=True):
+        return []
+    what = (
+        "takes mean and variance of all rows of a micro-batch; with running statistics the same cuts agree."
     )
-    terms = audit.find([trial.cut for trial in trials])
-    if terms and is_sound:
-        return terms  # to take a sound model apart costs the most
-    search = Search(
-        bench=court.bench,
-        parts=parts,
-        table=cut_calls.table(parts[0]),
-        tolerance=10 * court.limit,  # of single outputs, with less to average over
-        deadline=time.perf_counter() + SEARCH_S,
-    )
-    modules, pooled = search.find(outermost)
-    found = [*modules, *terms] or _before_the_model(outermost, cut_calls, parts, court, loss_name) or pooled
-    return found or [_unexplained(worst, loss_name)]
+    return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
+
+
+def is_sound_when_quiet(court: Court, trials: Sequence[Trial], deadline: float) -> bool:
+    """Whether the model gives rows the same in every cut once dropout is off, but not with it.
+
+    Its numbers go to other rows where a model sorts them, or packs them, and puts them back.
+
+    Args:
+        court: what the cuts were held against.
+        trials: the cuts, of which one differs.
+        deadline: when to look no further, on the clock of `time.perf_counter`.
+    """
+    draws, worst = court.bench.draws, worst_of(court, trials)
+    if draws.guessed:
+        return True
+    if not draws.thrown or rows_agree(court, court.reference.calls, worst.passed.calls, worst.cut.parts):
+        return False
+    quiet = replace(court, bench=replace(court.bench, draws=draws.anew(is_quiet=True)))
+    try:
+        with quiet.bench.draws.until(deadline):
+            return agree_in_forward(quiet, worst.cut)
+    except OutOfTime:
+        return False
 
 
 def explain_padding(
@@ -105,63 +183,9 @@ def explain_padding(
     return module_finding("padding", name, module, what)
 
 
-def name_of(loss: object) -> str:
-    """What a loss is called.
-
-    Example:
-        >>> from torch import nn
-        >>> name_of(nn.MSELoss()), name_of(Terms(name_of))
-        ('MSELoss', 'name_of')
-    """
-    held: Any = loss.function if isinstance(loss, Terms) else loss
-    held = cast("partial[Any]", held).func if isinstance(held, partial) else held
-    name = getattr(held, "__qualname__", type(held).__qualname__)
-    return name.rpartition("<locals>.")[2]
-
-
-def _same_rows(outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], court: Court) -> bool:
-    """Whether the model gives each row the same, cut or not."""
-    for call in outermost:
-        peers = [calls.table(part).get(call.key) for part in parts]
-        for index, value in enumerate(call.outputs):
-            pieces = [
-                (peer.outputs[index], part)
-                for peer, part in zip(peers, parts, strict=True)
-                if peer is not None and index < len(peer.outputs)
-            ]
-            if len(pieces) < len(parts):
-                return False
-            if all(piece.shape == value.shape for piece, _ in pieces):
-                continue  # one value for all rows
-            if agree(value, pieces, 10 * court.limit) is not True:
-                return False
-    return True
-
-
-def _before_the_model(
-    outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], court: Court, loss_name: str
-) -> list[Finding]:
-    """Whether the loss hands the model other rows when it is cut."""
-    for call in outermost:
-        name = call.key[0] or "the model"
-        peers = [calls.table(part).get(call.key) for part in parts]
-        there = [peer for peer in peers if peer is not None]
-        if len(there) < len(parts) or any(len(peer.inputs) != len(call.inputs) for peer in there):
-            continue
-        for index, value in enumerate(call.inputs):
-            pieces = [(peer.inputs[index], part) for peer, part in zip(there, parts, strict=True)]
-            if agree(value, pieces, 10 * court.limit) is False:
-                what = f"What goes into `{name}` differs already, before it has run."
-                return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
-            if sum(len(piece) for piece, _ in pieces if piece.dim()) < (len(value) if value.dim() else 0):
-                what = f"Fewer rows go into `{name}` in micro-batches than in the whole."
-                ways_out = WAYS_OUT["dropped rows"]
-                return [Finding(kind="dropped rows", culprit=loss_name, what=what, ways_out=ways_out)]
-    return []
-
-
-def _unexplained(trial: Trial, loss_name: str) -> Finding:
+def _unexplained(trial: Trial, loss_name: str, *, is_late: bool) -> Finding:
     error = trial.passed.error
     reason = "" if error is None else f" It fails with {type(error).__name__}: {str(error).splitlines()[0]}"
-    what = f"Cut as {trial.words}, it differs from the whole batch, and nobody can tell where.{reason}"
+    where = "there was no time to look where" if is_late else "nobody can tell where"
+    what = f"Cut as {trial.words}, it differs from the whole batch, and {where}.{reason}"
     return Finding(kind="unexplained", culprit=loss_name, what=what, ways_out=WAYS_OUT["unexplained"])

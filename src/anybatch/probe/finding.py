@@ -1,9 +1,12 @@
 """What a check found: a kind, a culprit, a plain sentence, and the ways out."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+
+SHOWN = 3  # modules of a kind and class that are named when they are printed
 
 #: The kinds of findings, and what they mean.
 KINDS = {
@@ -92,14 +95,42 @@ class Finding:
         }
 
 
-def module_finding(kind: str, name: str, module: nn.Module, what: str) -> Finding:
-    """A finding about a module.
+def told(findings: Iterable[Finding]) -> list[str]:
+    """Findings in words, where those that say the same of modules of one class are told once.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> found = [module_finding("meeting", f"norm{i}", norm, "Rows meet.") for i in range(5)]
+        >>> told(found)[0].splitlines()[0]
+        'meeting: norm0, norm1, norm2 and 2 more (BatchNorm1d)'
+    """
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        name, _, rest = finding.culprit.rpartition(" (")
+        alike = (finding.kind, rest, *finding.ways_out) if name else (finding.kind, finding.culprit)
+        groups.setdefault(alike, []).append(finding)
+    return [str(_as_one(group)) for group in groups.values()]
+
+
+def _as_one(group: Sequence[Finding]) -> Finding:
+    names = [finding.culprit.rpartition(" (")[0] for finding in group]
+    if len(group) == 1 or not names[0]:
+        return group[0]
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    culprit = f"{', '.join(names[:SHOWN])}{rest} ({group[0].culprit.rpartition(' (')[2]}"
+    return replace(group[0], culprit=culprit, what=f"{group[0].what} The others do the like.")
+
+
+def module_finding(
+    kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
+) -> Finding:
+    """A finding about a module, with the ways out of its kind if it has none of its own.
 
     Example:
         >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
         'layers.1 (BatchNorm1d)'
     """
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
-    ways_out = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
+    usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     culprit = f"{name or 'the model'} ({type(module).__name__})"
-    return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out)
+    return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or usual)

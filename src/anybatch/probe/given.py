@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch import tree
 from anybatch.losses.resolve import resolve
-from anybatch.probe.calls import Call
+from anybatch.probe.calls import Call, tensors
 from anybatch.probe.cut import Cut
+from anybatch.probe.draws import Draws
 from anybatch.probe.passes import Bench
-from anybatch.probe.rows import Part, take
+from anybatch.probe.rows import Axis, Part, find_axis, select, take
+from anybatch.probe.trial import Court, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,11 +80,73 @@ def evaluate(
     return found
 
 
+def make_given(court: Court, worst: Trial) -> None:
+    """Mark calls whose outputs can be given without running the model, if the loss needs nothing else of it.
+
+    Args:
+        court: what is known of the whole batch.
+        worst: a cut, of which the calls tell on which axes rows lie.
+    """
+    whole, reference = court.whole, court.reference
+    outermost = reference.calls.parts.get(whole.part, [])
+    parts = worst.cut.parts
+    tables = [worst.passed.calls.table(part) for part in parts]
+    for call in outermost:
+        peers = [table[call.key] for table in tables if call.key in table]
+        if len(peers) == len(parts):
+            call.axes = _axes_of(call, peers, parts)
+    if not _is_enough(court, outermost):
+        for call in outermost:
+            call.axes = None
+
+
+def _is_enough(court: Court, outermost: Sequence[Call]) -> bool:
+    """Whether the loss comes to the same from what the model has given back alone."""
+    means = court.reference.means
+    try:
+        found = evaluate(court.bench, outermost, [court.whole], pooled=True)[0]
+    except Exception:  # a loss that reads what the model has left behind, for one
+        return False
+    return found.sums.keys() == means.keys() and all(
+        math.isnan(mean) or math.isclose(found.mean(name), mean, rel_tol=court.limit)
+        for name, mean in means.items()
+    )
+
+
+def _axes_of(
+    call: Call, peers: Sequence[Call], parts: Sequence[Part]
+) -> tuple[Sequence[Axis | None], Sequence[Axis | None]] | None:
+    found: list[list[Axis | None]] = []
+    pairs = (call.inputs, [peer.inputs for peer in peers]), (call.outputs, [peer.outputs for peer in peers])
+    for mine, theirs in pairs:
+        if any(len(values) != len(mine) for values in theirs):
+            return None
+        axes = [find_axis(a.shape, b.shape, parts[0]) for a, b in zip(mine, theirs[0], strict=True)]
+        for values, part in zip(theirs, parts, strict=True):
+            shapes = [_shape(value, axis, part) for value, axis in zip(mine, axes, strict=True)]
+            if shapes != [value.shape for value in values]:
+                return None
+        found.append(axes)
+    plain = call.returned is not None and all(
+        leaf is None or isinstance(leaf, int | float | str) for leaf in call.returned.leaves
+    )
+    return (found[0], found[1]) if plain else None
+
+
+def _shape(value: Tensor, axis: Axis | None, part: Part) -> torch.Size:
+    """The shape of a part's rows."""
+    sizes = list(value.shape)
+    if axis is not None:
+        sizes[axis.place] = axis.per_row * len(part.rows)
+    return torch.Size(sizes)
+
+
 class Stub:
     """Puts the outputs of a pass over the whole batch in place of a model's own, by hooks.
 
     Args:
-        model: its modules run as ever, but what the outermost ones return is replaced.
+        model: what the outermost of its modules return is replaced; they run only where it is not known
+            beforehand in which form.
         outermost: the calls of the pass.
         pooled: whether outputs that belong to no row are replaced too.
     """
@@ -94,6 +158,8 @@ class Stub:
             self._calls[call.key[0]].append(call)
         self.begin(Part.whole(1))
         for name, module in model.named_modules():
+            if any(call.axes is not None for call in self._calls[name]):
+                module.forward = self._instead(name, module.forward)
             module.register_forward_pre_hook(self._enter)
             module.register_forward_hook(self._leaving(name))
 
@@ -114,6 +180,29 @@ class Stub:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._depth += 1
+
+    def _instead(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that gives back what is known, in the place of this one."""
+
+        def known(*args: Any, **kwargs: Any) -> Any:
+            count, calls = self._counts[name], self._calls[name]
+            call = calls[count] if self._depth == 1 and count < len(calls) else None
+            if call is None or call.axes is None or call.returned is None:
+                return forward(*args, **kwargs)
+            inputs, outputs = call.axes
+            if not self._pooled and None in outputs:  # what belongs to no row comes out of all of them
+                return forward(*args, **kwargs)
+            wanted = [_shape(v, axis, self._part) for v, axis in zip(call.inputs, inputs, strict=True)]
+            if [value.shape for value in tensors((args, kwargs))] != wanted:
+                return forward(*args, **kwargs)
+            values = [
+                select(value, axis, self._part).clone().requires_grad_(flows)
+                for value, axis, flows in zip(call.outputs, outputs, call.returned.flows, strict=True)
+            ]
+            Draws.restore(call.returned.states)
+            return call.returned.join(values)
+
+        return known
 
     def _leaving(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:

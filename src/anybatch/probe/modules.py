@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.probe.calls import Call, Key
+from anybatch.probe.draws import OutOfTime
 from anybatch.probe.finding import Finding
 from anybatch.probe.nature import Nature, Tried
 from anybatch.probe.passes import Bench
@@ -46,7 +47,9 @@ class Search:
         tried = [one for call in calls for one in self._innermost(call, gradients=False)]
         if all(one.fault == "pooled" for one in tried):  # else enough is found, and backward costs the most
             tried += [one for call in calls for one in self._innermost(call, gradients=True)]
-        nature = Nature(bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance)
+        nature = Nature(
+            bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
+        )
         found: dict[str, Finding] = {}
         pooled: dict[str, Finding] = {}
         for one in tried:
@@ -75,15 +78,16 @@ class Search:
         first = self.parts[0]
         axes = [find_axis(a, b.shape, first) for a, b in zip(shapes, peer.inputs, strict=True)]
         try:
-            return self._compare(call, axes, gradients)
-        except Exception:  # not every module can be run outside its model
+            with self.bench.draws.until(self.deadline):
+                return self._compare(call, axes, gradients)
+        except (Exception, OutOfTime):  # not every module can be run outside its model
             return Tried(call=call, fault="unknown")
 
     def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> Tried:
         draws, whole = self.bench.draws, Part.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
-            leaves = _leaves(call.inputs)
+            leaves = _leaves(call.inputs, gradients)
             draws.begin(whole, call.states)
             outputs = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
             strangers = draws.strangers
@@ -93,7 +97,9 @@ class Search:
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             for part in self.parts:
-                mine = _leaves([select(v, a, part) for v, a in zip(call.inputs, axes, strict=True)])
+                mine = _leaves(
+                    [select(v, a, part) for v, a in zip(call.inputs, axes, strict=True)], gradients
+                )
                 draws.begin(part, call.states)
                 piece = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in mine])
                 if gradients:
@@ -156,10 +162,9 @@ class Search:
         return "gradients" if difference**0.5 > self.tolerance * size**0.5 else ""
 
 
-def _leaves(values: Sequence[Tensor]) -> list[Tensor]:
-    return [
-        value.clone().requires_grad_() if value.is_floating_point() else value.clone() for value in values
-    ]
+def _leaves(values: Sequence[Tensor], gradients: bool) -> list[Tensor]:
+    """Tensors of their own; where no gradient is asked for, a module may switch it on for its inputs."""
+    return [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
 
 
 def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -> list[Tensor | None]:

@@ -10,6 +10,8 @@ from anybatch.losses.resolve import resolve
 from anybatch.losses.terms import Terms
 from anybatch.total import Total
 
+_NAME = "loss"  # of a term that comes without one
+
 
 class Observed(nn.Module):
     """A user's function, whose totals are noted; a bare mean counts as a total of weight 1.
@@ -18,23 +20,26 @@ class Observed(nn.Module):
 
     Args:
         function: `(model, micro)` to totals or bare scalars.
+
+    Attributes:
+        bare: terms that came as bare means.
     """
 
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.function = function
-        self.bare = False
+        self.bare: frozenset[str] = frozenset()
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
         """The function's totals."""
         value = self.function(model, micro)
         if _is_scalar(value):
-            self.bare = True
+            self.bare |= {_NAME}
             return Total(value, 1)
         if isinstance(value, Mapping):
             named = cast("Mapping[str, Any]", value)
             bare = [name for name, one in named.items() if _is_scalar(one)]
-            self.bare = self.bare or bool(bare)
+            self.bare |= set(bare)
             return {name: Total(one, 1) if name in bare else one for name, one in named.items()}
         return value
 
@@ -43,16 +48,17 @@ def observe(loss: Any) -> Any:
     """A function of the caller's own as one that is observed; any other loss as it is.
 
     Example:
-        >>> is_bare(observe(nn.MSELoss())), is_bare(observe(lambda model, micro: model(micro).mean()))
-        (False, False)
+        >>> bare_terms(observe(nn.MSELoss())), bare_terms(observe(lambda model, micro: model(micro).mean()))
+        (frozenset(), frozenset())
     """
     resolved = resolve(loss)
     return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
 
 
-def is_bare(loss: Any) -> bool:
-    """Whether an observed loss has returned a mean that has lost its denominator."""
-    return isinstance(loss, Terms) and isinstance(loss.function, Observed) and loss.function.bare
+def bare_terms(loss: Any) -> frozenset[str]:
+    """The terms of which an observed loss has returned means that have lost their denominators."""
+    function = loss.function if isinstance(loss, Terms) else None
+    return function.bare if isinstance(function, Observed) else frozenset()
 
 
 def _is_scalar(value: object) -> bool:

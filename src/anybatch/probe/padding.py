@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,11 @@ def find_padding(batch: Any, model: nn.Module) -> Padding | None:
         Padding(length=3, valid=(3, 1), told_by="batch['mask']")
     """
     nest = tree.flatten(batch)
+    is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
     for path, leaf in zip(nest.paths, nest.leaves, strict=True):
         named = any(word in path.lower() for word in ("mask", "pad"))
+        if _is_of_target(path, is_pair):
+            continue
         if leaf.dim() == 2 and (named or leaf.dtype == torch.bool):
             valid = _valid_by_mask(leaf)
             if valid is not None:
@@ -153,6 +156,18 @@ def _agree(
     return all(found)
 
 
+def _is_of_target(path: str, is_pair: bool) -> bool:
+    """Whether it is a target, or says which targets count: what goes in may be there all the same."""
+    if "pad" in path.lower():
+        return False
+    last = path.lower().strip("[]'.").rpartition("['")[2]
+    return (
+        last in TARGET_KEYS
+        or any(word in last for word in ("target", "label", "loss"))
+        or (is_pair and path.startswith("[1]"))
+    )
+
+
 def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         return None
@@ -169,6 +184,9 @@ def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[in
             content = torch.stack([(other != token) & (other != -100) for other in alike]).any(0)
             places = torch.arange(1, leaf.shape[1] + 1, device=leaf.device)
             valid = (content * places).amax(1)
+            own = ((leaf != token) * places).amax(1)
+            if bool(((leaf == token) & (places < own[:, None])).any()):
+                continue  # a word like others: it stands inside rows too
             if bool((valid < leaf.shape[1]).any()) and bool((leaf == token).any()):
                 return leaf.shape[1], _as_lengths(valid)
     return None

@@ -1,7 +1,7 @@
 """One pass of a step over some rows, in one cut, and what it comes to: loss, gradient, terms."""
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from anybatch.batch import Batch
 from anybatch.errors import AnybatchError
-from anybatch.events import StepReport
+from anybatch.events import Event, StepReport
 from anybatch.execute import execute
 from anybatch.probe.copies import Subject
 from anybatch.probe.cut import Cut
 from anybatch.probe.draws import Draws, plain_kernels
-from anybatch.probe.observed import is_bare, observe
+from anybatch.probe.observed import bare_terms, observe
 from anybatch.probe.rows import Part
 from anybatch.step import Step
 
@@ -33,8 +33,11 @@ class Passed:
         gradients: by the parameter's name.
         weighed: False where no row had weight.
         scale: what its terms come to without their signs: an error of the loss is held against it.
+        largest: norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding.
+        means: the value of each term.
+        calls: what watched it.
         strangers: random draws of its last micro-batch that are not replayed.
-        bare: whether the loss returned means that have lost their denominators.
+        bare: terms of which the loss returned means that have lost their denominators.
         error: why the pass did not come to its end, if it did not.
     """
 
@@ -42,8 +45,11 @@ class Passed:
     gradients: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     weighed: bool = True
     scale: float = 0.0
+    largest: float = 0.0
+    means: Mapping[str, float] = field(default_factory=dict[str, float])
+    calls: Any = None
     strangers: int = 0
-    bare: bool = False
+    bare: frozenset[str] = frozenset()
     error: Exception | None = None
 
 
@@ -54,6 +60,10 @@ class Recorder(Optimizer):
         self._named = dict(named)
         self.gradients: dict[str, Tensor] = {}
         super().__init__(list(self._named.values()), {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As it is: torch's own function would load its compiler first, which takes a second."""
+        self.param_groups.append(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
         """Keep the gradients."""
@@ -136,15 +146,28 @@ class Bench:
         try:
             batch = cut.batch(self.subject.dtype)
         except AnybatchError as error:
-            return Passed(error=error)
+            return Passed(error=error, calls=watch)
         with self.fresh() as (model, loss):
             recorder = Recorder(self.subject.named)
             told = watch(model)
+            sizes: list[float] = []
+
+            def measure(event: Event) -> None:
+                if not isinstance(event, StepReport):
+                    sizes.append(norm(p.grad for p in self.subject.named.values() if p.grad is not None))
+
             try:
-                step = _Step(model, loss, recorder, micro_batch=cut.micro_batch, batch_norm=self.batch_norm)
+                step = _Step(
+                    model,
+                    loss,
+                    recorder,
+                    micro_batch=cut.micro_batch,
+                    batch_norm=self.batch_norm,
+                    listeners=[measure],
+                )
                 report = step.over(_Told(batch, cut.parts, self.draws, told))
             except Exception as error:  # the user's code may raise anything
-                return Passed(error=error)
+                return Passed(error=error, calls=watch)
         used = [name for name, weight in report.weights.items() if weight]
         scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
         return Passed(
@@ -152,6 +175,21 @@ class Bench:
             gradients=recorder.gradients,
             weighed=report.updated,
             scale=scale,
+            # The sum may have been divided only at the end.
+            largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
+            means=report.terms,
+            calls=watch,
             strangers=self.draws.strangers,
-            bare=is_bare(loss),
+            bare=bare_terms(loss),
         )
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    """The 2-norm of all entries.
+
+    Example:
+        >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
+        5.0
+    """
+    dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
+    return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])

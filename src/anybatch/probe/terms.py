@@ -1,21 +1,33 @@
 """Which term of a loss does not add up while outputs are given: denominators, dropped rows, meetings."""
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 from anybatch.losses.resolve import resolve
 from anybatch.losses.summed import SummedLoss
 from anybatch.losses.terms import Terms
 from anybatch.probe.calls import Call
 from anybatch.probe.cut import Cut
+from anybatch.probe.denominators import (
+    Fit,
+    Reading,
+    fit,
+    in_words,
+    left_out,
+    misfit,
+    pulls_add_up,
+    row_weights,
+)
 from anybatch.probe.finding import WAYS_OUT, Finding
 from anybatch.probe.given import Evaluation, evaluate
 from anybatch.probe.passes import Bench
-from anybatch.probe.rows import find_axis, take
-from anybatch.probe.weights import Candidate, candidates, held_weights
+from anybatch.probe.weights import candidates, held_weights
 
-_EXACT = 1e-13  # float64 on few terms
+_SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,8 +40,9 @@ class Audit:
         outermost: the calls of the model in a pass over the whole batch.
         tolerance: relative error that counts as rounding.
         name: what the caller's loss is called.
-        bare: whether it returns means that have lost their denominators.
+        bare: the terms that are means which have lost their denominators.
         pooled: whether the model's outputs that belong to no row are given too.
+        deadline: when rows are looked at one by one no more, on the clock of `time.perf_counter`.
     """
 
     bench: Bench
@@ -37,8 +50,9 @@ class Audit:
     outermost: Sequence[Call]
     tolerance: float
     name: str
-    bare: bool
+    bare: Collection[str]
     pooled: bool
+    deadline: float = math.inf
 
     def find(self, cuts: Sequence[Cut]) -> list[Finding]:
         """A finding for each term that does not add up in one of the cuts."""
@@ -70,8 +84,8 @@ class Audit:
         sums = all(self._adds_up([p.sums[name] for p in parts], whole.sums[name]) for parts in ours)
         weights = all(self._adds_up([p.weights[name] for p in parts], whole.weights[name]) for parts in ours)
         culprit = f"term {name!r} of {self.name}"
-        if sums and weights and not self.bare:
-            if all(self._pulls_add_up(name, whole, parts) for parts in ours):
+        if sums and weights and name not in self.bare:
+            if all(pulls_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours):
                 return None
             what = "The sums of micro-batches add up, but the gradients that flow into the model do not."
             return Finding(kind="detached", culprit=culprit, what=what, ways_out=WAYS_OUT["detached"])
@@ -87,14 +101,18 @@ class Audit:
         if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
             what = "Called again with the same rows it returns something else."
             return "state", what, WAYS_OUT["state"]
-        dropped = self._dropped(name)
+        in_time = time.perf_counter() < self.deadline
+        dropped = self._dropped(name) if in_time else 0
         if dropped:
             rows = len(self.whole.part.rows)
             what = f"{dropped} of {rows} rows count in the whole batch, but not in a micro-batch of few."
             return "dropped rows", what, WAYS_OUT["dropped rows"]
-        right = self._right(name, whole, parted)
+        error = max((_own_error(name, whole, parts) for parts in parted), default=math.inf)
+        right = self._right(name, whole, parted, error)
         if right is not None:
             return "denominator", *self._in_words(name, whole, right, sums, weights)
+        if weights and error <= _SMALL:
+            return "denominator", *_as_epsilon(error)
         if sums and not weights:
             what = (
                 f"Its sums add up, but its weights do not: {whole.weights[name]:g} for the whole batch, "
@@ -105,10 +123,13 @@ class Audit:
                 what,
                 ("Return ab.Total(sum, what the sum of the whole batch is divided by).",),
             )
+        rows = self._weighed(name, whole, parted, error) if in_time else ""
+        if rows:
+            return "denominator", *self._in_words(name, whole, rows, sums, weights)
         if not self._is_same(name, *self._either_way()):
-            left_out = _left_out(name, whole, parted)
-            if left_out:
-                what = f"Rows {left_out} are left out in some cuts and not in others, by their place."
+            silent = left_out(name, whole, parted)
+            if silent:
+                what = f"Rows {silent} are left out in some cuts and not in others, by their place."
                 return "dropped rows", what, WAYS_OUT["dropped rows"]
             what = "The same rows in another order give another value."
             return "position", what, WAYS_OUT["position"]
@@ -125,9 +146,9 @@ class Audit:
         return "meeting", what, ways_out
 
     def _in_words(
-        self, name: str, whole: Evaluation, right: Candidate, sums: bool, weights: bool
+        self, name: str, whole: Evaluation, right: Fit | str, sums: bool, weights: bool
     ) -> tuple[str, tuple[str, ...]]:
-        if self.bare:
+        if name in self.bare:
             wrong = "It returns a bare mean, which has lost its denominator"
         elif sums:
             wrong = f"Its sums add up, but its weights ({whole.weights[name]:g} for the whole batch) do not"
@@ -135,54 +156,81 @@ class Audit:
             wrong = "Its weights add up, but its sums do not: they are means already"
         else:
             wrong = "It is divided by something that does not add up"
+        if isinstance(right, str):
+            what = (
+                f"{wrong}; in the right denominator the {len(self.whole.part.rows)} rows that were checked "
+                f"count as {right} (up to a factor), which no tensor of the batch says."
+            )
+            return what, ("Return the sum and what it is divided by: ab.Total(sum, n).",)
+        key = f'{{"{name}": ab.Total(%s, n)}}' if name != "loss" else "ab.Total(%s, n)"
+        lines = f"Return the sum and what it is divided by:\n    n = {right.code}\n    return "
+        if right.is_near:
+            what = f"{wrong}; the right denominator is {right.words}, apart from an epsilon in it."
+            return what, (lines + key % "sum", "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.")
         what = f"{wrong}; the right denominator is {right.words}."
-        key = f'{{"{name}": ab.Total(mean * n, n)}}' if name != "loss" else "ab.Total(mean * n, n)"
         with self.bench.fresh() as (model, _):
-            computes_its_own = self.bare and hasattr(model, "config")
+            computes_its_own = name in self.bare and hasattr(model, "config")
         more = ("A transformers model that computes its own loss goes in with ab.ModelLoss().",)
-        lines = f"Return the sum and what it is divided by:\n    n = {right.code}\n    return {key}"
-        return what, (lines, *(more if computes_its_own else ()))
+        return what, (lines + key % "mean * n", *(more if computes_its_own else ()))
 
     def _right(
-        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]
-    ) -> Candidate | None:
+        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
+    ) -> Fit | None:
         """What makes the whole's value the weighted mean of its parts' in every cut."""
         batch = self.whole.given if self.whole.collate is None else self.whole.collate(self.whole.given)
         with self.bench.fresh() as (model, loss):
             held = held_weights(loss.function if isinstance(loss, Terms) else loss, model)
-        readings: list[Callable[[Evaluation], float]] = [
-            lambda one: one.mean(name),
-            lambda one: one.sums[name],
-        ]
-        found = [
-            (min(max(self._misfit(one, read, whole, p) for p in parted) for read in readings), one)
-            for one in candidates(batch, held)
-        ]
-        best = min(misfit for misfit, _ in found)
-        if not parted or best > self.tolerance / 10:  # means of single terms lose less than gradients
-            return None
-        # The first of those that fit as well as the best: in float32, and early in training when all tokens
-        # cost about the same, wrong ones come close too.
-        return next(one for misfit, one in found if misfit <= max(10 * best, _EXACT))
+        options = candidates(batch, held)
+        return fit(options, _readings(name), whole, parted, tolerance=self.tolerance, error=error)
 
-    def _misfit(
+    def _weighed(
+        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
+    ) -> str:
+        """What the rows weigh, in words, if that makes a mean of the term; nothing if it is none."""
+
+        def of(read: Reading, groups: Sequence[Sequence[int]]) -> list[float]:
+            return [read(one) for one in self.evaluate([self.whole.only(rows) for rows in groups])]
+
+        for is_sum, read in enumerate(_readings(name)):
+            try:
+                found = row_weights(partial(of, read), len(self.whole.part.rows))
+            except Exception:  # rows that a loss refuses to take alone
+                continue
+            if found is not None and self._is_mean(name, whole, parted, error, read, bool(is_sum), *found):
+                return in_words(found[0])
+        return ""
+
+    def _is_mean(
         self,
-        candidate: Candidate,
-        read: Callable[[Evaluation], float],
+        name: str,
         whole: Evaluation,
-        parts: Sequence[Evaluation],
-    ) -> float:
-        """How far the mean of the parts' values, weighted by a candidate, is from the whole's value."""
-        try:
-            pairs = [(candidate.count(part.leaves), read(part)) for part in parts]
-        except (RuntimeError, IndexError):
-            return math.inf
-        used = [(count, value) for count, value in pairs if count]
-        total = math.fsum(count for count, _ in used)
-        size = math.fsum(abs(count * value) for count, value in used)
-        if not total or not size or not math.isfinite(size):
-            return math.inf
-        return abs(math.fsum(count * value for count, value in used) - total * read(whole)) / size
+        parted: Sequence[Sequence[Evaluation]],
+        error: float,
+        read: Reading,
+        is_sum: bool,
+        weights: Sequence[float],
+        values: Sequence[float],
+    ) -> bool:
+        """Whether rows of these weights and values make up all that was evaluated, gradients included."""
+
+        def weigh(one: Evaluation) -> list[float]:
+            return [weights[row] for row in one.part.rows]
+
+        seen = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
+        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in seen)
+        share = 1e-4 if self.tolerance < 1e-9 else 1e-2  # a smooth meeting of like rows is nearly a mean
+        if left > min(share * error, max(10 * _SMALL, self.tolerance)):
+            return False
+        for parts in parted:
+            # Weights that depend on the outputs (Dice) are no denominator: they have a gradient of their own.
+            ours = [one for one in parts if any(weigh(one))]
+            if len(ours) < len(parts) or not all(one.weights[name] for one in (whole, *ours)):
+                continue
+            means = [sum(weigh(one)) / (1.0 if is_sum else one.weights[name]) for one in (whole, *ours)]
+            scales = [mean / means[0] for mean in means[1:]]
+            if not pulls_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
+                return False
+        return True
 
     def _dropped(self, name: str) -> int:
         """Rows that count in the whole, while micro-batches of one, two or three of them count nothing."""
@@ -221,40 +269,23 @@ class Audit:
             [other.weights[name]], one.weights[name]
         )
 
-    def _pulls_add_up(self, name: str, whole: Evaluation, parts: Sequence[Evaluation]) -> bool:
-        """The gradient of a sum is, row by row, that of the parts' sums."""
-        difference = size = 0.0
-        for index, wanted in enumerate(whole.pulled[name]):
-            if any(len(part.pulled[name]) != len(whole.pulled[name]) for part in parts):
-                return True  # outputs that cannot be told apart
-            pieces = [part.pulled[name][index] for part in parts]
-            shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
-            if any(share is None for share in shares):
-                continue
-            if all(piece.shape == wanted.shape for piece in pieces):  # one value for all rows
-                pairs = [(sum(pieces[1:], start=pieces[0]), wanted)]
-            else:
-                pairs = [(p, s) for p, s in zip(pieces, shares, strict=True) if s is not None]
-            difference += sum((a - b).square().sum().item() for a, b in pairs)
-            size += sum(a.square().sum().item() + b.square().sum().item() for a, b in pairs)
-        return difference**0.5 <= self.tolerance * size**0.5
+
+def _readings(name: str) -> list[Reading]:
+    """What may be the mean of a micro-batch: sum over weight, or the sum, if it is a mean already."""
+    return [lambda one: one.mean(name), lambda one: one.sums[name]]
 
 
-def _left_out(name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> list[int]:
-    """Rows into whose outputs no gradient flows in one cut, while it does in another."""
-    silent: set[int] = set()
-    heard: set[int] = set()
-    first = parted[0][0] if parted and parted[0] else whole
-    for one in (whole, *[part for parts in parted for part in parts]):
-        for index, pulled in enumerate(one.pulled[name]):
-            peers = first.pulled[name], whole.pulled[name]
-            if any(index >= len(peer) for peer in peers):
-                continue
-            axis = find_axis(peers[1][index].shape, peers[0][index].shape, first.part)
-            if axis is None:
-                continue
-            there = pulled.unflatten(axis.place, (len(one.part.rows), axis.per_row))
-            flows = there.movedim(axis.place, 0).flatten(1).any(1).tolist()
-            heard |= {row for row, flow in zip(one.part.rows, flows, strict=True) if flow}
-            silent |= {row for row, flow in zip(one.part.rows, flows, strict=True) if not flow}
-    return sorted(silent & heard)
+def _own_error(name: str, whole: Evaluation, parts: Sequence[Evaluation]) -> float:
+    """Of the weights that a term has."""
+    weights = [part.weights[name] for part in parts]
+    return misfit(weights, [part.mean(name) for part in parts], whole.mean(name))
+
+
+def _as_epsilon(error: float) -> tuple[str, tuple[str, ...]]:
+    return (
+        f"Its mean is that of its parts but for {error:.1g} of it, as an epsilon in a denominator leaves it.",
+        (
+            "Return the sum as it is before it is divided, instead of mean * n.",
+            "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
+        ),
+    )

@@ -1,5 +1,6 @@
 """Denominators to try: rows, elements, valid entries, masks, sums of class weights."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from anybatch import tree
 from anybatch.losses.convention import TARGET_KEYS
 
+CLASSES = 10_000  # a longer list holds something else
+MASKS = 4  # as many are tried in pairs
 FILLS = (-100, 0, -1)  # what fills up targets most often: torch's and Hugging Face's, zero, scikit-learn's
 
 
@@ -60,6 +63,7 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     order = sorted(range(len(names)), key=lambda index: (not _is_target(nest.paths[index]), -index))
     for index in order:
         found += list(_of_leaf(index, names[index], nest.leaves[index]))
+    found += _of_pairs(names, nest.leaves)
     for index in order:
         name, leaf = names[index], nest.leaves[index]
         if _is_class(leaf):
@@ -98,12 +102,36 @@ def _of_leaf(index: int, name: str, leaf: Tensor) -> Iterator[Candidate]:
                 code=f"{code}.numel()",
                 count=lambda leaves, view=view: float(view(leaves[index]).numel()),
             )
+    if leaf.is_floating_point() and bool(leaf.isnan().any()):
+        yield Candidate(
+            words=f"the entries of {name} that are not NaN",
+            code=f"(~{name}.isnan()).sum()",
+            count=lambda leaves: float((~leaves[index].isnan()).sum()),
+        )
+    if _is_class(leaf) and leaf.dim() == 1 and bool((leaf >= 1).all()):
+        yield Candidate(
+            words=f"the sum of {name}, less one for each row",
+            code=f"({name} - 1).sum()",
+            count=lambda leaves: float((leaves[index] - 1).sum()),
+        )
     if _is_class(leaf) and leaf.dim() > 1:
         for fill in FILLS:
             yield Candidate(
                 words=f"the rows of {name} with an entry that is not {fill}",
                 code=f"({name} != {fill}).flatten(1).any(1).sum()",
                 count=lambda leaves, fill=fill: float((leaves[index] != fill).flatten(1).any(1).sum()),
+            )
+
+
+def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candidate]:
+    """Two masks at once."""
+    masks = [index for index, leaf in enumerate(leaves) if leaf.dim() > 1 and _is_mask(leaf)]
+    for one, other in itertools.combinations(masks[:MASKS], 2):
+        if leaves[one].shape == leaves[other].shape:
+            yield Candidate(
+                words=f"the entries that both {names[one]} and {names[other]} count",
+                code=f"({names[one]} * {names[other]}).sum()",
+                count=lambda leaves, one=one, other=other: float((leaves[one] * leaves[other]).sum()),
             )
 
 
@@ -117,6 +145,10 @@ def _of_classes(index: int, name: str, key: str, weight: Tensor, leaf: Tensor) -
 
     code = f"{key}[{name}].sum()" if int(leaf.min()) >= 0 else f"{key}[{name}[{name} >= 0]].sum()"
     return Candidate(words=f"the sum of the class weights {key}[{name}]", code=code, count=count)
+
+
+def _is_mask(leaf: Tensor) -> bool:
+    return leaf.dtype == torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def _is_target(path: str) -> bool:
@@ -148,6 +180,10 @@ def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> 
     if isinstance(value, Tensor):
         if value.dim() == 1 and value.is_floating_point():
             found.setdefault(name or "weight", value)
+    elif isinstance(value, list | tuple):
+        items = cast("list[Any]", value)
+        if 1 < len(items) <= CLASSES and all(isinstance(item, int | float) for item in items):
+            found.setdefault(f"torch.tensor({name})", torch.tensor(items, dtype=torch.float64))
     elif isinstance(value, FunctionType):
         for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
@@ -176,10 +212,14 @@ def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> 
             for key, item in (plain | dict(module.named_buffers(recurse=False))).items():
                 _gather(f"{prefix}.{key}".strip("."), item, found, seen)
         function = getattr(value, "function", None)  # an observed one
-        if isinstance(function, FunctionType | partial):
+        if function is not None:
             _gather(name, function, found, seen)
     elif hasattr(value, "__self__"):
-        _gather(name, value.__self__, found, seen)
+        owner = value.__self__
+        _gather(name, owner, found, seen)
+        if not isinstance(owner, nn.Module):  # a trainer that holds weights
+            for key, item in getattr(owner, "__dict__", {}).items():
+                _gather(f"self.{key}", item, found, seen)
         _gather(name, getattr(value, "__func__", None), found, seen)
     elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
         for key, item in vars(value).items():
