@@ -70,8 +70,8 @@ def batch_norms(modules: Iterable[nn.Module]) -> list[BatchNorm]:
         >>> batch_norms(model.eval().modules())
         []
     """
-    found = (module for module in modules if isinstance(module, BatchNorm))
-    return list(dict.fromkeys(norm for norm in found if norm.training or norm.running_mean is None))
+    found = [module for module in modules if isinstance(module, BatchNorm)]
+    return list(dict.fromkeys([norm for norm in found if norm.training or norm.running_mean is None]))
 
 
 def names(model: nn.Module, modules: Iterable[nn.Module]) -> str:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from numbers import Integral
 from types import TracebackType
 from typing import Any
@@ -185,15 +187,7 @@ class Step:
         micro_batch = rows if self.micro_batch is None else self.micro_batch
         if rows < micro_batch <= self.most_rows:
             micro_batch = rows
-        shared = self._window_plan
-        return Plan(
-            rows=rows,
-            micro_batch=micro_batch,
-            clip_norm=shared.clip_norm,
-            accumulate=shared.accumulate,
-            compensated=shared.compensated,
-            batch_norm=shared.batch_norm,
-        )
+        return _planned(self._window_plan, rows, micro_batch)
 
     def _task(self) -> Task:
         """All is read anew: callers unfreeze layers and change settings between steps."""
@@ -239,6 +233,11 @@ class Step:
                 f"Expected no open window, got one with {self.open_window.rows} rows. Call close() on it for "
                 "the update, or discard() to drop its gradients; it is `step.open_window`."
             )
+
+
+@lru_cache(maxsize=64)  # batches of an epoch have one or two sizes
+def _planned(like: Plan, rows: int, micro_batch: int) -> Plan:
+    return replace(like, rows=rows, micro_batch=micro_batch)
 
 
 class Window:

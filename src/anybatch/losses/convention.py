@@ -79,8 +79,6 @@ def call(model: nn.Module, inputs: Any) -> Any:
         >>> call(nn.Identity(), (1,)), call(nn.Identity(), {"input": 2})
         (1, 2)
     """
-    if isinstance(inputs, Tensor):  # nearly always, and the cheapest to ask
-        return model(inputs)
     if isinstance(inputs, tuple | list):
         return model(*cast("tuple[Any, ...]", inputs))
     if isinstance(inputs, Mapping):
@@ -94,7 +92,7 @@ def forward(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
     Raises:
         LossError: the model returned something other than tensors.
     """
-    outputs = call(model, inputs)
+    outputs = model(inputs) if isinstance(inputs, Tensor) else call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
     if isinstance(outputs, tuple | list):
