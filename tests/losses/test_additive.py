@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import ModelLoss, Terms, Total, rng
+from anybatch import ModelLoss, Step, Terms, Total, rng
 from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import LossError
 from anybatch.losses.additive import refuse_what_does_not_add_up
@@ -243,3 +243,40 @@ def test_it_says_whether_the_rows_could_tell() -> None:
     assert asked(by_labels, (x, y))
     assert not asked(by_labels, (x[:1], y[:1]))
     assert not asked(by_labels, (x, torch.full_like(y, -100)))
+
+
+class Scores(nn.Module):
+    """A model whose own loss is one of its scores and labels."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.body, self.loss = nn.Linear(4, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return {"loss": self.loss(self.body(x), x, y)}
+
+
+def contrastive(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores @ x[:, :3].T, torch.arange(len(x)))
+
+
+def weighted_by_hand(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    weights = 1 / (torch.bincount(y.clamp(min=0), minlength=3) + 1.0)
+    return (F.cross_entropy(scores, y.clamp(min=0), reduction="none") * weights[y.clamp(min=0)]).mean()
+
+
+def divided_by_the_largest(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores / (1 + scores.detach().abs().max()), y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize(
+    "labels", [[0, 1, 1, 0, 0, 1], [0, 1, 2, 0, 1, 1, 2], [-100, -100, 2, 0, -100, 1, 2]]
+)
+@pytest.mark.parametrize("loss", [contrastive, weighted_by_hand, divided_by_the_largest])
+def test_few_rows_do_not_hide_a_fault(loss: Any, labels: list[int], micro_batch: int) -> None:
+    """Small micro-batches show no fault of their own, so more rows than that are looked at."""
+    model, y = Scores(loss), torch.tensor(labels)
+    step = Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=micro_batch)
+    with pytest.raises(LossError):
+        step({"x": torch.randn(len(y), 4), "y": y})

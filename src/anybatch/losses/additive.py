@@ -12,6 +12,7 @@ from anybatch.batch import Batch
 from anybatch.errors import LossError
 from anybatch.losses.loss import Loss
 from anybatch.losses.model_loss import ModelTerms
+from anybatch.losses.tail import NoLossError
 from anybatch.losses.terms import Terms
 from anybatch.meetings import batch_norms
 from anybatch.surroundings import evaluating
@@ -56,11 +57,32 @@ def refuse_what_does_not_add_up(
     """
     if not isinstance(loss, Terms | ModelTerms):
         return True
-    # Three at least: two would make equal parts, which hide a mean of means.
-    rows = min(batch.rows, max(3, micro_batch), MOST_ROWS)
-    if rows < 2:
-        return False
-    few, part = batch.head(rows), min(rows - 1, -(-2 * rows // 3))
+    # More rows tell more. Fewer fit where these do not, and three at least are needed for unequal parts.
+    most = min(batch.rows, MOST_ROWS)
+    fewer = min(most, max(3, micro_batch)) if micro_batch < most else most - 1
+    refusal: LossError | None = None
+    for rows in dict.fromkeys([most, fewer]):
+        try:
+            if rows > 1 and _adds_up(loss, model, modules, batch.head(rows), rows):
+                return True
+        except _RefusedError as error:  # by a model's loss, which another number of rows may show to be sound
+            if refusal is not None:
+                raise error.reason from None
+            refusal = error.reason
+    return False
+
+
+class _RefusedError(Exception):
+    """A model's own loss was refused as such."""
+
+    def __init__(self, reason: LossError) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _adds_up(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch, rows: int) -> bool:
+    """Whether these rows could tell; raises if they tell that it does not."""
+    part = min(rows - 1, -(-2 * rows // 3))  # unequal parts: equal ones hide a mean of means
     if isinstance(loss, ModelTerms):  # fresh, and one for all: what it sees first it must see again
         loss = ModelTerms()
     whole: Mapping[str, _Added] = {}
@@ -73,9 +95,13 @@ def refuse_what_does_not_add_up(
             # Statistics and draws would differ, and rightly; what names terms anew the step refuses.
             if batch_norms(modules) or rng.has_moved(before) or whole.keys() != parts.keys():
                 return False
-    except LossError:
-        if whole and isinstance(loss, ModelTerms):  # parts of unequal size are not made as the whole is
+    except NoLossError:  # a model may have one in training mode only
+        return False
+    except LossError as error:
+        if isinstance(loss, ModelTerms) and whole:  # parts of unequal size are not made as the whole is
             raise
+        if isinstance(loss, ModelTerms):
+            raise _RefusedError(error) from None
         return False
     except Exception:  # the step meets it again, and says what is to be said
         return False
@@ -91,16 +117,17 @@ def refuse_what_does_not_add_up(
             "valid elements, how many they are)), or rows meet, in the model or in the loss (ab.WholeBatch). "
             "ab.check(model, loss, batch) says which and where; Step(check=False) skips this test."
         )
-    return any(total.weight for total in whole.values())
+    return any(total.filled > 1 for total in parts.values())
 
 
 class _Added(NamedTuple):
-    """What was added up: the sum, the weight, and the size of the numbers that make up the sum."""
+    """What was added up: sum, weight, size of the numbers, their rounding, and how many had any weight."""
 
     sum: float
     weight: float
     size: float
     eps: float
+    filled: int
 
     @property
     def mean(self) -> float:
@@ -114,9 +141,13 @@ def _totals(loss: Loss, model: nn.Module, batch: Batch, size: int) -> dict[str, 
         for name, weight in terms.weigh().items():
             value = float(terms.sums[name])
             eps = torch.finfo(terms.sums[name].dtype).eps
-            old = totals.get(name, _Added(0.0, 0.0, 0.0, 0.0))
+            old = totals.get(name, _Added(0.0, 0.0, 0.0, 0.0, 0))
             totals[name] = _Added(
-                old.sum + value, old.weight + float(weight), old.size + abs(value), max(old.eps, eps)
+                sum=old.sum + value,
+                weight=old.weight + float(weight),
+                size=old.size + abs(value),
+                eps=max(old.eps, eps),
+                filled=old.filled + (float(weight) != 0),
             )
     return totals
 

@@ -20,6 +20,10 @@ WAYS_OUT = (
 )
 
 
+class NoLossError(LossError):
+    """A model returned no loss that could be minimised."""
+
+
 class Stop(Protocol):
     """A value on the way to the loss: what is behind it is known."""
 
@@ -119,7 +123,7 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
     came = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else repr(loss)
     if isinstance(loss, Tensor) and not loss.requires_grad:
         came += " without gradient"
-    raise LossError(
+    raise NoLossError(
         f"Expected {type(model).__name__} to return its loss (as .loss, ['loss'], a scalar, or one scalar "
         f"in a tuple), got {came} in a {type(output).__name__}. Put the labels into the batch under the name "
         "that the model's forward takes, or hand over a loss that compares its outputs with them."
