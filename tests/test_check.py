@@ -15,6 +15,8 @@ from anybatch.check import check
 from anybatch.errors import BatchError, LossError, PlanError
 from anybatch.losses.terms import Terms
 from anybatch.losses.whole_batch import WholeBatch
+from anybatch.probe import explain
+from anybatch.probe.draws import OutOfTime
 from anybatch.testing import Perceptron
 from anybatch.total import Total
 
@@ -363,3 +365,18 @@ def test_model_is_not_said_to_be_given_other_rows_where_only_samples_can_be_cut(
     report = check(Nodes(), loss, samples, collate=collate)
     assert not report.exact
     assert not any("What goes into" in finding.what for finding in report.findings)
+
+
+def test_a_batch_norm_is_named_even_when_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every experiment is over before it begins."""
+
+    def late(*given: Any, **named: Any) -> Any:
+        raise OutOfTime
+
+    monkeypatch.setattr(explain, "_terms", late)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    report = check(model, nn.MSELoss(), (torch.randn(9, 3), torch.randn(9, 1)))
+    assert [(finding.kind, finding.culprit) for finding in report.findings] == [
+        ("meeting", "1 (BatchNorm1d)")
+    ]
+    assert "No time" in report.findings[0].what

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from anybatch.meetings import batch_norms
+from anybatch.meetings import BatchNorm, batch_norms
 from anybatch.probe.agreement import agree_in_forward, before_the_model, rows_agree
 from anybatch.probe.calls import Calls
 from anybatch.probe.draws import OutOfTime
@@ -63,6 +63,7 @@ def explain(
         pass
     found = [*found, *terms]
     found = found or before_the_model(outermost, worst.passed.calls, parts, court, loss_name) or pooled
+    found = found or _suspects(court)
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
@@ -99,11 +100,23 @@ def _terms(
     return []
 
 
+def _norms(court: Court) -> list[tuple[str, BatchNorm]]:
+    """BatchNorms that take their statistics from the rows at hand, by name."""
+    with court.bench.fresh() as (model, _):
+        return [(name, norm) for name, module in model.named_modules() for norm in batch_norms([module])]
+
+
+def _suspects(court: Court) -> list[Finding]:
+    """Where no experiment came to an end in time: what is known to make rows meet."""
+    what = "takes mean and variance of all rows of a micro-batch. (No time was left to try if it is all.)"
+    norms = [] if court.bench.batch_norm == "frozen" else _norms(court)
+    return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
+
+
 def _batch_norms(court: Court, worst: Trial, *, has_terms: bool) -> list[Finding]:
     """All BatchNorms in training mode, if nothing else makes rows differ: one experiment for all of them."""
-    with court.bench.fresh() as (model, _):
-        norms = [(name, module) for name, module in model.named_modules() if batch_norms([module])]
-    if not norms or any(norm.running_mean is None for _, norm in norms):  # pyright: ignore
+    norms = _norms(court)
+    if not norms or any(norm.running_mean is None for _, norm in norms):
         return []
     if court.bench.batch_norm == "frozen" or not agree_in_forward(court, worst.cut, frozen=True):
         return []
