@@ -87,5 +87,5 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        # Autocast keeps weights cast without graph, and would use them again where a gradient is wanted.
+        # Older torch keeps what autocast cast without graph, and uses it where a gradient is wanted.
         torch.clear_autocast_cache()
