@@ -22,7 +22,9 @@ micro_batch  as they come
 clip_norm    0.5
 accumulate   float64
 compensated  yes
-batch_norm   micro"""
+batch_norm   micro
+blocks       all kept
+foreach      as set"""
 
 
 def test_table_of_a_window() -> None:
@@ -46,6 +48,23 @@ def test_table_of_a_window() -> None:
 def test_table_says_the_cut(rows: int, micro_batch: int, words: str) -> None:
     table = f"{Plan(rows=rows, micro_batch=micro_batch)}\n"
     assert f"micro_batch  {words}\n" in table
+
+
+def test_table_says_an_irregular_cut_and_the_blocks() -> None:
+    blocks = (("a", "recompute"), ("b", "selective"), ("c", "recompute"))
+    plan = Plan(rows=16, micro_batch=4, cut=(4, 4, 2, 2, 4), blocks=blocks, foreach=False)
+    assert (plan.micro_batches, plan.sizes, plan.is_cut) == (5, (4, 4, 2, 2, 4), True)
+    table = str(plan).splitlines()
+    assert "micro_batch  5 of 2 to 4 rows" in table
+    assert "blocks       recompute 2, selective 1" in table
+    assert "foreach      no" in table
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "micro_batch  4, 2 rows" in str(Plan(rows=6, micro_batch=4, cut=(4, 2)))
+
+
+def test_sizes_of_a_regular_cut() -> None:
+    assert Plan(rows=10, micro_batch=4).sizes == (4, 4, 2)
+    assert Plan(rows=0, micro_batch=0).sizes == ()
 
 
 @given(st.integers(1, 300), st.data())
@@ -94,6 +113,9 @@ def test_accumulation_dtype_is_none_where_parameters_decide() -> None:
         ({"accumulate": "float8_e4m3fn"}, "a floating dtype", "got 'float8_e4m3fn'"),
         ({"accumulate": "Tensor"}, "a floating dtype", "got 'Tensor'"),
         ({"accumulate": ""}, "a floating dtype", "got ''"),
+        ({"cut": (4, 3)}, "parts of 1 to 4 rows, 8 in all", "got (4, 3)"),
+        ({"cut": (5, 3)}, "parts of 1 to 4 rows, 8 in all", "got (5, 3)"),
+        ({"cut": (4, 0, 4)}, "parts of 1 to 4 rows, 8 in all", "got (4, 0, 4)"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], expected: str, got: str) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.units import format_bytes, format_count, format_seconds
+from anybatch.errors import PlanError
+from anybatch.units import format_bytes, format_count, format_seconds, parse_bytes
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
@@ -64,3 +65,30 @@ def test_seconds(seconds: float, text: str) -> None:
 )
 def test_counts(number: float, text: str) -> None:
     assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("12GB", 12 * 10**9),
+        ("12gb", 12 * 10**9),
+        ("12G", 12 * 10**9),
+        ("12GiB", 12 * 2**30),
+        (" 1.5 KiB ", 1536),
+        (".5k", 500),
+        ("77", 77),
+        ("77B", 77),
+        (78, 78),
+        ("1TiB", 2**40),
+    ],
+)
+def test_bytes_are_read(text: str | int, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "1.2.3GB", "12 gigs", "-1GB", "0.0", "0.0001B", "iB", "1iB", 0, -3, True, 2.0, None]
+)
+def test_other_bytes_are_refused(text: object) -> None:
+    with pytest.raises(PlanError, match="Expected a number of bytes above 0, got "):
+        parse_bytes(text)  # type: ignore[arg-type]

@@ -5,13 +5,18 @@
     ├── LossError         the loss cannot be summed: no weight, not a scalar, unknown reduction
     │   └── NonFiniteLossError   the loss of some micro-batch is NaN or infinite
     ├── PlanError         a choice that cannot be carried out: micro-batch size, clipping, dtype
+    │   ├── BudgetError          no plan fits the memory budget
+    │   └── BlockError           a block of the model does not run again as it did
+    ├── TraceError        a step cannot be run on fake tensors, or its bytes follow no law
     ├── OptimizerError    optimizers, schedulers and parameters do not belong together
+    ├── OutOfMemoryError  not even one row fits, or the update does not
     ├── WindowError       a window used out of order: left open, closed empty, used after its end
     ├── DataError         a data file is missing, truncated, corrupt or of another format
     └── CheckpointError   a checkpoint is missing, truncated, corrupt or of another model
 
-All but `WindowError` are also `ValueError`; `WindowError` is a `RuntimeError`. When one of them is raised
-from a step, the model, its buffers, the optimizer and the random state are as they were before that step.
+All but two are also `ValueError`; `OutOfMemoryError` is a `MemoryError`, `WindowError` a `RuntimeError`. When
+one of them is raised from a step, the model, its buffers, the optimizer and the random state are as they were
+before that step, unless the error says that an update was torn.
 """
 
 
@@ -35,8 +40,54 @@ class PlanError(AnybatchError, ValueError):
     """A choice that cannot be carried out: micro-batch size, clipping, dtype."""
 
 
+class BlockError(PlanError):
+    """A block of the model does not run again as it did, so it cannot be recomputed.
+
+    Attributes:
+        block: name of the block.
+    """
+
+    def __init__(self, message: str, *, block: str = "") -> None:
+        super().__init__(message)
+        self.block = block
+
+
+class TraceError(AnybatchError, ValueError):
+    """A step cannot be run on fake tensors, or its bytes follow no law."""
+
+
+class BudgetError(PlanError):
+    """No plan fits the memory budget.
+
+    Attributes:
+        smallest: the smallest budget that would do, in bytes.
+        ledger: where the bytes of that plan go (`anybatch.ledger.Ledger`).
+    """
+
+    def __init__(self, message: str, *, smallest: int = 0, ledger: object = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
+        self.ledger = ledger
+
+
 class OptimizerError(AnybatchError, ValueError):
     """Optimizers, schedulers and parameters do not belong together."""
+
+
+class OutOfMemoryError(AnybatchError, MemoryError):
+    """Memory ran out, and nothing that keeps the result was left to try.
+
+    Attributes:
+        ledger: the bytes of the step by owner, or whatever tells where they are; None where nobody knows.
+    """
+
+    def __init__(self, message: str, ledger: object = None) -> None:
+        super().__init__(message)
+        self.ledger = ledger
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.ledger is None else f"{message}\n{self.ledger}"
 
 
 class WindowError(AnybatchError, RuntimeError):

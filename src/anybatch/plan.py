@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,12 @@ class Plan:
         compensated: Kahan summation of gradients.
         batch_norm: statistics of BatchNorm in training mode: "micro" for those of each micro-batch, "frozen"
             for the running ones.
+        cut: rows of each micro-batch where they differ, as after memory ran out; empty where each has
+            `micro_batch` rows and the last one what is left.
+        blocks: (name, policy) of each block of the model whose activations are not kept
+            (`anybatch.recompute`), in the order of the names.
+        foreach: whether the optimizers update all parameters in common operations, which is faster on a GPU
+            and takes more memory; None for what each optimizer is set to.
 
     Raises:
         PlanError: a value that cannot be carried out.
@@ -42,6 +49,8 @@ class Plan:
         accumulate   auto
         compensated  no
         batch_norm   micro
+        blocks       all kept
+        foreach      as set
     """
 
     rows: int
@@ -50,6 +59,9 @@ class Plan:
     accumulate: str = "auto"
     compensated: bool = False
     batch_norm: str = "micro"
+    cut: tuple[int, ...] = ()
+    blocks: tuple[tuple[str, str], ...] = ()
+    foreach: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -61,18 +73,28 @@ class Plan:
             )
         _check_clip_norm(self.clip_norm)
         check_batch_norm(self.batch_norm)
+        if self.cut and (sum(self.cut) != self.rows or min(self.cut) < 1 or max(self.cut) > self.micro_batch):
+            raise PlanError(
+                f"Expected a cut into parts of 1 to {self.micro_batch} rows, {self.rows} in all, "
+                f"got {self.cut}. Leave it out for parts of equal size."
+            )
         if self.accumulate != "auto":
             parse_dtype(self.accumulate)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each micro-batch, in order."""
+        return self.cut or tuple(cut_sizes(self.rows, self.micro_batch) if self.rows else ())
+
+    @property
     def micro_batches(self) -> int:
         """How many micro-batches the batch is cut into."""
-        return -(-self.rows // self.micro_batch) if self.rows else 0
+        return len(self.cut) or (-(-self.rows // self.micro_batch) if self.rows else 0)
 
     @property
     def is_cut(self) -> bool:
         """False where the whole batch is one micro-batch."""
-        return self.rows != self.micro_batch
+        return self.rows != self.micro_batch or len(self.cut) > 1
 
     @property
     def accumulation_dtype(self) -> torch.dtype | None:
@@ -95,6 +117,8 @@ class Plan:
             values: dict[str, Any] = json.loads(text)
             if values["clip_norm"] is None:
                 values["clip_norm"] = math.inf
+            values["cut"] = tuple(values.get("cut", ()))
+            values["blocks"] = tuple((name, policy) for name, policy in values.get("blocks", ()))
             return Plan(**values)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise PlanError(
@@ -109,6 +133,8 @@ class Plan:
             "accumulate": self.accumulate,
             "compensated": "yes" if self.compensated else "no",
             "batch_norm": self.batch_norm,
+            "blocks": self._blocks_in_words(),
+            "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
         }
         return "\n".join(f"{name:12} {value}" for name, value in table.items())
 
@@ -116,9 +142,15 @@ class Plan:
         if not self.rows:
             return "as they come"
         if self.micro_batches <= 4:
-            return f"{', '.join(map(str, cut_sizes(self.rows, self.micro_batch)))} rows"
+            return f"{', '.join(map(str, self.sizes))} rows"
+        if self.cut:
+            return f"{self.micro_batches} of {min(self.cut)} to {max(self.cut)} rows"
         full, rest = divmod(self.rows, self.micro_batch)
         return f"{full} x {self.micro_batch} rows" + f", then {rest}" * (rest > 0)
+
+    def _blocks_in_words(self) -> str:
+        counts = Counter(policy for _, policy in self.blocks)
+        return ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items())) or "all kept"
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -1,5 +1,9 @@
 """Bytes, seconds and counts: printed so that a person reads them at a glance."""
 
+import re
+
+from anybatch.errors import PlanError
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -15,6 +19,31 @@ def format_bytes(num_bytes: float) -> str:
         size, unit = size / 1024, unit + 1
     digits = 0 if unit == 0 or abs(size) >= 99.95 else 1
     return f"{size:.{digits}f} {_BINARY[unit]}"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a number of bytes: "12GB" is 12 x 1000^3, "20 GiB" is 20 x 1024^3, a whole number is bytes.
+
+    Raises:
+        PlanError: it is something else, or not above 0.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("12GB"), parse_bytes(512)
+        (1536, 12000000000, 512)
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGTP]i?)?B?\s*", str(text), re.IGNORECASE)
+    if isinstance(text, str) and found is not None:
+        number, prefix = float(found[1]), (found[2] or "").upper()
+        base = 1024 if prefix.endswith("I") else 1000
+        num_bytes = int(number * base ** "BKMGTP".index(prefix[:1] or "B"))
+        if num_bytes > 0:
+            return num_bytes
+    raise PlanError(
+        f"Expected a number of bytes above 0, got {text!r}. Write a whole number, or one with a unit, as in "
+        '"12GB" (1000^3) or "12GiB" (1024^3).'
+    )
 
 
 def format_seconds(seconds: float) -> str:
