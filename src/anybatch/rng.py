@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,22 +96,24 @@ def capture_process() -> dict[str, Any]:
         >>> random.random() == first
         True
     """
-    torch_state = capture()
-    state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
+    with _disable_current_modes():  # NumPy's keys are values, also where a step is traced
+        torch_state = capture()
+        state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
+        if "numpy" in sys.modules:
+            name, keys, *rest = sys.modules["numpy"].random.get_state()
+            state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
 
 def restore_process(state: Mapping[str, Any]) -> None:
     """Put back what `capture_process` took, as far as this process has the same generators."""
-    cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
-    restore(RandomState(cpu=state["cpu"], cuda=cuda))
-    random.setstate(state["python"])
-    if "numpy" in state and "numpy" in sys.modules:
-        name, keys, *rest = state["numpy"]
-        sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
+    with _disable_current_modes():
+        cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
+        restore(RandomState(cpu=state["cpu"], cuda=cuda))
+        random.setstate(state["python"])
+        if "numpy" in state and "numpy" in sys.modules:
+            name, keys, *rest = state["numpy"]
+            sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
 def has_moved(since: Mapping[str, Any]) -> bool:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
@@ -55,6 +55,24 @@ def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     """
     nest = flatten(tree)
     return nest.build(function(leaf) for leaf in nest.leaves)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and mappings, a model's outputs too; the rest is left out.
+
+    Example:
+        >>> import torch
+        >>> [leaf.shape[0] for leaf in tensors_in(([torch.zeros(1), None], {"x": (torch.zeros(2), 3)}))]
+        [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in cast("Sequence[Any]", value):
+            yield from tensors_in(one)
+    elif isinstance(value, Mapping):
+        for one in cast("Mapping[Any, Any]", value).values():
+            yield from tensors_in(one)
 
 
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
