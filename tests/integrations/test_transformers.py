@@ -9,11 +9,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.models.mixtral import modeling_mixtral
 
 import anybatch as ab
-from anybatch.errors import LossError
-from anybatch.integrations.transformers import RouterLoss, WholeRouterLoss, homes, recorded, wants_router_loss
+from anybatch.errors import LossError, PlanError
+from anybatch.integrations.transformers import (
+    RouterLoss,
+    WholeRouterLoss,
+    homes,
+    is_layer,
+    recomputes_itself,
+    recorded,
+    wants_router_loss,
+    with_empty_cache,
+    with_own_cache,
+)
 from anybatch.losses import origin
 from anybatch.losses.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
@@ -41,9 +52,8 @@ def cut(
     model: nn.Module, batch: Any, micro_batch: int | None, **options: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     recorder = GradientRecorder(model)
-    return ab.Step(model, ModelLoss(), recorder, micro_batch=micro_batch, **options)(
-        batch
-    ), recorder.gradients
+    step = ab.Step(model, ModelLoss(), recorder, micro_batch=micro_batch, **options)
+    return step(batch), recorder.gradients
 
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -215,9 +225,7 @@ def test_both_passes_draw_the_same_dropout() -> None:
     torch.manual_seed(3)
     cut(model, dict(MIXTRAL.batch), 2, check=False)
     assert torch.equal(torch.get_rng_state(), after)
-    once, first, second = (
-        seen[start : start + MICRO_BATCHES] for start in (0, MICRO_BATCHES, 2 * MICRO_BATCHES)
-    )
+    once, first, second = (seen[at : at + MICRO_BATCHES] for at in (0, MICRO_BATCHES, 2 * MICRO_BATCHES))
     assert all(torch.equal(a, b) for a, b in zip(once + once, first + second, strict=True))
 
 
@@ -361,3 +369,32 @@ def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
     model.forward = lambda **rows: type(model).forward(model, return_loss=True, **rows)
     with pytest.raises(LossError, match=rf"{name}.*{message}"):
         cut(model, batch, 4)
+
+
+def gpt2() -> nn.Module:
+    return next(head for head in HEADS if head.name == "GPT2LMHeadModel").build()
+
+
+def test_layers_are_known_by_their_mark() -> None:
+    model = gpt2()
+    assert [name for name, module in model.named_modules() if is_layer(module)] == ["transformer.h.0"]
+    block: Any = model.get_submodule("transformer.h.0")
+    assert not recomputes_itself(block)
+    block.gradient_checkpointing = True
+    assert recomputes_itself(block)
+
+
+def test_every_run_of_a_layer_has_an_empty_cache_of_its_own() -> None:
+    block, cache, states = gpt2().get_submodule("transformer.h.0"), DynamicCache(), torch.zeros(1, 2, 3, 4)
+    given = with_empty_cache(block, (1, cache), {"past": cache})
+    for _ in range(2):
+        args, kwargs = with_own_cache(*given)
+        assert [own.update(states, states, 0)[0].shape[2] for own in (args[1], kwargs["past"])] == [3, 3]
+    assert cache.get_seq_length() == 0
+
+
+def test_a_cache_that_holds_tokens_is_refused() -> None:
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    with pytest.raises(PlanError, match="got 3 tokens in that of GPT2Block"):
+        with_empty_cache(gpt2().get_submodule("transformer.h.0"), (cache,), {})

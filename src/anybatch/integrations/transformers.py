@@ -1,9 +1,10 @@
-"""Router losses of transformers' mixtures of experts: a product of means over all tokens, where rows meet."""
+"""What is special about transformers: router losses, in which rows meet, and layers that write to a cache."""
 
 import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.errors import LossError
+from anybatch.errors import LossError, PlanError
 
 NAME = "load_balancing_loss_func"
 ADVICE = "Set model.config.output_router_logits = False, or do not cut the batch."
@@ -70,6 +71,120 @@ def wants_router_loss(model: nn.Module) -> bool:
     """
     configs = [getattr(module, "config", None) for module in model.modules()]
     return any(getattr(config, "output_router_logits", False) is True for config in configs)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether transformers marks this module as one of the layers that it can recompute.
+
+    Example:
+        >>> is_layer(nn.Linear(1, 1))
+        False
+    """
+    return _descends(module, "transformers.modeling_layers", "GradientCheckpointingLayer")
+
+
+def recomputes_itself(module: nn.Module) -> bool:
+    """Whether transformers' own recompute is switched on in this module.
+
+    Example:
+        >>> recomputes_itself(nn.Linear(1, 1))
+        False
+    """
+    return getattr(module, "gradient_checkpointing", False) is True
+
+
+def with_empty_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer that will run twice: with a cache that the caller never sees.
+
+    A model in training makes an empty cache and nobody reads what its layers add. But it must be there: it
+    lays keys and values out in memory, and so decides how they are multiplied. What other layers have
+    filled is shared; what they have not is not, or it would be held once they do.
+
+    Raises:
+        PlanError: the cache holds tokens from before (a trained prefix), which the result depends on.
+
+    Example:
+        >>> with_empty_cache(nn.Linear(1, 1), (1,), {"use_cache": True})
+        ((1,), {'use_cache': True})
+    """
+    if not any(map(_is_cache, (*args, *kwargs.values()))):
+        return args, dict(kwargs)
+    places = {getattr(one, "layer_idx", None) for one in module.modules()} - {None}
+    others: dict[int, Any] = {}
+    for cache in filter(_is_cache, (*args, *kwargs.values())):
+        for place, layer in _cache_layers(cache):
+            held = _holds_tokens(layer)
+            if held and places and place not in places:
+                others[id(layer)] = layer
+            elif held:
+                raise PlanError(
+                    f"Expected an empty cache in a block that is recomputed, got {held} in that "
+                    f'of {type(module).__name__}. Leave it out of `recompute`, or choose "offload".'
+                )
+
+    def empty(value: Any) -> Any:
+        return OwnCache(deepcopy(value, dict(others)), others) if _is_cache(value) else value
+
+    return tuple(map(empty, args)), {name: empty(one) for name, one in kwargs.items()}
+
+
+def with_own_cache(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments for one run, which may write to its cache.
+
+    Example:
+        >>> with_own_cache((1,), {})
+        ((1,), {})
+    """
+
+    def own(value: Any) -> Any:
+        return value.copied() if isinstance(value, OwnCache) else value
+
+    return tuple(map(own, args)), {name: own(one) for name, one in kwargs.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnCache:
+    """A cache of which every run of a layer gets a copy.
+
+    Attributes:
+        cache: as it was when the layer was called; nobody writes to it.
+        others: what belongs to other layers, by id.
+    """
+
+    cache: Any
+    others: Mapping[int, Any]
+
+    def copied(self) -> Any:
+        """For one run."""
+        return deepcopy(self.cache, dict(self.others))
+
+
+def _cache_layers(cache: Any) -> list[tuple[int, Any]]:
+    """What a cache has for each layer, with the layer's number; of one in two parts, of both."""
+    inner = [pair for part in vars(cache).values() if _is_cache(part) for pair in _cache_layers(part)]
+    return [*inner, *enumerate(getattr(cache, "layers", ()))]
+
+
+def _holds_tokens(layer: Any) -> str:
+    """What one layer's part of a cache holds, in words; empty if nothing."""
+    states = getattr(layer, "has_previous_state", False)
+    if any(states.values()) if isinstance(states, Mapping) else states is True:
+        return "a state"
+    length = int(layer.get_seq_length()) if hasattr(layer, "get_seq_length") else 0
+    return f"{length} tokens" if length else ""
+
+
+def _is_cache(value: object) -> bool:
+    return _descends(value, "transformers.cache_utils", "Cache")
+
+
+def _descends(value: object, module: str, name: str) -> bool:
+    """Whether a value's class comes from one that must not be imported here."""
+    return any(base.__name__ == name and base.__module__ == module for base in type(value).__mro__)
 
 
 @contextmanager
@@ -138,9 +253,11 @@ class WholeRouterLoss:
             LossError: the scores have another shape than in the first pass.
         """
         if not self._cotangents:  # the coefficient flows first, as in the model's own backward
+            # The graph stays until it has worked: memory may run out half-way, and then it is asked again.
             cotangents = torch.autograd.grad(
-                self.value, self._gates, torch.full_like(self.value, coefficient)
+                self.value, self._gates, torch.full_like(self.value, coefficient), retain_graph=True
             )
+            self.value = self.value.detach()
             self._cotangents = list(zip(*[one.split(self._sizes) for one in cotangents], strict=True))
         if call.gates[0].shape[0] != self._sizes[index]:
             raise LossError(

@@ -1,0 +1,318 @@
+"""Offload: what a block saves for backward waits in host memory."""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, cast
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from anybatch.errors import PlanError
+
+#: Bytes below which a tensor stays: a copy's latency is then longer than its transfer.
+SMALLEST = 64 * 1024
+
+Key = tuple[int, int, torch.dtype]
+
+_MOVING: ContextVar[bool] = ContextVar("moving to the host", default=False)
+
+
+# A compiled block calls the hooks of what it saves; they are not to be compiled with it. (What torch.compiler
+# has for it is slow to import.)
+_not_compiled = torch._disable_dynamo  # pyright: ignore
+
+
+def is_moving() -> bool:
+    """Whether what is made just now is the copy on the host: a meter can book it there, not on the device.
+
+    Example:
+        >>> is_moving()
+        False
+    """
+    return _MOVING.get()
+
+
+@contextmanager
+def _moving() -> Generator[None]:
+    token = _MOVING.set(True)
+    try:
+        yield
+    finally:
+        _MOVING.reset(token)
+
+
+class Link(Protocol):
+    """How storages travel between a device and the host, each as a tensor of one axis."""
+
+    def away(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """Start to copy to the host; the copy, and a mark that tells when it is done."""
+        ...
+
+    def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """Start to copy to the device; the copy, and a mark that tells when it is done."""
+        ...
+
+    def wait(self, mark: Any) -> None:
+        """Let what is computed from here on come after the mark."""
+        ...
+
+
+class HostLink:
+    """On the CPU nothing is saved by it: plain copies, so that the same can be tried without a device.
+
+    Example:
+        >>> copied, mark = HostLink().away(torch.ones(2))
+        >>> copied
+        tensor([1., 1.])
+    """
+
+    def away(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """See `Link`."""
+        return flat.clone(), None
+
+    def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """See `Link`."""
+        return host.to(device, copy=True), None
+
+    def wait(self, mark: Any) -> None:
+        """See `Link`."""
+
+
+class CudaLink:
+    """Copies on a stream of their own, beside the computation, from and to pinned memory.
+
+    Pinned buffers come from torch's caching host allocator, which hands a freed one out again as soon as
+    every copy from or to it is done.
+
+    All device memory is made on the stream that computes. The stream that copies waits for it before each
+    copy, and it waits for the copy before it reads what was brought back, or before what was moved away is
+    freed. So no memory is given to anybody else while a copy still needs it, and none has to be held back
+    until the host notices that a copy is done, as with `record_stream`.
+
+    Args:
+        device: whose memory is meant.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+
+    def away(self, flat: Tensor) -> tuple[Tensor, Any]:
+        """See `Link`."""
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+        return host, self._copy(host, flat)
+
+    def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        """See `Link`."""
+        flat = torch.empty(host.shape, dtype=host.dtype, device=device)
+        return flat, self._copy(flat, host)
+
+    def wait(self, mark: Any) -> None:
+        """See `Link`."""
+        torch.cuda.current_stream(self._device).wait_event(mark)
+
+    def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            to.copy_(source, non_blocking=True)
+            return cast(torch.cuda.Event, self._side.record_event())
+
+
+def _nothing() -> None:
+    """In the place of a reference to what is not there."""
+
+
+class Moved:
+    """One storage of a device, in host memory or on its way.
+
+    Args:
+        device: where it belongs.
+        source: it, until it has left.
+        version: how often it had been written to when it was saved.
+
+    Attributes:
+        host: its copy; the source itself until the block that saved it is left.
+        mark: when the copy is done.
+        taken: what came back, as long as anybody needs it.
+        is_changed: whether the source was written to while it was here.
+    """
+
+    __slots__ = ("__weakref__", "device", "host", "is_changed", "mark", "source", "taken", "version")
+
+    def __init__(self, device: torch.device, source: Tensor, version: int) -> None:
+        self.device, self.version = device, version
+        self.source: Tensor | None = source
+        self.host, self.mark = source, cast(Any, None)
+        self.taken: Callable[[], Tensor | None] = _nothing
+        self.is_changed = False
+
+    def look(self) -> None:
+        """Note whether the source was written to, which the copy may or may not have seen."""
+        if self.source is not None and self.source._version != self.version:  # pyright: ignore[reportPrivateUsage]
+            self.is_changed = True
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Visit:
+    """One call of a block.
+
+    Attributes:
+        before: the call that backward comes to after this one, if it is still there.
+        moved: what this one saved, as long as autograd holds it.
+    """
+
+    before: "Callable[[], Visit | None]"
+    moved: list[ReferenceType[Moved]] = field(default_factory=list[ReferenceType[Moved]])
+
+    def alive(self) -> list[Moved]:
+        """What autograd still holds."""
+        return [moved for moved in (each() for each in self.moved) if moved is not None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Saved:
+    """A tensor that autograd saved: a view of a storage that was moved."""
+
+    moved: Moved
+    visit: Visit
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Offload:
+    """Moves what blocks save to the host, and back before backward needs it.
+
+    A storage is moved once, however many of its views are saved, and comes back as it was: the same strides,
+    the same bits. While a block computes, what the block before it saved is on its way, and is then let go.
+    What the last block saved is still there when backward begins. When backward enters a block, what the
+    block before it saved begins to come back.
+
+    What is smaller than `SMALLEST` stays where it is, and so does what is on another kind of device.
+
+    Args:
+        stay: tensors that are never moved: parameters and buffers.
+
+    Example:
+        >>> offload, weight = Offload([]), torch.ones(200, 200, requires_grad=True)
+        >>> with offload.saving("cpu"):
+        ...     loss = weight.exp().sum()
+        >>> loss.backward()
+        >>> torch.equal(weight.grad, weight.exp())
+        True
+        >>> offload.close()
+    """
+
+    def __init__(self, stay: Iterable[Tensor]) -> None:
+        self._stay = {_storage(tensor) for tensor in stay}
+        self._links: dict[torch.device, Link] = {}
+        self._coming: dict[Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
+        self._last: Callable[[], Visit | None] = _nothing  # in forward
+        self._entered: Callable[[], Visit | None] = _nothing  # in backward
+
+    @contextmanager
+    def saving(self, kind: str) -> Generator[None]:
+        """What one call of a block runs under.
+
+        Args:
+            kind: of device whose memory is to be freed, as in "cuda".
+        """
+        self.close()  # what an interrupted backward has left
+        before = self._last()
+        visit = Visit(self._last)
+        known: dict[Key, Moved] = {}
+
+        try:
+            with saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack):
+                yield
+        finally:
+            known.clear()  # autograd holds it
+        # Not before: an operation may save what it fills afterwards (nn.RReLU's noise).
+        for moved in visit.alive():
+            with _moving():
+                moved.host, moved.mark = self._link(moved.device).away(moved.host)
+        for moved in before.alive() if before is not None else ():
+            if moved.source is not None:
+                self._link(moved.device).wait(moved.mark)
+                moved.look()
+                moved.source = None
+        self._last = ref(visit)
+
+    def close(self) -> None:
+        """Free what came back and was not taken, once its copy is done."""
+        for moved, (_, mark) in self._coming.items():
+            self._link(moved.device).wait(mark)
+        self._coming.clear()
+
+    def _is_moved(self, tensor: Tensor, kind: str) -> bool:
+        return (
+            tensor.device.type == kind
+            and tensor.layout is torch.strided
+            and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+            and tensor.untyped_storage().nbytes() >= SMALLEST
+            and _storage(tensor) not in self._stay
+        )
+
+    @_not_compiled
+    def _pack(self, kind: str, visit: Visit, known: dict[Key, Moved], tensor: Tensor) -> Tensor | Saved:
+        if not self._is_moved(tensor, kind):
+            return tensor
+        # The storage stays until `known` is cleared, so nothing else has its place. What was written to
+        # meanwhile is moved again.
+        key = (_storage(tensor), tensor._version, tensor.dtype)  # pyright: ignore[reportPrivateUsage]
+        moved = known.get(key)
+        if moved is None:
+            moved = known[key] = Moved(tensor.device, _flat(tensor), key[1])
+            visit.moved.append(ref(moved))
+        return Saved(moved, visit, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    @_not_compiled
+    def _unpack(self, saved: Tensor | Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        if self._entered() is not saved.visit:
+            self._entered = ref(saved.visit)
+            before = saved.visit.before()
+            for moved in (*saved.visit.alive(), *(before.alive() if before is not None else ())):
+                self._bring(moved)
+        return self._take(saved.moved).as_strided(saved.size, saved.stride, saved.offset)
+
+    def _bring(self, moved: Moved) -> None:
+        if moved.source is None and moved.taken() is None and moved not in self._coming:
+            self._coming[moved] = self._link(moved.device).back(moved.host, moved.device)
+
+    def _take(self, moved: Moved) -> Tensor:
+        moved.look()
+        if moved.is_changed:  # autograd itself would have refused it
+            raise PlanError(
+                "Expected what is saved for backward to stay as it is, got a tensor that was changed in "
+                f"place after a block had saved it ({moved.host.nbytes} bytes). Change a copy of it."
+            )
+        there = moved.taken() if moved.source is None else moved.source
+        if there is not None:
+            return there
+        self._bring(moved)
+        flat, mark = self._coming.pop(moved)
+        self._link(moved.device).wait(mark)
+        moved.taken = ref(flat)
+        return flat
+
+    def _link(self, device: torch.device) -> Link:
+        if device not in self._links:
+            self._links[device] = CudaLink(device) if device.type == "cuda" else HostLink()
+        return self._links[device]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, on one axis."""
+    tensor = tensor.detach()
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

@@ -1,0 +1,129 @@
+"""Selective recompute: matrix products, convolutions and attention are kept, the cheap is rebuilt."""
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+#: Operations whose results are kept, by their names in `torch.ops.aten`, as far as this torch has them.
+KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "addbmm",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_int_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
+
+
+def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """What `torch.utils.checkpoint` runs a forward under, and the same forward again.
+
+    The first is torch's own; the second differs from torch's in what it allows. It may be run again as often
+    as backward passes come by, as with `retain_graph`. Other operations may be more or fewer than the first
+    time, as those by which autocast casts weights. Where a kept result was changed in place (a convolution
+    with an in-place activation behind it), all of the block is rebuilt. And attention that drops out is
+    rebuilt: if it were not, the draws after it would be others.
+
+    Example:
+        >>> first, _ = contexts()
+        >>> with first:
+        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+    """
+    keeping: Any = create_selective_checkpoint_contexts(_policy)[0]
+    return keeping, _Reusing(keeping.storage)
+
+
+class _Reusing(TorchDispatchMode):
+    """Operations whose results are kept give those; the others run.
+
+    Args:
+        store: operation -> how many of its kind came before it -> its result, each part in a wrapper.
+    """
+
+    def __init__(self, store: dict[Any, dict[int, Any]]) -> None:
+        super().__init__()
+        self._store = store
+        self._is_last = False
+        self._came: Counter[Any] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled code runs under it as ever."""
+        return True
+
+    def __enter__(self) -> Self:
+        # What was changed in place is kept no longer, and a part of the rest would be of little use.
+        wrappers = [leaf for leaf in tree_leaves(self._store) if hasattr(leaf, "val")]
+        if any(isinstance(one.val, Tensor) and one.val._version != one.version for one in wrappers):
+            self._store.clear()
+        self._is_last = not _is_graph_kept()
+        self._came.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place = self._came[func]
+        self._came[func] += 1
+        results = self._store.get(func, {})
+        # The last time each is free as soon as it has been used.
+        found = results.pop(place, None) if self._is_last else results.get(place)
+        if not any(hasattr(leaf, "val") for leaf in tree_leaves(found)):
+            return func(*args, **(kwargs or {}))
+        return tree_map(_unwrapped, found)
+
+
+def _unwrapped(wrapper: Any) -> Any:
+    """A tensor of its own each time, for autograd to write its notes on."""
+    return wrapper.val.detach() if isinstance(wrapper.val, Tensor) else wrapper.val
+
+
+def _is_graph_kept() -> bool:
+    """Whether another backward may follow the one that is running."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore
+    return ask is None or ask()
+
+
+def _policy(_: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(op, "overloadpacket", None)
+    is_kept = packet in _kept() and not _drops_out(op, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _kept() -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name) for name in KEPT if hasattr(torch.ops.aten, name))
+
+
+def _drops_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    place = _dropout_place(op)
+    if place < 0:
+        return False
+    name = op._schema.arguments[place].name
+    return bool(args[place] if place < len(args) else kwargs.get(name, 0.0))
+
+
+@cache
+def _dropout_place(op: Any) -> int:
+    names = [argument.name for argument in op._schema.arguments]
+    return next((place for place, name in enumerate(names) if name == "dropout_p"), -1)

@@ -1,0 +1,265 @@
+"""Small models with everything that makes a second forward differ from the first, and how they are run."""
+
+import copy
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anybatch.recompute import Choice, applied, find_blocks
+
+ROWS = 4
+
+
+class Bottleneck(nn.Module):
+    """ResNet's, small: BatchNorm, in-place activations and a projection."""
+
+    def __init__(self, maps: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(maps, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
+            nn.Conv2d(4, 4, 3, stride, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
+            nn.Conv2d(4, out, 1, bias=False), nn.BatchNorm2d(out),
+        )  # fmt: skip
+        self.side = nn.Sequential(nn.Conv2d(maps, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.main(x) + self.side(x))
+
+
+class ResNet(nn.Module):
+    """Two stages of bottlenecks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.stages = nn.ModuleList(
+            [
+                nn.Sequential(Bottleneck(8, 8), Bottleneck(8, 8)),
+                nn.Sequential(Bottleneck(8, 16, 2), Bottleneck(16, 16)),
+            ]
+        )
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+class DoubleConv(nn.Module):
+    """A U-Net's, with activations in place right behind the convolutions."""
+
+    def __init__(self, maps: int, out: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(maps, out, 3, padding=1), nn.SiLU(inplace=True),
+            nn.Conv2d(out, out, 3, padding=1), nn.SiLU(inplace=True), nn.Dropout2d(0.3),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Down(nn.Module):
+    """Half the size, then twice a convolution."""
+
+    def __init__(self, maps: int, out: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.MaxPool2d(2), DoubleConv(maps, out))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class UNet(nn.Module):
+    """One level down and up again, twice down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down1, self.down2 = DoubleConv(3, 4), Down(4, 8), Down(8, 8)
+        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
+        self.join = DoubleConv(16, 4)
+        self.out = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.down1(self.first(x))
+        return self.out(self.join(torch.cat([middle, self.up(self.down2(middle))], 1)))
+
+
+@dataclass
+class Two:
+    """An output that is no tensor."""
+
+    hidden: Tensor
+    extra: dict[str, Tensor]
+
+
+class Odd(nn.Module):
+    """A block with all that a second run must not do twice.
+
+    Draws from every stream; spectral norm, BatchNorm, a buffer that is replaced, one that is counted, a
+    counter that decides what is computed, a list among the arguments that grows.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+        self.old = nn.utils.spectral_norm(nn.Linear(width, width))
+        self.attention = nn.MultiheadAttention(width, 2, dropout=0.2, batch_first=True)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.2)
+        self.own = torch.Generator().manual_seed(1)
+        self.calls = 0
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mask", torch.ones(width, width))
+
+    def forward(self, x: Tensor, *, seen: list[Tensor], places: dict[str, Tensor]) -> Two:
+        self.seen = self.seen + x.detach().mean()
+        self.calls += 1
+        self.mask.mul_(1.01)
+        noise = random.random() + np.random.rand() + torch.rand((), generator=self.own)
+        y = self.attention(x, x, x, need_weights=False)[0] + sum(seen) + places["first"]
+        y = (
+            torch.tanh(self.first(y) if self.calls % 2 else self.old(y)) * noise
+            + self.old(x) @ self.mask.clone()
+        )
+        y = self.norm(y.transpose(1, 2)).transpose(1, 2) * (1 + self.seen)
+        self.last = self.drop(y)
+        return Two(self.last, {"square": y.square()})
+
+
+class Odds(nn.Module):
+    """Odd blocks, one of them called twice, one frozen, the first on inputs without gradient."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Odd(width) for _ in range(3)])
+        self.blocks[1].requires_grad_(False)
+        self.blocks[2].first.requires_grad_(False)
+        self.tied = nn.Linear(width, width)
+        self.out = nn.Linear(width, width)
+        self.out.weight = self.tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        total = torch.zeros((), dtype=x.dtype)
+        for block in (self.blocks[0], self.blocks[1], self.blocks[2], self.blocks[2]):
+            two = block(x, seen=seen, places={"first": x})
+            x = self.tied(two.hidden)
+            seen.append(x)
+            total = total + two.extra["square"].mean()
+        return self.out(x) + total
+
+
+class Encoder(nn.Module):
+    """torch's own layers, with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+IMAGES, WORDS = (ROWS, 3, 8, 8), (ROWS, 5, 8)
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "resnet": (ResNet, IMAGES),
+    "unet": (UNet, IMAGES),
+    "odd": (Odds, (ROWS, 5, 6)),
+    "encoder": (Encoder, WORDS),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """All that a step may leave."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    random: list[Any]
+    attributes: list[set[str]]
+
+
+def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
+    """A model and its input, the same each time."""
+    kind, shape = MODELS[name]
+    torch.manual_seed(0)
+    return kind().to(dtype), torch.randn(shape, dtype=dtype)
+
+
+def seed(number: int) -> None:
+    """Every stream from the same place."""
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def streams() -> list[Any]:
+    """Where every stream stands."""
+    numbers = np.random.get_state()
+    return [
+        torch.get_rng_state(),
+        random.getstate(),
+        torch.from_numpy(numbers[1].astype("int64")),
+        numbers[2],
+    ]
+
+
+def every(model: nn.Module, policy: str) -> Choice:
+    """This policy for every block."""
+    return tuple((name, policy) for name in find_blocks(model))
+
+
+def run(
+    model: nn.Module,
+    x: Tensor,
+    choice: Choice,
+    *,
+    passes: int = 1,
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Result:
+    """Two forwards and backwards of a copy, from seed 3."""
+    model = copy.deepcopy(model)
+    seed(3)
+    with applied(model, choice):
+        for _ in range(2):  # the second finds what the first has left
+            with context():
+                out = model(x)
+                loss = out.float().square().mean()
+            for left in reversed(range(passes)):
+                torch.autograd.backward(loss, retain_graph=left > 0)
+    return Result(
+        loss=loss.detach(),
+        gradients={name: p.grad for name, p in model.named_parameters()},
+        buffers=dict(model.named_buffers()),
+        random=streams(),
+        attributes=[set(vars(module)) for module in model.modules()],
+    )
+
+
+def differences(one: Result, other: Result) -> list[str]:
+    """What is not the same to the bit."""
+    found = [] if torch.equal(one.loss, other.loss) else ["loss"]
+    assert one.gradients.keys() == other.gradients.keys()
+    for name, gradient in one.gradients.items():
+        twin = other.gradients[name]
+        if (gradient is None) != (twin is None):
+            found.append(f"no gradient of {name}")
+        elif gradient is not None and twin is not None and not torch.equal(gradient, twin):
+            found.append(f"gradient of {name}")
+    assert list(one.buffers) == list(other.buffers)
+    found += [f"buffer {n}" for n, b in one.buffers.items() if not torch.equal(b, other.buffers[n])]
+    for left, right in zip(one.random, other.random, strict=True):
+        same = torch.equal(left, right) if isinstance(left, Tensor) else left == right
+        found += [] if same else ["random state"]
+    return found + (["attributes"] if one.attributes != other.attributes else [])

@@ -1,0 +1,382 @@
+"""Policies change nothing but memory: loss, gradients, buffers and random streams to the bit."""
+
+import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import anybatch as ab
+from anybatch.errors import PlanError
+from anybatch.meter import Meter
+from anybatch.recompute import POLICIES, Choice, applied, find_blocks
+from anybatch.recompute import offload as offload_module
+from anybatch.testing import GradientRecorder
+from tests.integrations.heads import HEADS
+from tests.recompute.models import MODELS, UNet, differences, every, make, run, seed, streams
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+policies = pytest.mark.parametrize("policy", POLICIES)
+models = pytest.mark.parametrize("name", MODELS)
+
+# What transformers says about configs as tiny as these is about nothing that matters here.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
+
+
+@pytest.fixture(autouse=True)
+def all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offload moves everything."""
+    monkeypatch.setattr(offload_module, "SMALLEST", 0)
+
+
+@models
+@policies
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_nothing_changes(name: str, policy: str, dtype: torch.dtype, passes: int) -> None:
+    model, x = make(name, dtype)
+    plain = run(model, x, (), passes=passes)
+    assert differences(plain, run(model, x, every(model, policy), passes=passes)) == []
+
+
+@models
+@policies
+def test_nothing_changes_under_autocast(name: str, policy: str) -> None:
+    model, x = make(name)
+    context: Callable[[], AbstractContextManager[Any]] = partial(torch.autocast, "cpu", torch.bfloat16)
+    plain = run(model, x, (), context=context)
+    assert differences(plain, run(model, x, every(model, policy), context=context)) == []
+
+
+@models
+def test_policies_stand_beside_each_other(name: str) -> None:
+    model, x = make(name)
+    mixed = tuple(zip(find_blocks(model), (*POLICIES, "recompute"), strict=False))
+    assert differences(run(model, x, ()), run(model, x, mixed)) == []
+
+
+@policies
+def test_a_whole_model_is_a_block(policy: str) -> None:
+    model, x = make("resnet")
+    assert differences(run(model, x, ()), run(model, x, (("", policy),))) == []
+
+
+def heads() -> list[Any]:
+    """One of each kind, with dropout."""
+    names = (
+        "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification",
+        "MixtralForCausalLM",
+    )  # fmt: skip
+    return [pytest.param(head, id=head.name) for head in HEADS if head.name in names]
+
+
+@pytest.mark.parametrize("head", heads())
+@policies
+def test_nothing_changes_in_a_step_of_transformers(head: Any, policy: str) -> None:
+    def step(choice: Choice) -> tuple[Any, dict[str, Tensor], list[Any]]:
+        model = head.build()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.2
+        recorder = GradientRecorder(model)
+        seed(1)
+        with applied(model, choice):
+            report = ab.Step(model, ab.ModelLoss(), recorder, micro_batch=3)(head.batch)
+        return report.loss, recorder.gradients, streams()
+
+    loss, gradients, random = step(())
+    choice = every(head.build(), policy)
+    assert choice
+    other = step(choice)
+    assert loss == other[0]
+    assert gradients.keys() == other[1].keys()
+    assert all(torch.equal(gradient, other[1][name]) for name, gradient in gradients.items())
+    assert torch.equal(random[0], other[2][0])
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+}
+SMALL |= {"intermediate_size": 32, "max_position_embeddings": 64, "num_key_value_heads": 1}
+CACHED: dict[str, dict[str, Any]] = {
+    "GPT2": {"vocab_size": 50, "n_embd": 16, "n_layer": 3, "n_head": 2},
+    "Lfm2": {**SMALL, "layer_types": ["conv", "full_attention", "conv"]},
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+@pytest.mark.parametrize("chosen", [slice(None), slice(1, 2)], ids=["all", "one"])
+@policies
+def test_nothing_changes_in_layers_with_a_cache(name: str, chosen: slice, policy: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**CACHED[name])
+    seed(0)
+    model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+    ids = torch.randint(1, 50, (6, 10))
+    found: list[tuple[Tensor, ...]] = []
+    for choice in ((), every(model, policy)[chosen]):
+        seed(1)
+        with applied(model, choice):
+            loss = model(input_ids=ids, labels=ids).loss
+            found.append(torch.autograd.grad(loss, list(model.parameters())))
+    assert all(map(torch.equal, *found))
+
+
+def clip(one: Tensor, other: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(one.flatten(1) @ other.flatten(1).T, torch.arange(len(one)))
+
+
+class Both(nn.Module):
+    """Two outputs, as for pairs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = make("encoder")[0]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.encoder(x), self.encoder(x.flip(1))
+
+
+def several(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
+    out = model(micro[0])
+    return {
+        "a": ab.Total(out[0].square().sum(), len(micro[0])),
+        "b": ab.Total(out[1].exp().sum(), micro[0].numel()),
+    }
+
+
+@policies
+@pytest.mark.parametrize("kind", ["whole batch", "terms, late", "window"])
+def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
+    def step(choice_of: Callable[[nn.Module], Choice]) -> tuple[dict[str, Tensor], Tensor]:
+        torch.manual_seed(0)
+        model = Both()
+        x = torch.randn(6, 5, 8)
+        recorder = GradientRecorder(model)
+        loss = ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
+        step = ab.Step(model, loss, recorder, micro_batch=2, check=False)
+        with applied(model, choice_of(model)):
+            if kind == "window":
+                window = step.window()
+                for micro in x.split(2):
+                    window.add((micro,))
+                window.close()
+            else:
+                step((x,))
+        return recorder.gradients, torch.get_rng_state()
+
+    gradients, random = step(lambda model: ())
+    others, state = step(lambda model: every(model, policy))
+    assert gradients
+    assert all(torch.equal(gradient, others[name]) for name, gradient in gradients.items())
+    assert torch.equal(random, state)
+
+
+@policies
+def test_gradients_of_some_inputs_only(policy: str) -> None:
+    def gradient(choice: bool) -> Tensor:
+        model, x = make("encoder")
+        weight = next(model.parameters())
+        with applied(model, every(model, policy) if choice else ()):
+            model(x).square().sum().backward(inputs=[weight])
+        assert all((p.grad is None) == (p is not weight) for p in model.parameters())
+        assert weight.grad is not None
+        return weight.grad
+
+    state = torch.get_rng_state()
+    plain = gradient(False)
+    torch.set_rng_state(state)
+    assert torch.equal(plain, gradient(True))
+
+
+@policies
+def test_hooks_of_a_block_run_once(policy: str) -> None:
+    model, x = make("encoder")
+    ran: list[str] = []
+    block = model.get_submodule("encoder.layers.1")
+    block.register_forward_pre_hook(lambda *_: ran.append("before"))
+    block.register_forward_hook(lambda *_: ran.append("after"))
+    block.register_full_backward_hook(lambda *_: ran.append("backward"))
+    with applied(model, every(model, policy)):
+        model(x).sum().backward()
+    assert ran == ["before", "after", "backward"]
+
+
+class Failure(TorchDispatchMode):
+    """Runs out of memory at one operation."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:  # allocates nothing
+            return func(*args, **(kwargs or {}))
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+@policies
+@pytest.mark.parametrize("name", ["odd", "resnet"])
+def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) -> None:
+    at = 0
+    while True:
+        at += 17
+        broken, x = make(name)
+        seed(3)
+        with torch.no_grad():
+            broken(x)  # what a forward leaves is there from now on
+        attributes = [set(vars(module)) for module in broken.modules()]
+        reached = "forward"
+        try:
+            with applied(broken, every(broken, policy)), Failure(at):
+                loss = broken(x).square().mean()
+                before = [b.detach().clone() for b in broken.buffers()], streams()
+                reached = "backward"
+                loss.backward()
+        except torch.OutOfMemoryError:
+            loss = None
+        else:
+            break
+        assert [set(vars(module)) for module in broken.modules()] == attributes
+        if reached == "backward":
+            assert all(map(torch.equal, before[0], broken.buffers()))
+            now = streams()
+            assert torch.equal(before[1][0], now[0])
+            assert before[1][1] == now[1]
+            assert torch.equal(before[1][2], now[2])
+    assert at > 10 * 17
+
+
+def test_nothing_is_done_without_gradient() -> None:
+    model, x = make("encoder")
+    ran: list[int] = []
+    model.get_submodule("encoder.layers.0.linear1").register_forward_hook(lambda *_: ran.append(1))
+    with applied(model, every(model, "recompute")):
+        with torch.no_grad():
+            out = model(x)
+        assert not out.requires_grad
+        model(x).sum().backward()
+    assert len(ran) == 3
+
+
+@policies
+def test_the_model_is_as_before(policy: str) -> None:
+    model, _ = make("odd")
+    model.blocks[0].forward = partial(type(model.blocks[0]).forward, model.blocks[0])  # pyright: ignore
+    before = [vars(module).copy() for module in model.modules()]
+    for _ in range(2):
+        with suppress(KeyError), applied(model, every(model, policy)):
+            assert all("forward" in vars(model.get_submodule(name)) for name in find_blocks(model))
+            raise KeyError
+        assert [vars(module) for module in model.modules()] == before
+
+
+@policies
+def test_nothing_is_held_after_a_step(policy: str) -> None:
+    model, x = make("encoder")
+    with applied(model, every(model, policy)):
+        model(x).sum().backward()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(3):
+        with applied(model, every(model, policy)):
+            model(x).sum().backward()
+    gc.collect()
+    assert len(gc.get_objects()) - before < 50
+
+
+@policies
+def test_fake_tensors_take_the_same_way(policy: str) -> None:
+    with FakeTensorMode():
+        model, x = UNet(), torch.randn(2, 3, 8, 8)
+        with applied(model, every(model, policy)):
+            model(x).sum().backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@policies
+@pytest.mark.parametrize("name", ["encoder", "unet", "resnet"])
+@pytest.mark.parametrize("how", ["block.compile", "torch.compile"])
+def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar would leave a thread
+    model, x = make(name)
+    blocks = find_blocks(model)
+    for block in blocks:
+        if how == "block.compile":
+            model.get_submodule(block).compile(backend="aot_eager")
+        else:
+            model.set_submodule(block, torch.compile(model.get_submodule(block), backend="aot_eager"))
+    before = [b.clone() for b in model.buffers()]
+
+    def step(choice: Choice) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        for buffer, value in zip(model.buffers(), before, strict=True):
+            buffer.copy_(value)
+        with applied(model, choice):
+            loss = model(x).square().mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+        return [loss, *gradients], [b.clone() for b in model.buffers()], torch.get_rng_state()
+
+    plain = step(())
+    other = step(tuple((block, policy) for block in blocks))
+    torch._dynamo.reset()
+    assert all(map(torch.equal, plain[0], other[0]))
+    assert all(map(torch.equal, plain[1], other[1]))
+    assert torch.equal(plain[2], other[2])
+
+
+@pytest.mark.parametrize("how", ["compile", "torch.compile"])
+def test_a_compiled_model_is_refused(how: str) -> None:
+    model, _ = make("encoder")
+    if how == "compile":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+    assert isinstance(model, nn.Module)
+    entered = applied(model, every(model, "recompute"))
+    with pytest.raises(PlanError, match=r"Compile the blocks.*block.compile\(\)"), entered:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ((("encoder.nothing", "recompute"),), "got 'encoder.nothing': TransformerEncoder has no 'nothing'"),
+        ((("encoder", "forget"),), "got 'forget'"),
+    ],
+)
+def test_what_cannot_be_applied_is_refused(choice: Choice, message: str) -> None:
+    model, _ = make("encoder")
+    with pytest.raises(PlanError, match=message), applied(model, choice):
+        pass
+    assert "forward" not in vars(model.get_submodule("encoder"))
+
+
+def test_less_is_held() -> None:
+    model, x = make("encoder")
+    x = x.repeat(8, 8, 1)
+
+    def peak(choice: Choice) -> int:
+        with Meter(model, batch_leaves=[x]) as meter, applied(model, choice):
+            model(x).square().mean().backward()
+        model.zero_grad()
+        return meter.peak - meter.held
+
+    kept, rebuilt = peak(()), peak(every(model, "recompute"))
+    assert rebuilt < 0.6 * kept
+    assert rebuilt < peak(every(model, "selective")) < kept

@@ -1,0 +1,191 @@
+"""What is moved, how often, and when it is let go."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybatch.errors import PlanError
+from anybatch.recompute import offload as module
+from anybatch.recompute.offload import HostLink, Offload, is_moving
+
+
+class Watched(HostLink):
+    """Counts the journeys, and waits like a device: what is not waited for may not be freed."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Any]] = []
+        self.moving: list[bool] = []
+
+    def away(self, flat: Tensor) -> tuple[Tensor, Any]:
+        self.log.append(("away", flat.numel()))
+        self.moving.append(is_moving())
+        return super().away(flat)[0], f"away {flat.numel()}"
+
+    def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
+        self.log.append(("back", host.numel()))
+        return super().back(host, device)[0], f"back {host.numel()}"
+
+    def wait(self, mark: Any) -> None:
+        self.log.append(("wait", mark))
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    link = Watched()
+    monkeypatch.setattr(module, "HostLink", lambda: link)
+    monkeypatch.setattr(module, "SMALLEST", 40)
+    return link
+
+
+def leaf(size: int) -> Tensor:
+    return torch.randn(size, requires_grad=True)
+
+
+def test_a_storage_moves_once(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    with offload.saving("cpu"):
+        y = x.exp()  # saves its result
+        z = y[2:7] * y[5:10] * y.view(4, 5)[0]  # saves views of it
+    z.sum().backward()
+    assert link.log[0] == ("away", 20)
+    assert all(numbers < 20 for _, numbers in link.log[1:])  # products of views
+    assert all(link.moving)
+    expected = x.detach().clone().requires_grad_()
+    y = expected.exp()
+    (y[2:7] * y[5:10] * y.view(4, 5)[0]).sum().backward()
+    assert x.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(x.grad, expected.grad)
+
+
+def test_what_was_written_to_moves_again_and_is_refused(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    with offload.saving("cpu"):
+        y = x * 1
+        first = y * y
+        y.detach().mul_(0)
+        second = torch.sin(y)
+    assert [kind for kind, _ in link.log] == ["away", "away"]
+    second.sum().backward(retain_graph=True)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(20))
+    with pytest.raises(PlanError, match="changed in place"):
+        first.sum().backward()
+
+
+def test_what_is_small_or_stays_is_not_moved(link: Watched) -> None:
+    weight, x = leaf(20), leaf(20)
+    offload = Offload([weight])
+    with offload.saving("cpu"):
+        y = (x.sum() * weight.view(4, 5).t()).sum() + leaf(9).exp().sum()
+    assert link.log == []
+    y.backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, x.detach().sum().expand(20))
+
+
+def test_blocks_leave_one_behind_the_other_and_come_back_ahead(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    y = x
+    for size in (20, 30, 40):
+        with offload.saving("cpu"):
+            y = torch.cat([y, y[:10]])[:size].exp()
+    y.sum().backward()
+    offload.close()
+    assert link.log == [
+        ("away", 20),
+        ("away", 30),
+        ("wait", "away 20"),  # let go when the next block is done
+        ("away", 40),
+        ("wait", "away 30"),
+        ("back", 30),  # the last block's is still there; the one before it starts
+        ("back", 20),
+        ("wait", "back 30"),
+        ("wait", "back 20"),
+    ]
+
+
+def test_what_is_not_taken_is_waited_for(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    with offload.saving("cpu"):
+        y = x.exp()
+    with offload.saving("cpu"):
+        z = y.exp()
+    torch.autograd.grad(z.sum(), y, retain_graph=True)
+    assert ("back", 20) in link.log
+    assert ("wait", "back 20") not in link.log
+    offload.close()
+    assert ("wait", "back 20") in link.log
+
+
+def test_memory_is_let_go(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    freed: list[str] = []
+    y = x
+    for name in ("first", "second", "third"):
+        with offload.saving("cpu"):
+            y = y.exp()
+            weakref.finalize(y.untyped_storage(), freed.append, name)
+        gc.collect()
+    assert freed == ["first", "second"]  # the third is needed first
+    y.sum().backward()
+    del y
+    gc.collect()
+    assert freed[2:] == ["third"]
+
+
+def test_several_passes(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    y = x
+    for _ in range(3):
+        with offload.saving("cpu"):
+            y = y.sin().exp()
+    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    second = torch.autograd.grad(y.sum(), x)[0]
+    assert torch.equal(first, second)
+
+
+def test_strides_come_back(link: Watched) -> None:
+    offload, x = Offload([]), torch.randn(6, 4, requires_grad=True)
+    seen: list[tuple[int, ...]] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            seen.append(ctx.saved_tensors[0].stride())
+            assert torch.equal(ctx.saved_tensors[0], x[1:, ::2].t())
+            return gradients[0]
+
+    for _ in range(3):
+        with offload.saving("cpu"):
+            y = Looks.apply((x * 1)[1:, ::2].t())
+        y.sum().backward()
+    assert seen == [(2, 4)] * 3
+
+
+def test_what_is_filled_after_it_was_saved_is_moved_full(link: Watched) -> None:
+    values = torch.randn(20)
+
+    def gradient(offload: Offload, *, is_moved: bool) -> Tensor:
+        torch.manual_seed(0)
+        x = values.clone().requires_grad_()
+        for _ in range(2):
+            with offload.saving("cpu" if is_moved else "nothing"):
+                y = torch.nn.functional.rrelu(x * 1, training=True)
+        with offload.saving("cpu"):
+            z = y.exp()
+        z.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(Offload([]), is_moved=False), gradient(Offload([]), is_moved=True))
+    assert link.log.count(("back", 20)) == 2

@@ -1,0 +1,86 @@
+"""Which operations are kept, and how often they can be used."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from anybatch.recompute import selective
+from anybatch.recompute.selective import KEPT, contexts
+
+
+class Counts(TorchDispatchMode):
+    """How often each operation runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ran[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def backward(forward: Any, *tensors: Tensor, passes: int = 1) -> Counter[str]:
+    """What runs in backward."""
+    loss = checkpoint(forward, *tensors, use_reentrant=False, context_fn=contexts).sum()
+    with Counts() as counts:
+        for left in reversed(range(passes)):
+            loss.backward(retain_graph=left > 0)
+    return counts.ran
+
+
+def leaves(*shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_products_are_kept_and_the_rest_is_rebuilt(passes: int) -> None:
+    ran = backward(lambda a, b: (a @ b).tanh().exp().sin(), *leaves((3, 4), (4, 5)), passes=passes)
+    assert ran["mm"] == 2 * passes  # those of the gradients
+    assert ran["tanh"] == ran["exp"] == passes
+
+
+def test_convolutions_are_kept() -> None:
+    ran = backward(lambda x, w: torch.conv2d(x, w).tanh().exp(), *leaves((1, 2, 4, 4), (3, 2, 3, 3)))
+    assert ran["convolution"] == 0
+    assert ran["tanh"] == 1
+
+
+def test_attention_is_kept() -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+    ran = backward(lambda q, k, v: attention(q, k, v).tanh().exp(), *leaves(*[(1, 2, 4, 8)] * 3))
+    assert not any("attention" in name and "backward" not in name for name in ran)
+    assert any("attention" in name for name in ran)
+    assert ran["tanh"] == 1
+
+
+def test_attention_that_draws_is_rebuilt() -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    query = torch.empty(0)
+    assert selective._policy(None, op, query, query, query, 0.1).name == "PREFER_RECOMPUTE"  # pyright: ignore
+    assert selective._policy(None, op, query, query, query, dropout_p=0.1).name == "PREFER_RECOMPUTE"  # pyright: ignore
+    assert selective._policy(None, op, query, query, query).name == "MUST_SAVE"  # pyright: ignore
+
+
+def test_what_was_changed_in_place_is_rebuilt() -> None:
+    a, b = leaves((3, 4), (4, 5))
+
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b).mul_(2).tanh_().exp()
+
+    backward(forward, a, b)
+    found = a.grad
+    a.grad = None
+    forward(a, b).sum().backward()
+    assert a.grad is not None
+    assert found is not None
+    assert torch.equal(a.grad, found)
+
+
+def test_most_names_are_known() -> None:
+    assert len(selective._kept()) >= len(KEPT) - 3  # older torch has fewer
