@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch import Plan, Terms, Total
-from anybatch.batch import OpenBatch, TensorBatch
+from anybatch.batch import TensorBatch, cut_sizes
 from anybatch.events import Event, MicroBatchDone, StepReport
-from anybatch.execute import Before, Run, Task, execute
+from anybatch.execute import Task, execute
 from anybatch.losses.resolve import resolve
-from tests.snapshots import bits
 
 ROWS = 10
 LossFunction = Callable[[nn.Module, Any], Total | Mapping[str, Total]]
@@ -100,6 +99,7 @@ def test_sum_over_weight_in_every_cut(micro_batch: int, weight: Any, compensated
         micro_batches=-(-ROWS // micro_batch),
         grad_norm=report.grad_norm,
         updated=True,
+        cut=tuple(cut_sizes(ROWS, micro_batch)),
     )
     assert math.isnan(report.grad_norm)
     assert heard[-1] is report
@@ -207,40 +207,38 @@ def test_parameters_that_get_no_gradient_have_none_in_the_update() -> None:
         assert run(make_task(total, Two()), X, 3, **options)[1] == [2.5, None]  # type: ignore[arg-type]
 
 
-def test_window_of_a_run_divides_late_and_knows_its_rows_at_the_end() -> None:
-    task = make_task(nn.MSELoss())
-    one = Run(Plan(rows=0, micro_batch=0), task, OpenBatch(), task.loss)
-    eight = X[2:]  # sums of whole numbers over 8 are exact
-    for x in eight.split([1, 7]):
-        one.add((x, torch.zeros_like(x)), task.loss, len(x))
-    report = one.update()
-    assert (report.rows, report.micro_batches) == (8, 2)
-    assert report.weights == {"loss": 8}
-    gradient = task.parameters[0].grad
-    assert gradient is not None  # until it is cleared
-    whole = nn.Parameter(torch.tensor(2.0))
-    F.mse_loss(whole * eight, torch.zeros(8)).backward()
-    assert whole.grad == gradient
-    one.clear()
-    assert task.parameters[0].grad is None
+def test_the_cut_and_the_blocks_of_a_plan_are_obeyed() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = Scale()
 
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale(x).exp()
 
-def test_before_puts_back_bits_and_places() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.LazyBatchNorm1d(), Scale())
-    norm = model[0]
-    norm.register_buffer("odd", torch.tensor([math.nan, -0.0]))
-    found = {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    places = dict(norm.named_buffers())
-    before, random = Before(make_task(total, model)), torch.get_rng_state()
-    norm(torch.randn(4, 2))  # moves the random state and the running statistics
-    norm.odd.zero_()
-    norm.running_mean = torch.ones(2)
-    before.put_back()
-    assert torch.equal(torch.get_rng_state(), random)
-    assert list(dict(norm.named_buffers())) == list(found)
-    for name, buffer in norm.named_buffers():
-        assert buffer is places[name]
-        assert torch.equal(bits(buffer), bits(found[name]))
+    class Calls(TorchDispatchMode):
+        """Counts exponentials; what a block itself counts is put back when it runs again."""
+
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten.exp.default
+            return func(*args, **(kwargs or {}))
+
+    def gradients(blocks: tuple[tuple[str, str], ...]) -> tuple[StepReport, list[Any], int]:
+        model = nn.Sequential(Block(), Block())
+        task = make_task(nn.L1Loss(reduction="sum"), model)
+        batch = TensorBatch((X / 9, torch.zeros(ROWS)))
+        plan = Plan(rows=ROWS, micro_batch=5, cut=(1, 5, 4), blocks=blocks)
+        with Calls() as calls:
+            report = execute(plan, task, batch)
+        return report, task.optimizers[0].seen, calls.count  # type: ignore[attr-defined]
+
+    report, kept, calls = gradients(())
+    again, rebuilt, more_calls = gradients((("0", "recompute"),))
+    assert report.cut == again.cut == (1, 5, 4)
+    assert kept == rebuilt
+    assert (calls, more_calls) == (6, 9)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -214,7 +214,7 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     assert torch.equal(model.weight.grad, expected)
     model.zero_grad()
     assert make_step()(batch).updated  # another step on the same parameters
-    sums = weakref.ref(window._run._gradients)
+    sums = weakref.ref(window._run.gradients)
     del window
     gc.collect()
     assert sums() is None

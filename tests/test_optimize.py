@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch import optimize
-from anybatch.errors import NonFiniteLossError, OptimizerError
+from anybatch.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -119,3 +120,129 @@ def test_schedulers_of_every_kind() -> None:
 def test_other_things_are_no_schedulers(given: object) -> None:
     with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
         optimize.check_schedulers(given, [SGD(make_parameters(), lr=1.0)])
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+def test_common_operations_are_set_for_the_update_only(foreach: bool | None) -> None:
+    parameters = make_parameters()
+    optimizer = SGD([{"params": parameters[:1], "foreach": True}, {"params": parameters[1:]}], lr=1.0)
+    fused = Adam([nn.Parameter(torch.zeros(2))], fused=True)
+    seen: list[Any] = []
+    for one in (optimizer, fused):
+        one.register_step_pre_hook(
+            lambda it, *_: seen.append([group["foreach"] for group in it.param_groups])
+        )
+    optimize.update({}, [optimizer, fused], foreach)
+    assert seen == [[True, None] if foreach is None else [foreach] * 2, [None]]
+    assert [group["foreach"] for group in optimizer.param_groups] == [True, None]
+
+
+class Partial(SGD):
+    """Runs out of memory after its first groups."""
+
+    def __init__(self, groups: list[dict[str, Any]], done: int, *, writes: bool = False) -> None:
+        super().__init__(groups, lr=1.0)
+        self.done, self.writes, self.updates = done, writes, 0
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if self.updates == self.done:
+                self.done = -1
+                if self.writes:
+                    group["params"][0].data.mul_(1)
+                    group["params"][0].detach().mul_(1)
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            self.updates += 1
+            for parameter in group["params"]:
+                self.state[parameter]["step"] = torch.tensor(1.0)
+                parameter.detach().sub_(parameter.grad)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Partial, "__module__", "torch.optim.sgd")
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("done", [0, 2])
+def test_groups_that_have_not_begun_are_done_at_the_second_try(done: int) -> None:
+    parameters = make_parameters()
+    optimizer = Partial([{"params": [one]} for one in parameters], done)
+    groups = optimizer.param_groups
+    if done:
+        with pytest.raises(OutOfMemoryError, match="cannot be undone"):  # or was the second only begun?
+            optimize.update({}, [optimizer])
+    else:
+        optimize.update({}, [optimizer])
+        assert all(torch.equal(p.detach(), -p.grad) for p in parameters if p.grad is not None)
+    assert optimizer.param_groups is groups
+
+
+@pytest.mark.usefixtures("known")
+def test_a_group_that_has_begun_is_not_done_again() -> None:
+    optimizer = Partial([{"params": [one]} for one in make_parameters()], 1, writes=True)
+    with pytest.raises(OutOfMemoryError, match=r"by Partial .* Some parameters may .* cannot be undone"):
+        optimize.update({}, [optimizer])
+    assert optimizer.updates == 1
+
+
+def refuse_twice(optimizer: SGD) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"It is unknown .* cannot be undone"):
+        optimize.update({}, [optimizer])
+    optimize.update({}, [optimizer])  # the caller's second try, and the first to go through
+
+
+def test_nobody_elses_optimizer_is_tried_again() -> None:
+    refuse_twice(Partial([{"params": [one]} for one in make_parameters()], 0))
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("when", ["pre", "post", "every pre", "every post", "instance"])
+def test_none_is_tried_again_where_something_else_is_called(when: str) -> None:
+    optimizer = Partial([{"params": [one]} for one in make_parameters()], 0)
+    calls: list[object] = []
+    register: dict[str, Any] = {
+        "pre": optimizer.register_step_pre_hook,
+        "post": optimizer.register_step_post_hook,
+        "every pre": register_optimizer_step_pre_hook,
+        "every post": register_optimizer_step_post_hook,
+    }
+    if when in register:
+        hook = register[when](lambda *_: calls.append(when))
+    else:
+        hook, own = nn.Identity().register_forward_hook(print), optimizer.step
+        optimizer.step = lambda closure=None: calls.append(when) or own(closure)  # type: ignore[func-returns-value, method-assign]
+    try:
+        refuse_twice(optimizer)
+    finally:
+        hook.remove()
+    assert calls == [when] * (1 if "post" in when else 2)
+
+
+@pytest.mark.usefixtures("known")
+def test_no_fused_one_is_tried_again() -> None:
+    optimizer = Partial([{"params": [one], "fused": True} for one in make_parameters()], 0)
+    refuse_twice(optimizer)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_scheduler_does_not_hinder_the_second_try() -> None:
+    optimizer = Partial([{"params": [one]} for one in make_parameters()], 0)
+    StepLR(optimizer, 2)
+    optimize.update({}, [optimizer])
+    assert optimizer.updates == 3
+
+
+def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    add, parameter = torch._foreach_add_, nn.Parameter(torch.ones(2))  # type: ignore[attr-defined]
+
+    def lacking(values: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        if values[0] is parameter:  # after the momentum was added to the gradient
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        add(values, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "_foreach_add_", lacking)
+    optimizer = SGD([parameter], lr=0.5, momentum=0.9, nesterov=True, foreach=True)
+    with pytest.raises(OutOfMemoryError, match="cannot be undone"):
+        optimize.update({parameter: torch.ones(2)}, [optimizer])
+    assert torch.equal(parameter.detach(), torch.ones(2))

@@ -1,11 +1,14 @@
+import copy
 import random
+from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
 from anybatch import rng
-from anybatch.surroundings import Surroundings, evaluating
+from anybatch.surroundings import EVERY, Streams, Surroundings, evaluating, held, of_process
 
 
 class Restless(nn.Module):
@@ -40,6 +43,67 @@ def test_buffers_alone_come_back() -> None:
     before.put_buffers_back()
     assert torch.equal(model.inside, torch.zeros(2))
     assert not torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_streams_come_back_where_they_were_noted() -> None:
+    model = Restless()
+    streams = rng.capture_process()
+    before = Surroundings([model], streams=of_process())
+    assert not before.is_process_moved()
+    model(torch.ones(2))
+    assert before.is_process_moved()
+    before.put_back()
+    assert not rng.has_moved(streams)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_each_stream_of_the_process_is_looked_at(draw: Callable[[], float]) -> None:
+    before = Surroundings([], streams=of_process())
+    draw()
+    assert before.is_process_moved()
+
+
+def test_only_some_steps_look_until_something_has_moved() -> None:
+    streams, looked = Streams(), []
+    for _ in range(2 * EVERY + 1):
+        streams.begin([])
+        looked.append(streams.is_looking)
+        streams.look(lambda: False)
+    assert [number for number, is_looking in enumerate(looked) if is_looking] == [0, 1, 2, EVERY, 2 * EVERY]
+    streams.look(lambda: True)
+    streams.begin([])
+    assert not streams.is_looking
+    assert streams.to_note(draws=False) == of_process()
+
+
+def test_copied_streams_look_afresh() -> None:
+    model = nn.Dropout()
+    model.generator = torch.Generator()
+    streams = Streams()
+    streams.begin([model])
+    streams.look(lambda: True)
+    copied = copy.deepcopy(streams)
+    assert copied.to_note(draws=False) == ()
+    assert not copied.are_moved
+
+
+def test_generators_of_modules_are_found() -> None:
+    model = nn.Dropout()
+    model.ours, model.theirs = np.random.RandomState(0), np.random.default_rng(0)
+    model.pythons, model.systems = random.Random(0), random.SystemRandom()
+    model.torches = torch.Generator()
+    noted = [(put, read()) for read, put in held([model])]
+    draws: list[Callable[[], float]] = [
+        model.ours.rand,
+        model.theirs.random,
+        model.pythons.random,
+        lambda: torch.rand((), generator=model.torches).item(),
+    ]
+    first = [draw() for draw in draws]
+    for put, state in noted:
+        put(state)
+    assert len(noted) == len(draws)
+    assert [draw() for draw in draws] == first
 
 
 def test_an_evaluation_leaves_no_trace() -> None:

@@ -1,6 +1,7 @@
 """A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -29,8 +30,22 @@ class Batch(Protocol):
         """All rows as nested tensors, or None where they are collated only micro-batch by micro-batch."""
         ...
 
+    @property
+    def like(self) -> Hashable:
+        """What rows of the same kind have in common: the dtypes and sizes of one row, as far as known."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether cutting may draw random numbers, as a `collate` may."""
+        ...
+
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
+        ...
+
+    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """Yield the rows from `start` on, in order, in parts of these sizes, which reach to the end."""
         ...
 
     def head(self, rows: int) -> "Batch":
@@ -67,6 +82,8 @@ class TensorBatch:
 
     __slots__ = ("_nest", "given", "rows", "whole")
 
+    draws = False
+
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
         self.rows = _common_rows(self._nest)
@@ -78,14 +95,23 @@ class TensorBatch:
         """The tensors, in order of the nest."""
         return self._nest.leaves
 
+    @property
+    def like(self) -> Hashable:
+        """The dtype of each leaf and its size in one row."""
+        return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
+
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield nested values of views, `micro_batch` rows at a time; uncut, the very value that came in."""
-        if micro_batch >= self.rows:
+        return self.parts(cut_sizes(self.rows, micro_batch))
+
+    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """Yield nested values of views, of these sizes; uncut, the very value that came in."""
+        if sizes[0] == self.rows:
             yield self.whole
             return
-        build = self._nest.build
+        build, leaves = self._nest.build, self._nest.leaves
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
-        for parts in zip(*[leaf.split(micro_batch) for leaf in self._nest.leaves], strict=True):
+        for parts in zip(*[leaf[start:].split_with_sizes(sizes) for leaf in leaves], strict=True):
             yield build(iter(parts))
 
     def head(self, rows: int) -> "TensorBatch":
@@ -110,23 +136,30 @@ class SampleBatch:
         [[1, 2], [3]]
     """
 
-    __slots__ = ("_collate", "given", "rows", "whole")
+    __slots__ = ("collate", "given", "rows", "whole")
+
+    like = ()  # nobody knows before they are collated
+    draws = True
 
     def __init__(self, samples: Sequence[Any], collate: Collate) -> None:
         self.rows = _num_samples(samples)
         self.given: Any = samples
-        self._collate = collate
+        self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield collated micro-batches of `micro_batch` samples."""
-        for start in range(0, self.rows, micro_batch):
-            stop = min(start + micro_batch, self.rows)
-            yield self._collate([self.given[row] for row in range(start, stop)])
+        return self.parts(cut_sizes(self.rows, micro_batch))
+
+    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """Yield collated micro-batches of as many samples as given."""
+        for stop in itertools.islice(itertools.accumulate(sizes, initial=start), 1, None):
+            yield self.collate([self.given[row] for row in range(start, stop)])
+            start = stop
 
     def head(self, rows: int) -> "SampleBatch":
         """A batch of the first samples."""
-        return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self._collate)
+        return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self.collate)
 
 
 class OpenBatch:
@@ -137,9 +170,15 @@ class OpenBatch:
     rows = 0
     given: Any = None
     whole: Any = None
+    like = ()
+    draws = False
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield nothing: the caller brings the micro-batches."""
+        return iter(())
+
+    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """Yield nothing."""
         return iter(())
 
     def head(self, rows: int) -> "OpenBatch":

@@ -18,6 +18,21 @@ class MicroBatchDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchRedone:
+    """Memory ran out in a micro-batch: it was undone, and its rows are to come again.
+
+    Attributes:
+        index: how many micro-batches of the step were done before it.
+        rows: rows it had.
+        reason: what the allocator said.
+    """
+
+    index: int
+    rows: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One logical step is over.
 
@@ -30,6 +45,9 @@ class StepReport:
         grad_norm: 2-norm of the whole gradient before clipping; NaN where no clipping was asked for.
         updated: False where every weight was 0 (a fully masked batch): then parameters, optimizer and
             scheduler are as they were.
+        cut: rows of each micro-batch, as carried out.
+        redone: how many micro-batches were undone and done again because memory ran out in them.
+        too_large: rows of the smallest of these that may be cut further; 0 where there was none.
     """
 
     loss: float
@@ -39,7 +57,10 @@ class StepReport:
     micro_batches: int
     grad_norm: float
     updated: bool
+    cut: tuple[int, ...] = ()
+    redone: int = 0
+    too_large: int = 0
 
 
-Event = MicroBatchDone | StepReport
+Event = MicroBatchDone | MicroBatchRedone | StepReport
 Listener = Callable[[Event], None]

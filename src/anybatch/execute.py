@@ -1,320 +1,90 @@
 """Obeys a Plan on a logical batch; contains no doubt."""
 
-import math
-from collections.abc import Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from contextlib import ExitStack
+from dataclasses import replace
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from anybatch import optimize
-from anybatch.batch import Batch, cut_sizes
-from anybatch.errors import LossError, NonFiniteLossError
-from anybatch.events import Listener, MicroBatchDone, StepReport
-from anybatch.gradients import Gradients, is_marked, mark
-from anybatch.losses.loss import Evaluated, Loss
-from anybatch.meetings import BatchNorm, frozen
+from anybatch.batch import Batch
+from anybatch.course import Course, Smaller, conditions, halves, out_of_memory, why_not_cut
+from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError
+from anybatch.events import StepReport
+from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.plan import Plan
-from anybatch.surroundings import Surroundings
-from anybatch.total import Number
+from anybatch.run import Before, Redone, Run, Task
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Task:
-    """What a plan is carried out on.
-
-    Attributes:
-        model: called on micro-batches.
-        modules: the modules of the model and of the loss.
-        loss: the loss, resolved.
-        optimizers: updated in this order.
-        schedulers: stepped once per update, after the optimizers.
-        parameters: the trainable parameters of the optimizers.
-        others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
-            part in the update and is left alone.
-        batch_norms: modules in which rows meet, as they stand.
-        devices: where the parameters of the model are.
-        listeners: called with every event.
-    """
-
-    model: nn.Module
-    modules: Sequence[nn.Module]
-    loss: Loss
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[LRScheduler]
-    parameters: Sequence[nn.Parameter]
-    others: Sequence[nn.Parameter]
-    batch_norms: Sequence[BatchNorm]
-    devices: Set[torch.device]
-    listeners: Sequence[Listener]
-
-
-class Before(Surroundings):
-    """What a failed step puts back: its surroundings, and the gradients found there."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task.modules)
-        self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
-
-    def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
-        """Put the gradients back that were there, of all parameters or only of these."""
-        chosen = None if only is None else set(only)
-        for parameter, gradient in self._gradients:
-            if chosen is None or parameter in chosen:
-                parameter.grad = gradient
-
-
-class Run:
-    """One pass of the fold: add micro-batches, update, clear. Any failure can be undone until the update.
-
-    Args:
-        plan: what was decided.
-        task: what it is carried out on.
-        batch: the logical batch, as far as it is known.
-        loss: the loss for this batch; divisors are asked of it once.
-    """
-
-    def __init__(self, plan: Plan, task: Task, batch: Batch, loss: Loss) -> None:
-        self._plan, self._task, self._batch, self._loss = plan, task, batch, loss
-        self._before = Before(task)
-        for parameter in (*task.parameters, *task.others):
-            parameter.grad = None
-        self._sums: list[Mapping[str, Tensor]] = []  # detached, one entry per micro-batch
-        self._weights: list[Mapping[str, Number]] = []
-        self._rows: list[int] = []
-        self._flowed = False  # whether any term carried a gradient
-        # Of nothing, until the first forward.
-        self._gradients = Gradients([], dtype=None, compensated=False, banks=[""])
-        self._is_updated = False  # whether the optimizers have stepped, which cannot be undone
-        self.is_torn = False  # whether the sums may hold half of a micro-batch
-
-    def surroundings(self) -> Surroundings:
-        """What the next micro-batch may change, as it stands."""
-        return Surroundings(self._task.modules)
-
-    def conditions(self) -> AbstractContextManager[None]:
-        """What holds while micro-batches go through the model: some BatchNorms may be frozen."""
-        return frozen(self._task.batch_norms) if self._plan.batch_norm == "frozen" else nullcontext()
-
-    def add(self, micro: Any, loss: Loss, rows: int) -> None:
-        """Forward, backward, accumulate."""
-        terms = loss.evaluate(self._task.model, micro)
-        if not self._rows:
-            self._open(terms, rows)
-        elif terms.sums.keys() != self._coefficients.keys():
-            raise LossError(
-                f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
-                f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
-            )
-        sums = terms.sums
-        weights = {} if loss.counted and self._divisors is not None else terms.weigh()
-        del terms  # and with it the model's outputs, as far as backward does not need them
-        self.is_torn = True
-        self._backward(sums)
-        self._sums.append({name: _detached(value) for name, value in sums.items()})
-        if weights:
-            self._weights.append(weights)
-        self._rows.append(rows)
-        for listener in self._task.listeners:
-            listener(MicroBatchDone(index=len(self._rows) - 1, rows=rows))
-        self.is_torn = False
-
-    def update(self) -> StepReport:
-        """Divide what is still to be divided, clip once, update optimizers and schedulers."""
-        weights = self._whole_weights()
-        values = self._values(weights)
-        empty = not any(weights.values())
-        if not (self._flowed or empty):
-            raise LossError(
-                "Expected a loss that depends on the parameters of the optimizer, "
-                f"got terms {sorted(values)} without gradient. "
-                "Look for .detach(), torch.no_grad() or frozen parameters."
-            )
-        gradients = self._gradients.finish(self._late_factors(weights))
-        norm = math.nan
-        if not empty:
-            norm = optimize.clip(gradients, self._plan.clip_norm)
-            optimize.update(gradients, self._task.optimizers)
-            self._is_updated = True
-            optimize.schedule(self._task.schedulers)
-        used = [self._coefficients[name] * value for name, value in values.items() if weights[name]]
-        return StepReport(
-            loss=math.fsum(used) if used else math.nan,
-            terms=values,
-            weights=weights,
-            rows=sum(self._rows),
-            micro_batches=len(self._rows),
-            grad_norm=norm,
-            updated=not empty,
-        )
-
-    def clear(self) -> None:
-        """Drop the gradients; those of parameters that are not ours come back."""
-        for parameter in self._task.parameters:
-            parameter.grad = None
-        self._before.put_gradients_back(self._task.others)
-
-    def put_buffers_back(self) -> None:
-        """Put the buffers back to before the first micro-batch, so that a second pass repeats the first."""
-        self._before.put_buffers_back()
-
-    def mark(self) -> None:
-        """Note the sums, as far as `.grad` holds them, so that it shows when somebody else changes them."""
-        self._mark = mark(self._task.parameters)
-
-    def is_disturbed(self) -> bool:
-        """Whether the sums are no longer those noted."""
-        return not is_marked(self._task.parameters, self._mark)
-
-    def undo(self) -> None:
-        """Put everything back as it was before the first micro-batch; after the update, only clear."""
-        self._gradients.close()
-        if self._is_updated:
-            self.clear()
-            return
-        self._before.put_back()
-        self._before.put_gradients_back()
-
-    def _open(self, terms: Evaluated, rows: int) -> None:
-        """After the first forward: who divides by what, and when."""
-        names = list(terms.sums)
-        self._coefficients = {name: self._loss.coefficients.get(name, 1.0) for name in names}
-        self._divisors = self._loss.divisors(self._batch, terms, rows)
-        banks = names
-        if self._divisors is not None:
-            banks = names[:1]
-            whole = dict.fromkeys(names, 1) if self._loss.divided else self._divisors
-            self._cotangents = {
-                name: _cotangent(self._coefficients[name], whole[name], value)
-                for name, value in terms.sums.items()
-            }
-        self._gradients.close()
-        self._gradients = Gradients(
-            self._task.parameters,
-            dtype=self._plan.accumulation_dtype,
-            compensated=self._plan.compensated,
-            banks=banks,
-        )
-
-    def _backward(self, sums: Mapping[str, Tensor]) -> None:
-        flowing = {
-            name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]
-        }
-        if not flowing:  # nothing but masked rows
-            return
-        self._flowed = True
-        if self._divisors is None:
-            self._gradients.add_each(flowing)
-        else:
-            self._gradients.add(list(flowing.values()), [self._cotangents[name] for name in flowing])
-        for parameter in self._task.others:  # nobody's, and they may share memory with ours
-            parameter.grad = None
-
-    def _whole_weights(self) -> dict[str, float]:
-        """The weight of each term over all micro-batches; promised and added-up weights must agree."""
-        known = {} if self._divisors is None else _to_host(self._divisors)
-        _check_weights(known, "the whole batch")
-        if not self._weights:  # the loss has counted the whole batch already
-            return known
-        hosted = [_to_host(weights) for weights in self._weights]
-        for index, weights in enumerate(hosted):
-            _check_weights(weights, f"micro-batch {index}")
-        added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
-        for name, promised in known.items():
-            if not math.isclose(promised, added[name], rel_tol=1e-6):
-                raise LossError(
-                    f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for "
-                    f"{name!r}, got {added[name]:g}. "
-                    "Rows that differ in length (padding) do not weigh the same: "
-                    "return ab.Total(sum, number of valid elements)."
-                )
-        return known or added
-
-    def _values(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """The value of each term; refuses what is not finite and names the micro-batches it came from."""
-        hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
-        for name, sums in hosted.items():
-            bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
-            if bad and weights[name]:
-                first = sum(self._rows[: bad[0]])
-                raise NonFiniteLossError(
-                    f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of "
-                    f"{len(sums)} (the first one holds rows {first} to {first + self._rows[bad[0]] - 1}). "
-                    "No update was made. Look for bad data in these rows of the batch, too high a learning "
-                    "rate, or a sum that overflows float16."
-                )
-        return {
-            name: math.fsum(sums) / (1 if self._loss.divided else weights[name])
-            if weights[name]
-            else math.nan
-            for name, sums in hosted.items()
-        }
-
-    def _late_factors(self, weights: Mapping[str, float]) -> dict[str, float]:
-        if self._divisors is not None:
-            return {}
-        return {
-            name: self._coefficients[name] / weight if weight else 0.0 for name, weight in weights.items()
-        }
+__all__ = ["Before", "Run", "Task", "execute"]
 
 
 def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
-    """Carry out one logical step; on any failure before the update everything is put back."""
+    """Carry out one logical step; on any failure before the update everything is put back.
+
+    Where memory runs out in a micro-batch, the rows from there on are cut to half the size and the step goes
+    on (`anybatch.course`). The result is, bit for bit, that of a plan with the cut that is reported.
+
+    Raises:
+        OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
+    """
+    redone: list[Redone] = []
+    found: StepReport | Plan = plan
+    while isinstance(found, Plan):
+        try:
+            found = _attempt(found, task, batch, redone)
+        except NonFiniteLossError:
+            raise
+        except LossError as error:
+            if plan.is_cut or found is plan:
+                raise
+            raise OutOfMemoryError(
+                f"Expected {batch.rows} rows to fit into memory uncut, got none left, and the loss does not "
+                f"allow a cut: {error}"
+            ) from error
+    for listener in task.listeners:
+        listener(found)
+    return found
+
+
+def _attempt(plan: Plan, task: Task, batch: Batch, redone: list[Redone]) -> StepReport | Plan:
+    """The report, or the plan to begin again with."""
     loss = task.loss if plan.is_cut else task.loss.uncut()
     run = Run(plan, task, batch, loss)
+    run.redone = redone
     try:
-        parts = loss.along(batch, plan.micro_batch, task.model, run.put_buffers_back)
-        sizes = cut_sizes(batch.rows, plan.micro_batch)
-        # The loss comes first: after its last part it may have something to put in order.
-        with run.conditions():
-            for part, micro, rows in zip(parts, batch.cut(plan.micro_batch), sizes, strict=False):
-                run.add(micro, part, rows)
+        with ExitStack() as stack:
+            with conditions(plan, task, plan.blocks):  # in a first pass, too
+                along = loss.along(batch, plan.sizes, task.model, run.before.put_buffers_back)
+                share = stack.enter_context(along)
+            sizes = plan.sizes
+            Course(run=run, plan=plan, task=task, batch=batch, share=share, sizes=sizes).go()
         report = run.update()
+    except Smaller as smaller:
+        run.undo()
+        return replace(plan, cut=smaller.sizes)
+    except Exception as error:
+        if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+            run.undo()
+            raise
+        said = released(error)
+        free_caches()  # before anything is put back, which takes memory
+        run.undo()
     except BaseException:
         run.undo()
         raise
-    run.clear()
-    for listener in task.listeners:
-        listener(report)
-    return report
+    else:
+        run.clear()
+        return report
+    return _after_first_pass(plan, task, batch, run, said)
 
 
-def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
-    """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
-    if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
-        divisor = divisor.item()  # no device has to stop for it
-    if not isinstance(divisor, Tensor):
-        return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
-    divisor = divisor.to(like.device, like.dtype)
-    return torch.where(divisor == 0, 0, coefficient / divisor)
-
-
-def _detached(value: Tensor) -> Tensor:
-    """The number without its graph, and without the rows some kernels (`mse_loss`) leave in its storage."""
-    value = value.detach()
-    return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
-
-
-def _check_weights(weights: Mapping[str, float], where: str) -> None:
-    for name, weight in weights.items():
-        if not 0 <= weight < math.inf:
-            raise LossError(
-                f"Expected a finite weight of at least 0 for {name!r}, got {weight} in {where}. "
-                "Count rows or tokens."
-            )
-
-
-def _all_to_host(values: Sequence[Tensor]) -> list[float]:
-    """Scalars as numbers; those of a device come in one go, so that it stops once."""
-    device = next((value.device for value in values if value.device.type != "cpu"), None)
-    if device is None:
-        return [value.item() for value in values]
-    return torch.stack([value.to(device) for value in values]).tolist()
-
-
-def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:
-    return {name: float(weight) for name, weight in weights.items()}
+def _after_first_pass(plan: Plan, task: Task, batch: Batch, run: Run, said: str) -> Plan:
+    """Memory ran out outside of any micro-batch: a first pass of a loss can be had in smaller parts."""
+    if run.rows:
+        raise OutOfMemoryError(
+            f"Expected room to divide, clip or hand over the gradient of {batch.rows} rows, got none left "
+            f"({said}). No update was made, and everything is as before. Free memory, or accumulate in a "
+            "narrower dtype."
+        )
+    rows = max(plan.sizes)
+    reason = why_not_cut(plan, task, batch, rows, is_uncut=not plan.is_cut)
+    if reason:
+        raise out_of_memory(said, rows, reason)
+    run.redone.append(Redone(rows, may_be_cut=True))
+    return replace(plan, cut=tuple(halves(batch.rows, rows)))

@@ -34,6 +34,10 @@ class Gradients:
     Where divisors are not known before backward, each term that has its own divisor gets its own bank of
     accumulators, because sums with different divisors cannot share one.
 
+    Exactly once per (parameter, micro-batch): where a backward fails half-way, what it has accepted stays,
+    and the same micro-batch is sent again into what is missing only. Which parameters have accepted it shows
+    in their `.grad`, whose identity or version has changed since `begin`, or is noted by the hook.
+
     Args:
         parameters: what the gradients are for.
         dtype: accumulator dtype; None for float32 or the parameter's if wider.
@@ -57,30 +61,46 @@ class Gradients:
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
         self._banks: dict[str, dict[nn.Parameter, Tensor]] = {name: {} for name in banks}
         self._bank = self._banks[banks[0]]
+        self._taken: dict[str, set[Tensor]] = {name: set() for name in banks}  # in this micro-batch
+        self._takes = self._taken[banks[0]]
         self._errors: dict[Tensor, Tensor] = {}  # rounding error carried along, by accumulator
         self._awaited = [p for p in parameters if p not in self._dtypes]  # will get a first `.grad`
         self._in_backward = False
+        self._in_place = [p for p in parameters if p not in self._dtypes]  # whose `.grad` is the sum
+        self.begin()
         # Held weakly, so that sums which nobody holds any more are freed, and their hooks with them.
         take = weakref.WeakMethod(self._take)
         hooks = [p.register_post_accumulate_grad_hook(partial(_call, take)) for p in own]
         self._take_hooks_off = weakref.finalize(self, _remove, hooks) if hooks else lambda: None
 
-    def add(self, sums: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+    def begin(self) -> None:
+        """The next micro-batch: nobody has accepted it yet."""
+        self._before = mark(self._in_place)
+        for taken in self._taken.values():
+            taken.clear()
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether anything of the micro-batch that has begun is in the sums."""
+        return any(self._taken.values()) or not is_marked(self._in_place, self._before)
+
+    def add(self, sums: Sequence[Tensor], cotangents: Sequence[Tensor], *, again: bool = False) -> None:
         """One backward pass: add J^T c of these sums, each with its own cotangent, to the one bank.
 
         Args:
             sums: scalars that carry the graph of one micro-batch.
             cotangents: what flows into each of them, of the same dtype and device.
+            again: the same micro-batch was sent before, and only what is missing is to be added.
         """
-        self._backward(sums, cotangents)
+        self._backward(sums, cotangents, again=again)
         self._part()
 
-    def add_each(self, sums: Mapping[str, Tensor]) -> None:
+    def add_each(self, sums: Mapping[str, Tensor], *, again: bool = False) -> None:
         """One backward pass per term, each with cotangent 1 into its own bank, to be divided at the end."""
         last = len(sums) - 1
         for index, (name, value) in enumerate(sums.items()):
-            self._bank = self._banks[name]
-            self._backward([value], None, retain_graph=index < last)
+            self._bank, self._takes = self._banks[name], self._taken[name]
+            self._backward([value], None, again=again, retain_graph=index < last)
         self._part()
 
     def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
@@ -110,14 +130,32 @@ class Gradients:
         self._take_hooks_off()
 
     def _backward(
-        self, sums: Sequence[Tensor], cotangents: Sequence[Tensor] | None, *, retain_graph: bool = False
+        self,
+        sums: Sequence[Tensor],
+        cotangents: Sequence[Tensor] | None,
+        *,
+        again: bool,
+        retain_graph: bool = False,
     ) -> None:
         """A backward whose gradients the hooks take; those that others make are none of ours."""
+        missing = self._missing() if again else None  # None for all that take part
+        if missing == []:
+            return
         self._in_backward = True
         try:
-            torch.autograd.backward(sums, cotangents, retain_graph=retain_graph)
+            torch.autograd.backward(sums, cotangents, retain_graph=retain_graph, inputs=missing)
+        except BaseException:
+            for parameter in self._dtypes:  # set, but not taken: somebody else's hook may have failed before
+                parameter.grad = None
+            raise
         finally:
             self._in_backward = False
+
+    def _missing(self) -> list[nn.Parameter]:
+        """The parameters that have not accepted this micro-batch into the current bank."""
+        before = zip(self._in_place, *self._before, strict=True)
+        done = {p for p, gradient, version in before if not is_marked([p], ([gradient], [version]))}
+        return [p for p in self._parameters if p not in done and p not in self._takes]
 
     def _part(self) -> None:
         """Give each new `.grad` memory of its own, before anything is added to it in place.
@@ -152,12 +190,15 @@ class Gradients:
             self._bank[parameter] = self._add_compensated(total, gradient.to(dtype))
         else:
             total.add_(gradient)
+        self._takes.add(parameter)  # last: whatever fails before leaves the sum as it was
 
     def _add_compensated(self, total: Tensor, value: Tensor) -> Tensor:
-        error = self._errors.pop(total, None)
+        error = self._errors.get(total)
         value = value if error is None else value - error
         new_total = total + value
-        self._errors[new_total] = (new_total - total).sub_(value)
+        new_error = (new_total - total).sub_(value)
+        self._errors.pop(total, None)
+        self._errors[new_total] = new_error
         return new_total
 
 

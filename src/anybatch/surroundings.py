@@ -1,13 +1,25 @@
 """What a forward may change, noted and put back: buffers, modes, gradients and random streams."""
 
-from collections.abc import Generator, Sequence
+import math
+import random
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch import rng
+
+#: How to read where a stream stands, and how to set it.
+Stream = tuple[Callable[[], Any], Callable[[Any], object]]
+
+_Copy = tuple[Tensor, float]
+FIRST, EVERY = 3, 64  # steps that look for streams: so many at first, then one of so many
+_SMALL_BYTES = 1 << 16  # no statistics of channels reach this
 
 
 class Surroundings:
@@ -15,6 +27,7 @@ class Surroundings:
 
     Args:
         modules: those whose own buffers are noted; their children's are not.
+        streams: random streams besides torch's, noted too.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -25,31 +38,178 @@ class Surroundings:
         tensor([0., 0.])
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], *, streams: Sequence[Stream] = ()) -> None:
+        self._tables = [module._buffers for module in modules]  # pyright: ignore[reportPrivateUsage]
+        self._note({}, streams)
+
+    def renewed(self, *, streams: Sequence[Stream] = ()) -> "Surroundings":
+        """The same noted anew, as things stand now; large buffers that have not changed are not copied again.
+
+        Args:
+            streams: random streams besides torch's, noted too.
+        """
+        now = object.__new__(Surroundings)
+        now._tables = self._tables
+        now._note(self._copies, streams)
+        return now
+
+    def _note(self, known: Mapping[Tensor, _Copy], streams: Sequence[Stream]) -> None:
         self._random = rng.capture()
-        found = [module._buffers for module in modules]  # pyright: ignore[reportPrivateUsage]
-        self._slots = [(slots, slots.copy()) for slots in found]
-        self._buffers = [
-            (buffer, buffer.clone())
-            for slots in found
+        self._streams = [(stream, stream[0]()) for stream in streams]
+        self._slots = [(slots, slots.copy()) for slots in self._tables if slots]
+        self._copies = {
+            buffer: _copied(buffer, known.get(buffer))
+            for slots, _ in self._slots
             for buffer in slots.values()
             if buffer is not None and not is_lazy(buffer)
-        ]
+        }
 
     def put_back(self) -> None:
         """Put buffers and the random state back."""
         rng.restore(self._random)
+        for (_, put), state in self._streams:
+            put(state)
         self.put_buffers_back()
+
+    def is_process_moved(self) -> bool:
+        """Whether Python's or NumPy's streams, as far as they were noted, stand elsewhere now."""
+        process = of_process()
+        return any(read() != state for (read, put), state in self._streams if (read, put) in process)
 
     def put_buffers_back(self) -> None:
         """Put the buffers back, and leave the random state where it stands."""
-        for slots, found in self._slots:  # a forward may have put other tensors there
+        for slots in self._tables:  # a forward may have put other tensors there
             slots.clear()
+        for slots, found in self._slots:
             slots.update(found)
         with torch.no_grad():
-            for buffer, value in self._buffers:
+            for buffer, (value, _) in self._copies.items():
                 if not torch.equal(buffer, value):  # what is constant may be expanded, and not writable
                     buffer.copy_(value)
+
+
+def _copied(buffer: Tensor, known: _Copy | None) -> _Copy:
+    """A buffer's value and its version, which tells whether it has been written to since.
+
+    Not where it is small: BatchNorm's kernels write to running statistics without telling the version.
+    """
+    # What was made in inference mode has no version. NaN is never the same.
+    version = math.nan if buffer.is_inference() else buffer._version  # pyright: ignore[reportPrivateUsage]
+    if known is not None and known[1] == version and buffer.nbytes > _SMALL_BYTES:
+        return known
+    return buffer.clone(), version
+
+
+class Streams:
+    """Which streams a step has to note before each micro-batch, so that one that is undone draws the same.
+
+    Torch's are noted always, by whoever notes buffers; so are the generators that modules hold themselves.
+    Those of Python and NumPy take ten times as long. They are noted in the first steps and in one of many
+    later ones; if a forward has moved them there, in all from then on.
+
+    Attributes:
+        is_looking: whether this step is one of those that look.
+        are_moved: whether a forward has drawn from Python's or NumPy's.
+
+    Example:
+        >>> streams = Streams()
+        >>> streams.begin([nn.Linear(2, 1)])
+        >>> streams.is_looking, streams.are_moved
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._held: tuple[Stream, ...] = ()
+        self.is_looking = self.are_moved = False
+
+    def __reduce__(self) -> tuple[type["Streams"], tuple[()]]:
+        """A copy looks afresh: it goes with copies of the modules, which hold other generators."""
+        return Streams, ()
+
+    def begin(self, modules: Sequence[nn.Module]) -> None:
+        """The next step, with these modules."""
+        self.is_looking = self._steps < FIRST or self._steps % EVERY == 0
+        self._steps += 1
+        if self.is_looking:
+            self._held = held(modules)
+
+    def to_note(self, *, draws: bool) -> tuple[Stream, ...]:
+        """The streams to be noted now.
+
+        Args:
+            draws: whether Python's and NumPy's may be drawn from by somebody else than the forward.
+        """
+        return (*self._held, *of_process()) if draws or self.are_moved or self.is_looking else self._held
+
+    def look(self, has_moved: Callable[[], bool]) -> None:
+        """After a micro-batch.
+
+        Args:
+            has_moved: whether Python's or NumPy's streams have moved since it began.
+        """
+        if self.is_looking and not self.are_moved:
+            self.are_moved = has_moved()
+
+
+def of_process() -> tuple[Stream, ...]:
+    """Python's and, where it is loaded, NumPy's.
+
+    Example:
+        >>> read, put = of_process()[0]
+        >>> state, first = read(), random.random()
+        >>> put(state)
+        >>> random.random() == first
+        True
+    """
+    return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
+
+
+def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
+    """The generators that modules hold as attributes: torch's, NumPy's and Python's.
+
+    Example:
+        >>> model = nn.Dropout()
+        >>> model.generator = torch.Generator()
+        >>> len(held([model]))
+        1
+    """
+    values = [value for module in modules for value in vars(module).values()]
+    return tuple(stream for value in values for stream in _stream(value))
+
+
+def _stream(value: Any) -> list[Stream]:
+    """How to read and set it, if it is a generator."""
+    if isinstance(value, torch.Generator):
+        return [(value.get_state, value.set_state)]
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return [(value.getstate, value.setstate)]
+    return _stream_of_numpy(value, sys.modules["numpy"].random) if "numpy" in sys.modules else []
+
+
+def _stream_of_numpy(value: Any, numpy_random: Any) -> list[Stream]:
+    if isinstance(value, numpy_random.Generator):
+        bits = value.bit_generator
+        return [(partial(getattr, bits, "state"), partial(setattr, bits, "state"))]
+    if isinstance(value, numpy_random.RandomState):
+        return [(partial(value.get_state, legacy=False), value.set_state)]
+    return []
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    """With the keys as bytes, so that two states can be compared."""
+    name, keys, *rest = sys.modules["numpy"].random.get_state()
+    return name, keys.tobytes(), *rest
+
+
+def _set_numpy_state(state: tuple[Any, ...]) -> None:
+    name, keys, *rest = state
+    numpy = sys.modules["numpy"]
+    numpy.random.set_state((name, numpy.frombuffer(keys, dtype="uint32"), *rest))
+
+
+_PYTHON: Stream = (random.getstate, random.setstate)
+_NUMPY: Stream = (_numpy_state, _set_numpy_state)
 
 
 @contextmanager
@@ -74,7 +234,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
     parameters = {p for module in modules for p in module.parameters(recurse=False)}
     gradients = [(p, p.grad) for p in parameters]
     surroundings = Surroundings(modules)
-    random = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
+    process = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
     try:
         for module in modules:
             module.training = False
@@ -82,7 +242,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
             yield
     finally:
         surroundings.put_buffers_back()
-        rng.restore_process(random)
+        rng.restore_process(process)
         for module, mode in modes:
             module.training = mode
         for parameter, gradient in gradients:

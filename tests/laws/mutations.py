@@ -1,7 +1,8 @@
 """Mistakes that others have made, or that we could make: each must break a law."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch import StepReport, execute, gradients
+from anybatch import StepReport, gradients, run
 from anybatch.batch import TensorBatch
-from anybatch.execute import Run
+from anybatch.course import Course
 from anybatch.gradients import Gradients
 from anybatch.losses import kinds
-from anybatch.losses.loss import Evaluated
+from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.summed import SummedLoss
+from anybatch.run import Run
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -106,21 +108,21 @@ def late_divisor_of_another_term(patch: Patch) -> None:
 
 
 def one_bank_for_all_terms(patch: Patch) -> None:
-    def add_each(self: Gradients, sums: Mapping[str, Tensor]) -> None:
+    def add_each(self: Gradients, sums: Mapping[str, Tensor], **options: Any) -> None:
         torch.autograd.backward(list(sums.values()))
 
     patch.setattr(Gradients, "add_each", add_each)
 
 
 def coefficients_forgotten(patch: Patch) -> None:
-    late_factors, cotangent = Run._late_factors, execute._cotangent
+    late_factors, cotangent = Run._late_factors, run._cotangent
 
     def factors(self: Run, weights: dict[str, float]) -> dict[str, float]:
         self._coefficients = dict.fromkeys(self._coefficients, 1.0)
         return late_factors(self, weights)
 
     patch.setattr(Run, "_late_factors", factors)
-    patch.setattr(execute, "_cotangent", lambda coefficient, divisor, like: cotangent(1.0, divisor, like))
+    patch.setattr(run, "_cotangent", lambda coefficient, divisor, like: cotangent(1.0, divisor, like))
 
 
 def uncut_divided_by_ourselves(patch: Patch) -> None:
@@ -142,44 +144,54 @@ def mean_times_count(patch: Patch) -> None:
 
 
 def last_micro_batch_dropped(patch: Patch) -> None:
-    sizes = execute.cut_sizes
-    patch.setattr(execute, "cut_sizes", lambda rows, micro_batch: sizes(rows, micro_batch)[:-1] or [rows])
+    go = Course.go
+
+    def shorter(self: Course) -> None:
+        if len(self.sizes) > 1:
+            self.batch = self.batch.head(self.batch.rows - self.sizes.pop())
+        go(self)
+
+    patch.setattr(Course, "go", shorter)
 
 
 def first_micro_batch_twice(patch: Patch) -> None:
-    cut = TensorBatch.cut
+    parts = TensorBatch.parts
 
-    def again(self: TensorBatch, micro_batch: int) -> Iterable[Any]:
-        parts = list(cut(self, micro_batch))
-        return [parts[0], *parts[:-1]]
+    def again(self: TensorBatch, sizes: Sequence[int], start: int = 0) -> Iterable[Any]:
+        found = list(parts(self, sizes, start))
+        return iter([found[0], *found[:-1]])
 
-    patch.setattr(TensorBatch, "cut", again)
+    patch.setattr(TensorBatch, "parts", again)
 
 
 def tail_scaled_like_a_full_one(patch: Patch) -> None:
     add, backward = Run.add, Run._backward
 
-    def add_scaled(self: Run, micro: Any, loss: Any, rows: int) -> None:
+    def add_scaled(self: Run, micro: Any, loss: Any, rows: int, **options: Any) -> None:
         self.scale = self._plan.micro_batch / rows
-        add(self, micro, loss, rows)
+        add(self, micro, loss, rows, **options)
 
-    def scaled(self: Run, sums: Mapping[str, Tensor]) -> None:
-        backward(self, {name: value * self.scale for name, value in sums.items()})
+    def scaled(self: Run, sums: Mapping[str, Tensor], **options: Any) -> None:
+        backward(self, {name: value * self.scale for name, value in sums.items()}, **options)
 
     patch.setattr(Run, "add", add_scaled)
     patch.setattr(Run, "_backward", scaled)
 
 
 def weights_of_rows_left_uncut(patch: Patch) -> None:
-    patch.setattr(SummedLoss, "along", lambda self, *given: itertools.repeat(self))
+    patch.setattr(SummedLoss, "along", Plain.along)
 
 
 def weights_of_other_rows(patch: Patch) -> None:
     along = SummedLoss.along
 
-    def rotated(self: SummedLoss, batch: Any, micro_batch: int, *rest: Any) -> Iterable[Any]:
-        parts = list(itertools.islice(along(self, batch, micro_batch, *rest), -(-batch.rows // micro_batch)))
-        return parts[1:-1] + parts[:1] + parts[-1:]
+    @contextmanager
+    def rotated(self: SummedLoss, batch: Any, sizes: Sequence[int], *rest: Any) -> Generator[Any]:
+        with along(self, batch, sizes, *rest) as share:
+            ends = list(itertools.accumulate(sizes))
+            found = [share(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+            turned = dict(zip(ends, found[1:-1] + found[:1] + found[-1:], strict=True))
+            yield lambda start, stop: turned[stop]
 
     patch.setattr(SummedLoss, "along", rotated)
 
@@ -230,8 +242,8 @@ def _after_each_micro_batch(then: Callable[[Run], None]) -> Mutation:
     def mutate(patch: Patch) -> None:
         add = Run.add
 
-        def add_then(self: Run, micro: Any, loss: Any, rows: int) -> None:
-            add(self, micro, loss, rows)
+        def add_then(self: Run, micro: Any, loss: Any, rows: int, **options: Any) -> None:
+            add(self, micro, loss, rows, **options)
             then(self)
 
         patch.setattr(Run, "add", add_then)

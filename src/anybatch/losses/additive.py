@@ -21,7 +21,13 @@ MOST_ROWS = 8
 
 
 def refuse_what_does_not_add_up(
-    loss: Loss, model: nn.Module, modules: Sequence[nn.Module], batch: Batch, micro_batch: int
+    loss: Loss,
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    batch: Batch,
+    micro_batch: int,
+    *,
+    sparing: bool = False,
 ) -> bool:
     """Compare the terms of a few rows at once with what their parts add up to.
 
@@ -37,6 +43,7 @@ def refuse_what_does_not_add_up(
         modules: those of the model and of the loss.
         batch: the rows to choose from: the first ones.
         micro_batch: rows that are known to fit.
+        sparing: take no more rows than that, or three, which are needed for unequal parts.
 
     Returns:
         Whether these rows could tell, or there is nothing to ask.
@@ -61,7 +68,7 @@ def refuse_what_does_not_add_up(
     most = min(batch.rows, MOST_ROWS)
     fewer = min(most, max(3, micro_batch)) if micro_batch < most else most - 1
     refusal: LossError | None = None
-    for rows in dict.fromkeys([most, fewer]):
+    for rows in dict.fromkeys([min(most, max(3, micro_batch)) if sparing else most, fewer]):
         try:
             if rows > 1 and _adds_up(loss, model, modules, batch.head(rows), rows):
                 return True

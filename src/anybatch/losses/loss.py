@@ -1,6 +1,8 @@
 """What a step asks of a loss: sums now, weights on demand, divisors as soon as they can be known."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -35,6 +37,11 @@ class Loss(Protocol):
         ...
 
     @property
+    def tied(self) -> bool:
+        """True where a first pass has fixed how the rows are cut."""
+        ...
+
+    @property
     def coefficients(self) -> Mapping[str, float]:
         """The factor of each named term in the loss, 1 where none stands."""
         ...
@@ -52,17 +59,57 @@ class Loss(Protocol):
         ...
 
     def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable["Loss"]:
-        """The loss for each micro-batch in turn: the same, unless it depends on the rows.
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> AbstractContextManager["Share"]:
+        """What gives the loss for any rows while the batch goes through: the same, unless it depends on them.
 
-        A loss in which rows meet takes a first pass over the batch here, without graph, before it yields.
+        A loss in which rows meet takes a first pass over the batch here, without graph, before it yields. The
+        same rows may be asked for again, or in other parts, where memory ran out in them.
 
         Args:
             batch: the logical batch; `OpenBatch`, of no rows, where a window opens.
-            micro_batch: rows of each micro-batch.
+            sizes: rows of each micro-batch.
             model: what a first pass calls.
             put_back: puts the buffers back to where they stood before the step, so that the second pass
                 repeats the first, and updates them once.
         """
         ...
+
+
+Share = Callable[[int, int], Loss]  # (start, stop) -> the loss of these rows
+NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
+
+
+class Plain:
+    """What most losses answer: one term, and the same loss for all rows, cut or not.
+
+    Example:
+        >>> class Constant(Plain):
+        ...     divided = True
+        ...     def evaluate(self, model, micro):
+        ...         return Evaluated({"loss": Tensor([0.0])}, lambda: {"loss": 1})
+        >>> loss = Constant()
+        >>> with loss.along(None, [2, 2], nn.Identity(), lambda: None) as share:
+        ...     share(2, 4) is loss.uncut() is loss
+        True
+    """
+
+    __slots__ = ()
+
+    counted = True
+    tied = False
+    coefficients: Mapping[str, float] = NO_COEFFICIENTS
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        """The weight to be reported; the value is divided already."""
+        return first.weigh()
+
+    def uncut(self: Loss) -> Loss:
+        """The same loss."""
+        return self
+
+    def along(
+        self: Loss, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> AbstractContextManager[Share]:
+        """The same loss for all rows."""
+        return nullcontext(lambda start, stop: self)

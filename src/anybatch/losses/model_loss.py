@@ -2,17 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from anybatch import rng, tree
-from anybatch.batch import Batch, cut_sizes
+from anybatch.batch import Batch
 from anybatch.errors import BatchError, LossError
 from anybatch.integrations.transformers import (
     ADVICE,
@@ -22,7 +23,7 @@ from anybatch.integrations.transformers import (
     recorded,
     wants_router_loss,
 )
-from anybatch.losses.loss import Evaluated, Loss
+from anybatch.losses.loss import Evaluated, Loss, Plain, Share
 from anybatch.losses.origin import Match, count, find, leaves_of
 from anybatch.losses.reductions import Reduction, Watch, is_like_parameters, selects, widened
 from anybatch.losses.tail import (
@@ -36,8 +37,6 @@ from anybatch.losses.tail import (
     read_tail,
 )
 from anybatch.total import Number
-
-_NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ class ModelLoss:
         return ModelTerms(in_step=True)
 
 
-class ModelTerms:
+class ModelTerms(Plain):
     """The means of a model's loss during one step: what the first micro-batch shows, the others must repeat.
 
     Args:
@@ -94,19 +93,24 @@ class ModelTerms:
 
     divided = False
     counted = False
-    coefficients = _NO_COEFFICIENTS
 
     def __init__(self, *, in_step: bool = False) -> None:
         self._in_step = in_step
         self._files: list[ModuleType] | None = None  # that define a router loss
-        self._done = 0  # micro-batches
-        self._first: Found | None = None  # of the first micro-batch that has a loss
-        self._rows = 0  # of that one
-        self._matches: Mapping[str, list[Match]] = {}
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
         self._routers: Mapping[str, WholeRouterLoss] = {}
+        self._places: Mapping[int, int] = {}  # number of each micro-batch of the first pass, by its first row
+        self._begin()
+
+    def _begin(self) -> None:
+        """As before the first micro-batch."""
+        self._start = -1  # the first row of the micro-batch at hand; -1 where nobody says
+        self._first: Found | None = None  # of the first micro-batch that has a loss
+        self._first_start = -1  # where that one starts
+        self._rows = 0  # of that one
+        self._matches: Mapping[str, list[Match]] = {}
         self._promised: Mapping[str, Number] = {}
-        self._weights: list[Mapping[str, Number]] = []  # of each micro-batch
+        self._weights: dict[int, Mapping[str, Number]] = {}  # of each micro-batch, by its first row
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and take its loss apart."""
@@ -114,18 +118,18 @@ class ModelTerms:
         found = self._read(model, micro)
         if found is None:
             return self._nothing(keep_graph=keep_graph)
-        is_first = self._first is None
+        is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
             self._look(model, found)
         else:
-            self._repeat(model, self._first, found)
+            _refuse_others(model, self._first, self._rows, found)
         once: Number = int(is_first) if self._in_step or not found.rows else found.rows
         terms, factors = found.terms, found.factors
         sums = {name: widened(one.sum) * factors[name] for name, one in terms.items()}
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
         if keep_graph:
             for name, call in found.routers.items():
-                sums[name] = self._share(model, name, call, factors[name])
+                sums[name] = self._router_share(model, name, call, factors[name])
                 weights[name] = once
         else:
             sums = {name: value.detach() for name, value in sums.items()}
@@ -155,21 +159,21 @@ class ModelTerms:
         """The model's own loss, to the bit."""
         return OwnLoss()
 
+    @contextmanager
     def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable[Loss]:
-        """The same for every micro-batch; before a router loss, all scores of the router."""
-        if not batch.rows:
-            return itertools.repeat(self)
-        if self._router_files(model) and wants_router_loss(model):
-            self._first_pass(batch.cut(micro_batch), model, put_back)
-        return self._kept_to_the_end(len(cut_sizes(batch.rows, micro_batch)), model)
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> Generator[Share]:
+        """The same for all rows; before a router loss, all scores of the router.
 
-    def _kept_to_the_end(self, micro_batches: int, model: nn.Module) -> Generator[Loss]:
-        """The same for every micro-batch; then what was promised of the whole batch is held against them."""
-        yield from itertools.repeat(self, micro_batches)
+        At the end what was promised of the whole batch is held against what came.
+        """
+        self._known, self._routers, self.tied = {}, {}, False
+        self._begin()
+        if batch.rows and self._router_files(model) and wants_router_loss(model):
+            self._first_pass(batch.parts(sizes), sizes, model, put_back)
+        yield self._share
         for name, promised in self._promised.items():
-            added = math.fsum(float(weights[name]) for weights in self._weights)
+            added = math.fsum(float(weights[name]) for weights in self._weights.values())
             if not math.isclose(float(promised), added, rel_tol=1e-6):
                 raise LossError(
                     f"Expected {type(model).__name__} to make its targets from the batch as in the first "
@@ -177,7 +181,16 @@ class ModelTerms:
                     "a step.window(), or a list of samples with a `collate`: there the division comes last."
                 )
 
-    def _first_pass(self, micros: Iterable[Any], model: nn.Module, put_back: Callable[[], None]) -> None:
+    def _share(self, start: int, stop: int) -> Loss:
+        """The same. Where the first micro-batch comes again, perhaps cut, what it showed is forgotten."""
+        if start <= self._first_start:
+            self._begin()
+        self._start = start
+        return self
+
+    def _first_pass(
+        self, micros: Iterable[Any], sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> None:
         """Weights and router's scores of all rows. With graph, which tells the terms apart."""
         before = rng.capture_process()
         weights: list[Mapping[str, Number]] = []
@@ -193,6 +206,9 @@ class ModelTerms:
         if all(row.keys() == calls[0].keys() for row in calls):
             names = (calls or [{}])[0]
             self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in names}
+            self.tied = bool(names)  # the scores were added up in the parts that are to come again
+            starts = itertools.accumulate(sizes, initial=0)
+            self._places = {start: index for index, start in enumerate(starts)}
         put_back()
         torch.clear_autocast_cache()  # of weights cast with a graph that is dropped
         rng.restore_process(before)
@@ -217,13 +233,12 @@ class ModelTerms:
         return self._done_with(Evaluated(dict.fromkeys(names, widened(torch.zeros(()))), lambda: weights))
 
     def _done_with(self, evaluated: Evaluated) -> Evaluated:
-        self._done += 1
-        self._weights.append(evaluated.weigh())
+        self._weights[self._start if self._start >= 0 else len(self._weights)] = evaluated.weigh()
         return evaluated
 
-    def _share(self, model: nn.Module, name: str, call: RouterLoss, factor: float) -> Tensor:
+    def _router_share(self, model: nn.Module, name: str, call: RouterLoss, factor: float) -> Tensor:
         if name in self._routers:
-            return self._routers[name].part(self._done, call, factor)
+            return self._routers[name].part(self._places[self._start], call, factor)
         raise LossError(
             f"Expected the router loss of {type(model).__name__} in a batch that the step cuts itself, with "
             f"`output_router_logits` in the model's config, got {call.settings} without a first pass. "
@@ -242,42 +257,12 @@ class ModelTerms:
                     f"Expected the loss of {type(model).__name__} to be made of means over rows, got {fault} "
                     f"in {one.name}. {WAYS_OUT}"
                 )
-        if self._done and [*found.factors] != ["loss"]:
+        if self._weights.keys() - {self._start} and [*found.factors] != ["loss"]:
             raise LossError(
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
                 f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
             )
-        self._first, self._rows = found.forgotten(), found.rows
-
-    def _repeat(self, model: nn.Module, first: Found, found: Found) -> None:
-        """Refuse by name what is not made as in the first micro-batch."""
-        if found.factors != first.factors:
-            loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
-            raise LossError(
-                f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
-                f"factors in every micro-batch, got {found.factors} after {first.factors}. "
-                f"{loop if found.factors.keys() != first.factors.keys() else ''}{WAYS_OUT}"
-            )
-        for name, one in found.terms.items():
-            old = first.terms[name]
-            changed = [
-                key for key, value in old.fixed.items() if not _is_equal(value, one.origin.settings[key])
-            ]
-            if changed:
-                values = one.origin.settings[changed[0]], old.fixed[changed[0]]
-                shown = [shorten(str(value), 60) for value in values]
-                raise LossError(
-                    f"Expected the settings of {one.name} in {type(model).__name__} to be the same in every "
-                    f"micro-batch, got {changed[0]} = {shown[0]} after {shown[1]}. What is made of the rows "
-                    "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
-                    "the model, or do not cut the batch."
-                )
-            if self._rows and found.rows not in (0, self._rows) and _ignores_rows(old, one):
-                raise LossError(
-                    f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
-                    f"{one.name} over {one.weight} elements from {found.rows} rows as from {self._rows}: "
-                    f"rows have met before it. {WAYS_OUT}"
-                )
+        self._first, self._first_start, self._rows = found.forgotten(), self._start, found.rows
 
     def _weigh_whole(
         self, name: str, one: Reduction, rows: int, first_rows: int, leaves: Mapping[str, Tensor]
@@ -303,7 +288,7 @@ class ModelTerms:
         return self._files
 
 
-class OwnLoss:
+class OwnLoss(Plain):
     """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs.
 
     Example:
@@ -314,7 +299,6 @@ class OwnLoss:
 
     divided = True
     counted = False
-    coefficients = _NO_COEFFICIENTS
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model."""
@@ -340,19 +324,34 @@ class OwnLoss:
         sums = dict(zip(names, [loss + (values[0] - loss).detach(), *values[1:]], strict=True))
         return Evaluated(sums, lambda: weights)
 
-    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """What the means were divided by already."""
-        return first.weigh()
 
-    def uncut(self) -> Loss:
-        """It is."""
-        return self
-
-    def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable[Loss]:
-        """The same loss."""
-        return itertools.repeat(self)
+def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> None:
+    """Refuse by name what is not made as in the first micro-batch."""
+    if found.factors != first.factors:
+        loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
+        raise LossError(
+            f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
+            f"factors in every micro-batch, got {found.factors} after {first.factors}. "
+            f"{loop if found.factors.keys() != first.factors.keys() else ''}{WAYS_OUT}"
+        )
+    for name, one in found.terms.items():
+        old = first.terms[name]
+        changed = [key for key, value in old.fixed.items() if not _is_equal(value, one.origin.settings[key])]
+        if changed:
+            values = one.origin.settings[changed[0]], old.fixed[changed[0]]
+            shown = [shorten(str(value), 60) for value in values]
+            raise LossError(
+                f"Expected the settings of {one.name} in {type(model).__name__} to be the same in every "
+                f"micro-batch, got {changed[0]} = {shown[0]} after {shown[1]}. What is made of the rows "
+                "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
+                "the model, or do not cut the batch."
+            )
+        if rows and found.rows not in (0, rows) and _ignores_rows(old, one):
+            raise LossError(
+                f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
+                f"{one.name} over {one.weight} elements from {found.rows} rows as from {rows}: "
+                f"rows have met before it. {WAYS_OUT}"
+            )
 
 
 def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:

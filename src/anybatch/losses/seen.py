@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from anybatch import tree
 from anybatch.errors import LossError
+from anybatch.exhausted import ran_out_of_memory
 from anybatch.losses.convention import TARGET_KEYS, split
 
 
@@ -117,7 +118,9 @@ def joined(seen: Sequence[Seen]) -> Seen:
 def _concatenated(parts: Sequence[Tensor], what: str) -> Tensor:
     try:
         return torch.cat(list(parts))
-    except RuntimeError:
+    except RuntimeError as error:
+        if ran_out_of_memory(error):
+            raise
         raise LossError(
             f"Expected {what} of all rows to differ in their first axis only, got shapes "
             f"{[tuple(part.shape) for part in parts[:4]]}. Pad them to one length in the model or in "

@@ -1,10 +1,9 @@
 """A loss of torch as a sum and a weight, exact in every cut."""
 
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -14,15 +13,13 @@ from anybatch.batch import Batch
 from anybatch.errors import LossError
 from anybatch.losses.convention import forward, split
 from anybatch.losses.kinds import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind
-from anybatch.losses.loss import Evaluated, Loss
+from anybatch.losses.loss import Evaluated, Loss, Plain, Share
 from anybatch.losses.terms import BARE_MEAN
 from anybatch.total import SHORT_DTYPES, Number
 
-_NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SummedLoss:
+class SummedLoss(Plain):
     """One of torch's losses, read from the caller's object at the start of each step.
 
     Attributes:
@@ -42,14 +39,9 @@ class SummedLoss:
     divided: bool = False
 
     @property
-    def counted(self) -> bool:
+    def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Valid targets are counted once, on the whole batch; a sum is divided by 1."""
         return self.kind.counted or self._is_sum
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """A single loss has none."""
-        return _NO_COEFFICIENTS
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model, then the loss; the value is a sum unless the loss is divided."""
@@ -87,14 +79,15 @@ class SummedLoss:
         return replace(self, divided=True) if self.kind.shape_tells else self
 
     def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable[Loss]:
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> AbstractContextManager[Share]:
         """The same loss, or one for each micro-batch where a setting has one entry per row."""
-        cut = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
-        if not cut:
-            return itertools.repeat(self)
-        parts = zip(*[value.split(micro_batch) for value in cut.values()], strict=True)
-        return [self._with(dict(zip(cut, part, strict=True))) for part in parts]
+        per_row = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
+
+        def share(start: int, stop: int) -> Loss:
+            return self._with({name: value[start:stop] for name, value in per_row.items()})
+
+        return nullcontext(share if per_row else lambda start, stop: self)
 
     def _arrange(self, outputs: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, ...]:
         wanted = self.kind.arguments - ("var" in self.settings)  # the one that may be a constant

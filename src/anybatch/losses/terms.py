@@ -1,8 +1,7 @@
 """A loss written by the user: a function of the model and a micro-batch that returns totals."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch.batch import Batch
 from anybatch.errors import LossError
-from anybatch.losses.loss import Evaluated, Loss
+from anybatch.losses.loss import Evaluated, Plain
 from anybatch.total import Number, Total
 
 BARE_MEAN = (
@@ -23,7 +22,7 @@ BARE_MEAN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(Plain):
     """Named totals with coefficients: auxiliary losses, each divided by its own weight.
 
     A bare function `(model, micro) -> Total` needs no `Terms`; use it to name coefficients, or to say the
@@ -100,16 +99,6 @@ class Terms:
             )
         # A Total checks its weight.
         return {name: Total(0, weight).weight for name, weight in weights.items()}
-
-    def uncut(self) -> Loss:
-        """The same: a total is divided once, cut or not."""
-        return self
-
-    def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable[Loss]:
-        """The same loss for every micro-batch."""
-        return itertools.repeat(self)
 
 
 def _named(value: object) -> Mapping[str, Total]:

@@ -1,28 +1,25 @@
 """A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch import rng, tree
-from anybatch.batch import Batch, cut_sizes
+from anybatch.batch import Batch
 from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.losses.convention import call
-from anybatch.losses.loss import Evaluated, Loss
+from anybatch.losses.loss import Evaluated, Plain, Share
 from anybatch.losses.pull import Pull
 from anybatch.losses.seen import Seen, joined, part
 from anybatch.total import Number, Total
 
-_NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
-
 
 @dataclass(frozen=True, slots=True)
-class WholeBatch:
+class WholeBatch(Plain):
     """A loss in which rows meet: contrastive, ranking, decorrelation, any function of all outputs at once.
 
     Micro-batches of it cannot be added up, because each row's loss depends on the others. So a cut batch goes
@@ -72,7 +69,6 @@ class WholeBatch:
     outputs: Callable[[nn.Module, Any], Any] | None = None
 
     divided = True  # the function's value is the loss itself
-    counted = True
 
     def __post_init__(self) -> None:
         if not callable(self.function):
@@ -87,11 +83,6 @@ class WholeBatch:
                 "Leave it out to call the function once, with all rows."
             )
 
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        """A single loss has none."""
-        return _NO_COEFFICIENTS
-
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """The loss of a batch that is not cut: one pass."""
         seen = self.look(model, micro)
@@ -102,18 +93,11 @@ class WholeBatch:
         value = pull.into(seen.outputs, 0, pull.rows)
         return Evaluated({"loss": value}, lambda: {"loss": pull.weight})
 
-    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """The weight to be reported; nothing is divided any more."""
-        return first.weigh()
-
-    def uncut(self) -> Loss:
-        """The same: `along` sees that there is only one micro-batch."""
-        return self
-
+    @contextmanager
     def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable[Loss]:
-        """The first pass; then, for each micro-batch, what it sends back in the second.
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> Generator[Share]:
+        """The first pass, if there is more than one micro-batch; then what each sends back in the second.
 
         Raises:
             LossError: a window, whose rows are never all there; outputs that do not belong to rows.
@@ -124,9 +108,19 @@ class WholeBatch:
                 f"Expected the whole batch for {self.name}, a loss over the outputs of all rows, got a "
                 "window, which brings them micro-batch by micro-batch. Call step(batch)."
             )
-        if micro_batch >= batch.rows:
-            return itertools.repeat(self)
-        return self._two_passes(batch, micro_batch, model, put_back)
+        if len(sizes) == 1:
+            yield lambda start, stop: self
+            return
+        before = rng.capture_process()
+        try:
+            pull = self._first_pass(batch, sizes, model, put_back)
+            after = rng.capture_process()  # the function may have drawn too
+            rng.restore_process(before)
+            yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
+        except BaseException:
+            rng.restore_process(before)
+            raise
+        rng.restore_process(after)
 
     def look(self, model: nn.Module, micro: Any, rows: int | None = None) -> Seen:
         """Run the model on a micro-batch.
@@ -159,27 +153,18 @@ class WholeBatch:
         """What the caller calls the function."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
-    def _two_passes(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterator[Loss]:
-        sizes = cut_sizes(batch.rows, micro_batch)
-        before, versions = rng.capture_process(), _versions(model)
+    def _first_pass(
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> Pull:
+        versions = _versions(model)
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
-        micros = zip(batch.cut(micro_batch), sizes, strict=True)
+        micros = zip(batch.parts(sizes), sizes, strict=True)
         whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # of what belongs to graphs that are gone
         put_back()
-        pull = self._pull(whole)
-        del whole
-        after = rng.capture_process()  # the function may have drawn too
-        rng.restore_process(before)
-        start = 0
-        for rows in sizes:
-            yield _Share(whole=self, pull=pull, start=start, stop=start + rows)
-            start += rows
-        rng.restore_process(after)
+        return self._pull(whole)
 
     def _pull(self, whole: Seen) -> Pull:
         """The loss, and its gradient with respect to outputs and to whatever parameters it reaches."""
@@ -253,7 +238,7 @@ class _Differentiated(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
+class _Share(Plain):
     """The loss of one micro-batch in the second pass: what flows back is known already."""
 
     whole: WholeBatch
@@ -262,11 +247,7 @@ class _Share:
     stop: int
 
     divided = True
-    counted = True
-
-    @property
-    def coefficients(self) -> Mapping[str, float]:
-        return _NO_COEFFICIENTS
+    tied = True
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         outputs = self.whole.look(model, micro, self.stop - self.start).outputs
@@ -274,17 +255,6 @@ class _Share:
         value = self.pull.into(outputs, self.start, self.stop)
         # The value comes with the first rows, and so does its weight.
         return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
-
-    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        return first.weigh()
-
-    def uncut(self) -> Loss:
-        return self
-
-    def along(
-        self, batch: Batch, micro_batch: int, model: nn.Module, put_back: Callable[[], None]
-    ) -> Iterable[Loss]:
-        return itertools.repeat(self)
 
 
 def _versions(model: nn.Module) -> dict[str, int]:

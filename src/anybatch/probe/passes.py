@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.batch import Batch
+from anybatch.batch import Batch, cut_sizes
 from anybatch.errors import AnybatchError
 from anybatch.events import Event, StepReport
 from anybatch.execute import execute
@@ -90,6 +90,7 @@ class _Told:
         self._inner, self._parts, self._draws, self._tell = inner, parts, draws, tell
         self.rows = inner.rows
         self.given, self.whole = inner.given, inner.whole
+        self.like, self.draws = inner.like, inner.draws
 
     def head(self, rows: int) -> Batch:
         """The first rows of the batch inside."""
@@ -97,8 +98,15 @@ class _Told:
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """The micro-batches of the batch inside."""
-        micros = self._inner.cut(micro_batch)
-        for part in self._parts:
+        return self.parts(cut_sizes(self.rows, micro_batch))
+
+    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+        """Parts of the batch inside."""
+        micros = self._inner.parts(sizes, start)
+        rows = [row for part in self._parts for row in part.rows]
+        for size in sizes:
+            part = Part(tuple(rows[start : start + size]), self._parts[0].total)
+            start += size
             seen = set(self._draws.dtypes)
             micro = next(micros)
             self._draws.dtypes = seen  # what a `collate` computes in is not the model's

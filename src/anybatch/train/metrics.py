@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import repeat
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 from torch import Tensor, nn
 
-from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
+from anybatch.batch import OpenBatch, SampleBatch, TensorBatch, cut_sizes
 from anybatch.errors import LossError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
@@ -90,15 +89,23 @@ def _totals(
     loss = resolve(step.loss)
     for group in rows.in_order(batch_size if loss.divided else micro_batch):  # rows may meet in the loss
         batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
-        parts = loss.along(batch, micro_batch, step.model, lambda: None) if loss.divided else repeat(loss)
-        for part, micro in zip(parts, batch.cut(micro_batch), strict=False):
-            terms = part.evaluate(step.model, micro)
-            fixed = {} if part.divided else part.divisors(OpenBatch(), terms, 1) or {}
-            weights = fixed or terms.weigh()
-            sums = dict(terms.sums)
-            if part.divided:  # what weighs nothing has no mean that could be multiplied by it
-                sums = {name: value * weights[name] if weights[name] else 0 for name, value in sums.items()}
-            yield {name: Total(value, weights[name]) for name, value in sums.items()}, bool(fixed), micro
+        sizes = cut_sizes(batch.rows, micro_batch)
+        whole = loss.along(batch, sizes, step.model, lambda: None) if loss.divided else nullcontext()
+        with whole as share:
+            start = 0
+            for micro, size in zip(batch.parts(sizes), sizes, strict=True):
+                yield *_measured(step, loss if share is None else share(start, start + size), micro), micro
+                start += size
+
+
+def _measured(step: Step, part: Any, micro: Any) -> tuple[dict[str, Total], bool]:
+    terms = part.evaluate(step.model, micro)
+    fixed = {} if part.divided else part.divisors(OpenBatch(), terms, 1) or {}
+    weights = fixed or terms.weigh()
+    sums = dict(terms.sums)
+    if part.divided:  # what weighs nothing has no mean that could be multiplied by it
+        sums = {name: value * weights[name] if weights[name] else 0 for name, value in sums.items()}
+    return {name: Total(value, weights[name]) for name, value in sums.items()}, bool(fixed)
 
 
 class RunningLoss:

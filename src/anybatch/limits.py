@@ -1,0 +1,74 @@
+"""Limits: what memory has taught about the size of a micro-batch, for each kind of row."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+PATIENCE = 16  # clean steps before a larger micro-batch is tried
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What is known of one kind of row.
+
+    Attributes:
+        fits: rows of the largest micro-batch that goes through, as far as is known.
+        failed: rows of the smallest in which memory ran out.
+        clean: steps since then, or since the last larger one was tried.
+        patience: clean steps after which a larger one is tried.
+    """
+
+    fits: int
+    failed: int
+    clean: int = 0
+    patience: int = PATIENCE
+
+    def size(self, planned: int) -> int:
+        """Rows to try next: those that fit, or half of the way to what was planned if it is time for it."""
+        fits = min(self.fits, planned)
+        return fits if self.clean < self.patience else fits + -(-(planned - fits) // 2)
+
+
+class Limits:
+    """The limits met so far, by kind of row. After each failure it takes twice as long until more is tried.
+
+    Example:
+        >>> limits = Limits()
+        >>> limits.size("short rows", 32)
+        32
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Limit] = {}
+
+    def size(self, like: Hashable, planned: int) -> int:
+        """Rows of a micro-batch that was planned to have as many."""
+        limit = self.known.get(like)
+        return planned if limit is None else limit.size(planned)
+
+    def learn(self, like: Hashable, planned: int, *, largest: int, failed: int) -> None:
+        """What came of it.
+
+        Args:
+            like: the kind of row.
+            planned: rows of a micro-batch if there were no limit.
+            largest: rows of the largest micro-batch that went through.
+            failed: rows of the smallest in which memory ran out; 0 where it never did.
+
+        Example:
+            >>> limits = Limits()
+            >>> limits.learn("rows", 32, largest=8, failed=16)
+            >>> limits.size("rows", 32)
+            8
+        """
+        old = self.known.get(like)
+        if failed:
+            half = -(-failed // 2)
+            # What went through before a larger one was tried still does.
+            fits = half if old is None or old.fits >= failed else max(old.fits, half)
+            patience = PATIENCE if old is None else 2 * old.patience
+            self.known[like] = Limit(fits=fits, failed=failed, patience=patience)
+        elif old is not None and old.fits < planned:
+            if largest > old.fits:
+                self.known[like] = replace(old, fits=largest, clean=0)
+            else:
+                self.known[like] = replace(old, clean=old.clean + 1)

@@ -1,0 +1,344 @@
+"""One pass of the fold over a batch: add micro-batches, update once, or put everything back."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from anybatch import optimize
+from anybatch.batch import Batch
+from anybatch.errors import LossError, NonFiniteLossError
+from anybatch.events import Listener, StepReport
+from anybatch.gradients import Gradients, is_marked, mark
+from anybatch.losses.loss import Evaluated, Loss
+from anybatch.meetings import BatchNorm
+from anybatch.plan import Plan
+from anybatch.surroundings import Stream, Streams, Surroundings
+from anybatch.total import Number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """What a plan is carried out on.
+
+    Attributes:
+        model: called on micro-batches.
+        modules: the modules of the model and of the loss.
+        loss: the loss, resolved.
+        optimizers: updated in this order.
+        schedulers: stepped once per update, after the optimizers.
+        parameters: the trainable parameters of the optimizers.
+        others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
+            part in the update and is left alone.
+        batch_norms: modules in which rows meet, as they stand.
+        devices: where the parameters of the model are.
+        listeners: called with every event.
+        before_cut: called with this task, the batch and a number of rows that may fit, before a batch that
+            was not to be cut is cut after all; raises where that would change the result.
+        streams: which random streams besides torch's are noted before a micro-batch.
+    """
+
+    model: nn.Module
+    modules: Sequence[nn.Module]
+    loss: Loss
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler]
+    parameters: Sequence[nn.Parameter]
+    others: Sequence[nn.Parameter]
+    batch_norms: Sequence[BatchNorm]
+    devices: Set[torch.device]
+    listeners: Sequence[Listener]
+    before_cut: Callable[["Task", Batch, int], None] = lambda task, batch, rows: None
+    streams: Streams = field(default_factory=Streams)
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """A micro-batch that was undone because memory ran out in it.
+
+    Attributes:
+        rows: rows it had.
+        may_be_cut: whether smaller ones would give the same result.
+    """
+
+    rows: int
+    may_be_cut: bool
+
+
+def too_large(redone: Sequence[Redone]) -> int:
+    """Rows of the smallest micro-batch that is to be smaller from now on; 0 where there is none.
+
+    Example:
+        >>> too_large([Redone(8, may_be_cut=True), Redone(4, may_be_cut=True), Redone(2, may_be_cut=False)])
+        4
+    """
+    return min((one.rows for one in redone if one.may_be_cut), default=0)
+
+
+class Before(Surroundings):
+    """What a failed step puts back: its surroundings, and the gradients found there."""
+
+    def __init__(self, task: Task, *, streams: Sequence[Stream] = ()) -> None:
+        super().__init__(task.modules, streams=streams)
+        self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
+
+    def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
+        """Put the gradients back that were there, of all parameters or only of these."""
+        chosen = None if only is None else set(only)
+        for parameter, gradient in self._gradients:
+            if chosen is None or parameter in chosen:
+                parameter.grad = gradient
+
+
+class Run:
+    """One pass of the fold: add micro-batches, update, clear. Any failure can be undone until the update.
+
+    Args:
+        plan: what was decided.
+        task: what it is carried out on.
+        batch: the logical batch, as far as it is known.
+        loss: the loss for this batch; divisors are asked of it once.
+
+    Attributes:
+        before: what an undo puts back.
+        noted: what surrounded the beginning of the micro-batch at hand.
+        gradients: the sums, and which parameters have accepted the micro-batch at hand.
+        rows: rows of each micro-batch that is in the sums.
+        redone: each micro-batch that was undone because memory ran out.
+        is_updated: whether the optimizers have stepped, which cannot be undone.
+    """
+
+    def __init__(self, plan: Plan, task: Task, batch: Batch, loss: Loss) -> None:
+        self._plan, self._task, self._batch, self._loss = plan, task, batch, loss
+        self.before = Before(task, streams=task.streams.to_note(draws=batch.draws))
+        self.noted: Surroundings = self.before
+        for parameter in (*task.parameters, *task.others):
+            parameter.grad = None
+        self._sums: list[Mapping[str, Tensor]] = []  # detached, one entry per micro-batch
+        self._weights: list[Mapping[str, Number]] = []
+        self.rows: list[int] = []
+        self.redone: list[Redone] = []
+        self._flowed = False  # whether any term carried a gradient
+        # Of nothing, until the first forward.
+        self.gradients = Gradients([], dtype=None, compensated=False, banks=[""])
+        self.is_updated = False
+
+    def begin(self, *, draws: bool = False) -> None:
+        """The next micro-batch: note what it may change, as it stands.
+
+        Args:
+            draws: whether it is made by drawing random numbers, as a `collate` may.
+        """
+        self.gradients.begin()
+        self.noted = self.before  # lets the copies go that were made before the last one
+        self.noted = self.before.renewed(streams=self._task.streams.to_note(draws=draws))
+
+    def add(self, micro: Any, loss: Loss, rows: int, *, again: bool = False) -> None:
+        """Forward, backward, accumulate.
+
+        Args:
+            micro: the rows.
+            loss: of these rows.
+            rows: how many.
+            again: some parameters have accepted this very micro-batch already, before its backward failed.
+        """
+        terms = loss.evaluate(self._task.model, micro)
+        if not self.rows:
+            self._open(terms, rows, again=again)
+        elif terms.sums.keys() != self._coefficients.keys():
+            raise LossError(
+                f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
+                f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
+            )
+        sums = terms.sums
+        weights = {} if loss.counted and self._divisors is not None else terms.weigh()
+        del terms  # and with it the model's outputs, as far as backward does not need them
+        self._backward(sums, again=again)
+        self._sums.append({name: _detached(value) for name, value in sums.items()})
+        if weights:
+            self._weights.append(weights)
+        self.rows.append(rows)
+
+    def update(self) -> StepReport:
+        """Divide what is still to be divided, clip once, update optimizers and schedulers."""
+        weights = self._whole_weights()
+        values = self._values(weights)
+        empty = not any(weights.values())
+        if not (self._flowed or empty):
+            raise LossError(
+                "Expected a loss that depends on the parameters of the optimizer, "
+                f"got terms {sorted(values)} without gradient. "
+                "Look for .detach(), torch.no_grad() or frozen parameters."
+            )
+        gradients = self.gradients.finish(self._late_factors(weights))
+        norm = math.nan
+        if not empty:
+            norm = optimize.clip(gradients, self._plan.clip_norm)
+            optimize.update(gradients, self._task.optimizers, self._plan.foreach)
+            self.is_updated = True
+            optimize.schedule(self._task.schedulers)
+        used = [self._coefficients[name] * value for name, value in values.items() if weights[name]]
+        return StepReport(
+            loss=math.fsum(used) if used else math.nan,
+            terms=values,
+            weights=weights,
+            rows=sum(self.rows),
+            micro_batches=len(self.rows),
+            grad_norm=norm,
+            updated=not empty,
+            cut=tuple(self.rows),
+            redone=len(self.redone),
+            too_large=too_large(self.redone),
+        )
+
+    def clear(self) -> None:
+        """Drop the gradients; those of parameters that are not ours come back."""
+        for parameter in self._task.parameters:
+            parameter.grad = None
+        self.before.put_gradients_back(self._task.others)
+
+    def mark(self) -> None:
+        """Note the sums, as far as `.grad` holds them, so that it shows when somebody else changes them."""
+        self._mark = mark(self._task.parameters)
+
+    def is_disturbed(self) -> bool:
+        """Whether the sums are no longer those noted."""
+        return not is_marked(self._task.parameters, self._mark)
+
+    def undo(self) -> None:
+        """Put everything back as it was before the first micro-batch; after the update, only clear."""
+        self.gradients.close()
+        if self.is_updated:
+            self.clear()
+            return
+        self.before.put_back()
+        self.before.put_gradients_back()
+
+    def _open(self, terms: Evaluated, rows: int, *, again: bool) -> None:
+        """After the first forward: who divides by what, and when."""
+        names = list(terms.sums)
+        self._coefficients = {name: self._loss.coefficients.get(name, 1.0) for name in names}
+        self._divisors = self._loss.divisors(self._batch, terms, rows)
+        banks = names
+        if self._divisors is not None:
+            banks = names[:1]
+            whole = dict.fromkeys(names, 1) if self._loss.divided else self._divisors
+            self._cotangents = {
+                name: _cotangent(self._coefficients[name], whole[name], value)
+                for name, value in terms.sums.items()
+            }
+        if again:  # and the sums hold a part of it
+            return
+        self.gradients.close()
+        self.gradients = Gradients(
+            self._task.parameters,
+            dtype=self._plan.accumulation_dtype,
+            compensated=self._plan.compensated,
+            banks=banks,
+        )
+
+    def _backward(self, sums: Mapping[str, Tensor], *, again: bool) -> None:
+        flowing = {
+            name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]
+        }
+        if not flowing:  # nothing but masked rows
+            return
+        self._flowed = True
+        try:
+            if self._divisors is None:
+                self.gradients.add_each(flowing, again=again)
+            else:
+                cotangents = [self._cotangents[name] for name in flowing]
+                self.gradients.add(list(flowing.values()), cotangents, again=again)
+        finally:
+            for parameter in self._task.others:  # nobody's, and they may share memory with ours
+                parameter.grad = None
+
+    def _whole_weights(self) -> dict[str, float]:
+        """The weight of each term over all micro-batches; promised and added-up weights must agree."""
+        known = {} if self._divisors is None else _to_host(self._divisors)
+        _check_weights(known, "the whole batch")
+        if not self._weights:  # the loss has counted the whole batch already
+            return known
+        hosted = [_to_host(weights) for weights in self._weights]
+        for index, weights in enumerate(hosted):
+            _check_weights(weights, f"micro-batch {index}")
+        added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
+        for name, promised in known.items():
+            if not math.isclose(promised, added[name], rel_tol=1e-6):
+                raise LossError(
+                    f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for "
+                    f"{name!r}, got {added[name]:g}. "
+                    "Rows that differ in length (padding) do not weigh the same: "
+                    "return ab.Total(sum, number of valid elements)."
+                )
+        return known or added
+
+    def _values(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """The value of each term; refuses what is not finite and names the micro-batches it came from."""
+        hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
+        for name, sums in hosted.items():
+            bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
+            if bad and weights[name]:
+                first = sum(self.rows[: bad[0]])
+                raise NonFiniteLossError(
+                    f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of "
+                    f"{len(sums)} (the first one holds rows {first} to {first + self.rows[bad[0]] - 1}). "
+                    "No update was made. Look for bad data in these rows of the batch, too high a learning "
+                    "rate, or a sum that overflows float16."
+                )
+        return {
+            name: math.fsum(sums) / (1 if self._loss.divided else weights[name])
+            if weights[name]
+            else math.nan
+            for name, sums in hosted.items()
+        }
+
+    def _late_factors(self, weights: Mapping[str, float]) -> dict[str, float]:
+        if self._divisors is not None:
+            return {}
+        return {
+            name: self._coefficients[name] / weight if weight else 0.0 for name, weight in weights.items()
+        }
+
+
+def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
+    """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
+    if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
+        divisor = divisor.item()  # no device has to stop for it
+    if not isinstance(divisor, Tensor):
+        return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
+    divisor = divisor.to(like.device, like.dtype)
+    return torch.where(divisor == 0, 0, coefficient / divisor)
+
+
+def _detached(value: Tensor) -> Tensor:
+    """The number without its graph, and without the rows some kernels (`mse_loss`) leave in its storage."""
+    value = value.detach()
+    return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
+
+
+def _check_weights(weights: Mapping[str, float], where: str) -> None:
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise LossError(
+                f"Expected a finite weight of at least 0 for {name!r}, got {weight} in {where}. "
+                "Count rows or tokens."
+            )
+
+
+def _all_to_host(values: Sequence[Tensor]) -> list[float]:
+    """Scalars as numbers; those of a device come in one go, so that it stops once."""
+    device = next((value.device for value in values if value.device.type != "cpu"), None)
+    if device is None:
+        return [value.item() for value in values]
+    return torch.stack([value.to(device) for value in values]).tolist()
+
+
+def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:
+    return {name: float(weight) for name, weight in weights.items()}

@@ -1,0 +1,192 @@
+"""The window: one update from micro-batches that the caller brings."""
+
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Protocol
+
+from anybatch.batch import Batch, Collate, OpenBatch
+from anybatch.course import Course
+from anybatch.door import Guard, admit
+from anybatch.errors import WindowError
+from anybatch.events import StepReport
+from anybatch.plan import Plan
+from anybatch.planning import Planning
+from anybatch.run import Run, Task, too_large
+
+
+class Opener(Protocol):
+    """What a window asks of the step that opens it."""
+
+    collate: Collate | None
+    guard: Guard
+    planning: Planning
+    open_window: "Window | None"
+
+
+class Window:
+    """The stretch from one update to the next, for callers who bring micro-batches themselves.
+
+    Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last
+    two. As a context manager it closes at the end, and discards when an exception leaves the block.
+
+    A micro-batch that is refused or fails in its forward leaves the window as it was before it. One that
+    fails half-way through its backward discards the window, because half of it is in the sum already:
+    everything is as before the window. One that is too large for memory comes in parts.
+
+    Attributes:
+        rows: rows added so far.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from anybatch import Step
+        >>> model = nn.Linear(2, 1)
+        >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with step.window() as window:
+        ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+    """
+
+    def __init__(self, step: Opener, task: Task) -> None:
+        batch = OpenBatch()
+        with task.loss.along(batch, (), task.model, lambda: None) as share:
+            pass  # refused is a loss that needs the whole batch
+        self._step, self._task, self._share = step, task, share
+        self._run = Run(step.planning.settings, task, batch, task.loss)
+        self._run.mark()
+        self._phase = "open"
+        self.rows = 0
+
+    def add(self, micro: Any) -> None:
+        """Forward, backward, accumulate one micro-batch.
+
+        Args:
+            micro: the rows of one micro-batch, of the same form as a batch.
+
+        Raises:
+            WindowError: the window is not open any more, or somebody else changed gradients meanwhile.
+            BatchError, LossError: see `Step.__call__`.
+        """
+        self._expect("open", "add a micro-batch")
+        self._refuse_changed_gradients()
+        batch = admit(micro, self._task, self._step.collate)
+        if self.rows:
+            self._step.guard.refuse_meetings(self._task)
+        self._step.guard.check_loss(self._task, batch, batch.rows)
+        plan = self._step.planning.of_window(self._task, batch)
+        if plan.is_cut:
+            self._step.guard.refuse_meetings(self._task)
+        done = len(self._run.rows)
+        try:
+            self._go(batch, plan)
+        except BaseException:
+            if self._run.gradients.holds_part or len(self._run.rows) > done:
+                self.discard()
+            else:
+                self._run.noted.put_back()
+            raise
+        self.rows += batch.rows
+        self._run.mark()
+
+    def _go(self, batch: Batch, plan: Plan) -> None:
+        """All rows of a micro-batch at once; where memory runs out, in parts."""
+        run, planning = self._run, self._step.planning
+        done, failed = len(run.rows), len(run.redone)
+        with planning.enforced(self._task):
+            Course(
+                run=run,
+                plan=plan,
+                task=self._task,
+                batch=batch,
+                share=self._share,
+                sizes=plan.sizes,
+                offset=self.rows,
+                in_window=True,
+            ).go()
+        largest = replace(plan, micro_batch=max(run.rows[done:]))
+        planning.learn(batch, largest, failed=too_large(run.redone[failed:]), in_window=True)
+
+    def update(self) -> StepReport:
+        """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.
+
+        If it fails, the window is discarded.
+
+        Raises:
+            WindowError: nothing was added, the window is not open any more, or gradients were changed.
+            LossError: see `Step.__call__`.
+        """
+        self._expect("open", "update")
+        self._refuse_changed_gradients()
+        if not self.rows:
+            raise WindowError(
+                f"Expected at least one micro-batch in the window, got {self.rows} rows. "
+                "Call add() first, or discard()."
+            )
+        try:
+            report = self._run.update()
+        except BaseException:
+            self.discard()
+            raise
+        self._phase = "updated"
+        for listener in self._task.listeners:
+            listener(report)
+        return report
+
+    def clear(self) -> None:
+        """Drop the gradients; the window is over.
+
+        Raises:
+            WindowError: no update was made yet.
+        """
+        self._expect("updated", "clear")
+        self.discard()
+
+    def close(self) -> StepReport:
+        """Update and clear.
+
+        Raises:
+            WindowError, LossError: see `update`.
+        """
+        self._expect("open", "close")
+        try:
+            return self.update()
+        finally:
+            if self._phase == "updated":
+                self.clear()
+
+    def discard(self) -> None:
+        """End the window: without an update, model, buffers, gradients and random state are as before it."""
+        if self._phase == "open":
+            self._run.undo()
+        elif self._phase == "updated":
+            self._run.clear()
+        else:
+            return
+        self._phase = "closed"
+        self._step.open_window = None
+
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._phase == "open":
+                self.close()
+        finally:
+            self.discard()  # does nothing to a window that is over
+
+    def _refuse_changed_gradients(self) -> None:
+        if self._run.is_disturbed():
+            self.discard()
+            raise WindowError(
+                "Expected gradients to be left alone while a window is open, got changed ones, so it was "
+                "discarded. Call zero_grad(), backward() or clipping before it is opened or after it is over."
+            )
+
+    def _expect(self, phase: str, wish: str) -> None:
+        if self._phase != phase:
+            raise WindowError(
+                f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
+                "Open a new one with step.window()."
+            )

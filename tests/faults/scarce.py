@@ -1,0 +1,72 @@
+"""Memory that runs out at chosen allocations, or whenever too much of it is in use."""
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+SAYINGS: list[BaseException] = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: 64"),
+    MemoryError("Unable to allocate 1.00 GiB for an array"),
+]
+
+
+class Scarce(TorchDispatchMode):
+    """Refuses allocations inside of watched functions.
+
+    Args:
+        refuse: which of the watched allocations fail, counted from 0.
+        most: bytes of what is allocated while watched, and still held, above which every allocation fails.
+    """
+
+    def __init__(self, refuse: set[int] | None = None, *, most: float = math.inf, saying: int = 0) -> None:
+        super().__init__()
+        self.refuse, self.most, self.saying = refuse or set(), most, saying
+        self.count = self.refused = self.watched = 0
+        self.held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What writes in place or returns a view allocates nothing.
+        is_made = not func._schema.is_mutable and all(one.alias_info is None for one in func._schema.returns)
+        if not (self.watched and is_made):
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        if self.count - 1 in self.refuse or (self.most < math.inf and self.in_use() > self.most):
+            self.refused += 1
+            error = SAYINGS[self.saying]
+            raise type(error)(*error.args)
+        made = func(*args, **(kwargs or {}))
+        if self.most < math.inf:
+            for one in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(one, Tensor):
+                    self.held[one] = one.nbytes
+        return made
+
+    def in_use(self) -> int:
+        return sum(self.held.values())
+
+    def watching(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.watched += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.watched -= 1
+
+        return watched
+
+
+@contextmanager
+def scarce(owner: Any, name: str, *args: Any, **options: Any) -> Generator[Scarce]:
+    """Memory is scarce while `owner.name` runs."""
+    mode = Scarce(*args, **options)
+    with pytest.MonkeyPatch.context() as patch, mode:
+        patch.setattr(owner, name, mode.watching(getattr(owner, name)))
+        yield mode
