@@ -135,12 +135,12 @@ def test_short_last_batch_of_an_epoch_goes_through_uncut() -> None:
     step = make(4)
     with pytest.raises(PlanError, match="3 rows of the batch, got 4"):
         step(make_batch(rows=3))
-    assert step.most_rows == 0  # what was refused does not count
+    assert step.planning.most_rows == 0  # what was refused does not count
     assert step(make_batch(rows=4)).micro_batches == 1
     assert step(make_batch(rows=3)).micro_batches == 1
     assert step(make_batch(rows=9)).micro_batches == 3
     assert step.plan(1) == Plan(rows=1, micro_batch=1)
-    assert step.most_rows == 9
+    assert step.planning.most_rows == 9
     step.micro_batch = 10  # larger than all that came
     with pytest.raises(PlanError, match="9 rows of the batch, got 10"):
         step(make_batch(rows=9))

@@ -4,16 +4,19 @@ from anybatch.check import CheckReport, check
 from anybatch.errors import AnybatchError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
+from anybatch.foresee import plan
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.model_loss import ModelLoss
 from anybatch.losses.terms import Terms
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.meetings import batch_norm_to_group_norm
+from anybatch.options import PlanReport
 from anybatch.plan import Plan
-from anybatch.step import Step, Window
+from anybatch.step import Step
 from anybatch.total import Total
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import Trainer
+from anybatch.window import Window
 
 __all__ = [
     "AnybatchError",
@@ -21,6 +24,7 @@ __all__ = [
     "Fold",
     "ModelLoss",
     "Plan",
+    "PlanReport",
     "Step",
     "StepReport",
     "Terms",
@@ -32,5 +36,6 @@ __all__ = [
     "batch_norm_to_group_norm",
     "check",
     "linear_cross_entropy",
+    "plan",
     "weighted_mean",
 ]

@@ -1,0 +1,75 @@
+"""Why nothing fits: the smallest budget that would, what holds it up, and what could be allowed."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from anybatch.batch import Batch
+from anybatch.errors import BudgetError, TraceError
+from anybatch.ledger import Ledger
+from anybatch.meetings import BatchNorm
+from anybatch.options import Option
+from anybatch.plan import Plan
+from anybatch.recompute import find_blocks
+from anybatch.run import Task
+from anybatch.trace import trace
+from anybatch.units import format_bytes
+
+
+def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
+    """The error that says why nothing fits.
+
+    Args:
+        least: the plan that takes fewest bytes, with its ledger.
+        budget: what there is.
+        batch_norms: modules in which rows meet.
+        cut_refused: why the batch may not be cut; "" where it may.
+    """
+    assert least.ledger is not None  # noqa: S101, whoever asks has traced it
+    held = least.ledger.largest(4)
+    holders = ", ".join(f"{one.module or 'the whole'} {one.owner} {format_bytes(one.bytes)}" for one in held)
+    ways = suggestions(least.ledger, batch_norms, cut_refused)
+    return BudgetError(
+        f"Expected a plan within {format_bytes(budget)}, got none: the smallest budget for a batch of "
+        f"{least.plan.rows} rows is {format_bytes(least.peak)} ({least.peak} bytes), with "
+        f"{least.plan.micro_batch} rows at a time. Largest first: {holders}. {' '.join(ways)}",
+        smallest=least.peak,
+        ledger=least.ledger,
+    )
+
+
+def suggestions(ledger: Ledger, batch_norms: Sequence[BatchNorm], cut_refused: str) -> list[str]:
+    """What would free bytes but changes the result, and so is the caller's to choose.
+
+    Args:
+        ledger: of the smallest plan.
+        batch_norms: modules in which rows meet.
+        cut_refused: why the batch may not be cut; "" where it may.
+    """
+    held = ledger.at_peak
+    ways: list[str] = []
+    if cut_refused:
+        ways.append(f"The batch may not be cut: {cut_refused}")
+    if batch_norms and cut_refused:
+        ways.append("With ab.batch_norm_to_group_norm(model), or batch_norm=..., it may be cut.")
+    state = held.get("optimizer state", 0)
+    if state:
+        ways.append(f"8-bit optimizer states would free about {format_bytes(state * 3 / 4)}.")
+    halves = held.get("parameters", 0) + held.get("gradients", 0) + held.get("activations", 0)
+    ways.append(f"16-bit parameters and activations would free up to {format_bytes(halves / 2)}.")
+    return ways
+
+
+def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
+    """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows.
+
+    Args:
+        task: what a step is carried out on.
+        batch: the logical batch.
+        settings: a plan without rows.
+    """
+    every = tuple((name, "recompute") for name in find_blocks(task.model))
+    plan = replace(settings, rows=batch.rows, micro_batch=1, cut=(), blocks=settings.blocks or every)
+    with suppress(TraceError):
+        return trace(plan, task, batch).ledger
+    return None

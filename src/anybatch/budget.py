@@ -1,0 +1,240 @@
+"""What a step with a memory budget remembers: one answer of the planner for each shape of its rows."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from anybatch.batch import Batch, SampleBatch
+from anybatch.contest import Contest
+from anybatch.device import Device, find, parse_memory
+from anybatch.errors import BudgetError, PlanError, TraceError
+from anybatch.options import PlanReport
+from anybatch.plan import Plan
+from anybatch.planner import choose
+from anybatch.question import Question
+from anybatch.run import Task
+from anybatch.shapes import Shape, longest, round_up, row_shape, shaped
+
+Key = tuple[Shape, Plan, str, bool, str]
+
+
+class Budget:
+    """A budget, and the plans made for it. Batches of rows of another shape get a plan of their own.
+
+    Lengths that differ from batch to batch are rounded up, in at most 25 % steps, so that a few plans serve
+    all: a plan for longer rows is one for shorter rows, too, and one for more rows is one for fewer. Plans
+    that may well be as fast as the chosen one are tried in the first steps; the fastest stays.
+
+    Args:
+        memory: as for `anybatch.device.parse_memory`.
+
+    Raises:
+        PlanError: no amount of memory.
+    """
+
+    def __init__(self, memory: str | int) -> None:
+        parse_memory(memory, find("cpu"))
+        self.memory = memory
+        self.contests: dict[Key, Contest] = {}
+        self.reports: dict[Plan, PlanReport] = {}  # of those made here
+        self._first: Shape = ()
+        self._varying: set[tuple[int, int]] = set()  # leaf and axis
+
+    def plan(self, question: Question) -> Plan:
+        """The plan of a batch: made now, or remembered for rows like these.
+
+        Args:
+            question: about this batch; device and budget are filled in here.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        shape = self._shape(question.batch)
+        wanted = self._rounded(shape)
+        like = question.like
+        # In a window sizes are free, even where they are settled for batches.
+        settings = replace(like, rows=0, micro_batch=0)
+        alike = settings, question.cut_refused, bool(question.sizes), _signature(question.task)
+        for (known, *settled), contest in self.contests.items():
+            plan = contest.plan
+            serves = known in (shape, wanted) and tuple(settled) == alike
+            if serves and plan.rows >= like.rows:
+                return replace(plan, rows=like.rows, micro_batch=min(plan.micro_batch, like.rows))
+        report, longest = self._ask(question, shape, wanted)
+        self.reports[report.plan] = report
+        self.contests[longest, *alike] = Contest(report.rivals)
+        return report.plan
+
+    def forget(self) -> None:
+        """Plan everything anew."""
+        self.contests.clear()
+        self.reports.clear()
+
+    def note(self, plan: Plan, seconds: float) -> None:
+        """How long a step of this plan took, all its rows."""
+        for contest in self.contests.values():
+            contest.note(plan, seconds)
+
+    def state(self) -> list[dict[str, Any]]:
+        """The plans made so far, as JSON can hold them."""
+        return [
+            {
+                "memory": self.memory,
+                "shape": shape,
+                "settings": settings.to_json(),
+                "refused": refused,
+                "sized": sized,
+                "signature": signature,
+                "plan": contest.fastest.to_json(),
+                "varying": sorted(self._varying),
+            }
+            for (shape, settings, refused, sized, signature), contest in self.contests.items()
+        ]
+
+    def load(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Take over what `state` gave: rows like those get the same plans again."""
+        for one in state:
+            if one["memory"] != self.memory:  # they may not fit now
+                continue
+            shape = tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]])
+            settings, refused, sized = Plan.from_json(one["settings"]), str(one["refused"]), one["sized"]
+            key = shape, settings, refused, bool(sized), str(one["signature"])
+            self.contests[key] = Contest([Plan.from_json(one["plan"])])
+            self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
+
+    def _ask(self, question: Question, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
+        """The answer, and the longest rows that it holds for."""
+        _refuse_lazy(question.task)
+        device = device_of(question.task)
+        question = replace(
+            question,
+            device=device,
+            budget=parse_memory(self.memory, device),
+            measure=False,
+            rivals=True,
+        )
+        if wanted != shape:
+            try:
+                # Nobody has such rows, so that they could not be measured.
+                absent = replace(device, is_here=False)
+                longer = replace(question, batch=shaped(wanted, question.batch), device=absent)
+                return choose(longer), wanted
+            except (TraceError, BudgetError):  # longer than the model takes, or than fits: so as they are
+                pass
+        return choose(question), shape
+
+    def _shape(self, batch: Batch) -> Shape:
+        """What a row of this batch looks like; of samples, the longest of each."""
+        shape = longest(batch) if isinstance(batch, SampleBatch) else row_shape(batch.whole)
+        first = self._first = self._first or shape
+        if [name for name, _ in first] == [name for name, _ in shape]:
+            self._varying |= {
+                (leaf, axis)
+                for leaf, ((_, one), (_, other)) in enumerate(zip(first, shape, strict=True))
+                for axis, (size, now) in enumerate(zip(one, other, strict=False))
+                if size != now
+            }
+        return shape
+
+    def _rounded(self, shape: Shape) -> Shape:
+        return tuple(
+            (
+                name,
+                tuple(
+                    round_up(size) if (leaf, axis) in self._varying else size
+                    for axis, size in enumerate(sizes)
+                ),
+            )
+            for leaf, (name, sizes) in enumerate(shape)
+        )
+
+
+def answer(
+    question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
+) -> PlanReport:
+    """The planner's answer to an aimed question; see `aimed`.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    return choose(aimed(question, memory, device, measure=measure))
+
+
+def aimed(
+    question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
+) -> Question:
+    """A question about a device, which need not be here, and a budget of it.
+
+    Args:
+        question: what is to be planned.
+        memory: as for `anybatch.device.parse_memory`; None for no limit, and then nothing is chosen.
+        device: None for where the model is.
+        measure: whether the fastest plans may be raced.
+    """
+    target = device_of(question.task) if device is None else find(device)
+    here = {one.type for one in question.task.devices} == {target.kind}
+    if memory is None:
+        question = replace(question, sizes=(question.like.micro_batch,), blocks=())
+    return replace(
+        question,
+        device=replace(target, is_here=target.is_here and here),
+        budget=None if memory is None else parse_memory(memory, target),
+        measure=measure and memory is not None,
+    )
+
+
+def _refuse_lazy(task: Task) -> None:
+    lazy = [type(one).__name__ for one in task.modules if isinstance(one, LazyModuleMixin)]
+    if lazy:
+        raise PlanError(
+            f"Expected modules whose shapes are known for a memory budget, got {lazy[0]}. Run one forward "
+            "first, without gradient."
+        )
+
+
+def _signature(task: Task) -> str:
+    """What else the bytes depend on: what is trained, in which mode, and how optimizers are set."""
+    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters]
+    training = sum(module.training for module in task.modules)
+    settings = [
+        (type(one).__name__, len(one.param_groups), [group.get("foreach") for group in one.param_groups])
+        for one in task.optimizers
+    ]
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
+    return f"{len(sizes)} {sum(sizes)} {len(task.modules)} {training} {settings} {casts}"
+
+
+def device_of(task: Task) -> Device:
+    """The device whose memory counts: the one that the model is on.
+
+    Raises:
+        PlanError: the model is spread over several.
+    """
+    kinds = {device for device in task.devices if device.type != "meta"}
+    if len(kinds) > 1:
+        raise PlanError(
+            f"Expected a model on one device for a memory budget, got {sorted(map(str, kinds))}. "
+            "Choose micro_batch= yourself."
+        )
+    return find(next(iter(kinds), torch.device("cpu")))
+
+
+@contextmanager
+def enforced(memory: str | int, task: Task) -> Generator[None]:
+    """On CUDA the allocator itself keeps to the budget while a step runs; elsewhere the plan does."""
+    device = device_of(task)
+    if device.kind != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device.name)
+    share = min(1.0, parse_memory(memory, device) / device.num_bytes)
+    torch.cuda.set_per_process_memory_fraction(share, device.name)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device.name)

@@ -1,0 +1,127 @@
+"""The bytes of a step whose blocks differ in policy, composed of steps in which all have the same."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+KEEP = "keep"
+
+
+Shared = tuple[int, int]  # an output of a block: segment in which it is made, and which of its outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a step that belongs to one block, or to none.
+
+    Attributes:
+        block: name of the block; "" for what lies between blocks.
+        place: what tells it from the other segments of the step: phase and micro-batch.
+        net: bytes more alive at its end than at its start.
+        peak: bytes more alive at its highest moment than at its start, at least 0.
+        seconds: how long it takes.
+        ends: outputs of other blocks that end here, and their bytes.
+        peak_without: the highest moment if they did not.
+    """
+
+    block: str
+    place: tuple[str, int]
+    net: int
+    peak: int
+    seconds: float = 0.0
+    ends: Mapping[Shared, int] = field(default_factory=dict[Shared, int])
+    peak_without: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a block hands on, and others may hold longer than itself.
+
+    Attributes:
+        block: that makes it.
+        bytes: of it.
+        kept_by: policies under which the block itself holds it until its own backward.
+        user: the block that needs it last, if not itself; "" for what lies between blocks.
+        ends: the segment with which it then ends, by policy of that block, where that is known.
+    """
+
+    block: str
+    bytes: int
+    kept_by: frozenset[str]
+    user: str
+    ends: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mix:
+    """Steps that differ only in the policy of all their blocks, segment by segment.
+
+    A block evaluates on its own: what it leaves alive for its backward, and what its backward needs for a
+    moment, depends on its own policy and not on that of the others. So bytes of any mixture are sums of those
+    of the pure steps, but for outputs, which the block itself or the next one holds, or both: they are
+    counted one by one.
+
+    Args:
+        start: bytes alive before the first segment.
+        segments: of each policy, the same segments in the same order; "keep" is among them.
+        outputs: what blocks hand on.
+
+    Raises:
+        ValueError: the segments of two policies are not those of the same step.
+
+    Example:
+        >>> def of(net, peak):
+        ...     return [Segment(block="a", place=("forward", 0), net=net, peak=peak)]
+        >>> mix = Mix(start=10, segments={"keep": of(5, 6), "recompute": of(1, 6)})
+        >>> mix.peak({}), mix.blocks
+        (16, ('a',))
+    """
+
+    start: int
+    segments: Mapping[str, Sequence[Segment]]
+    outputs: Mapping[Shared, Output] = field(default_factory=dict[Shared, Output])
+    blocks: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        kept = self.segments[KEEP]
+        places = [(segment.block, segment.place) for segment in kept]
+        for policy, segments in self.segments.items():
+            if [(segment.block, segment.place) for segment in segments] != places:
+                raise ValueError(f"Expected the segments of {KEEP!r}, got others for {policy!r}. Trace anew.")
+        object.__setattr__(self, "blocks", tuple(dict.fromkeys(s.block for s in kept if s.block)))
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies there are, "keep" among them."""
+        return tuple(self.segments)
+
+    def of(self, choice: Mapping[str, str]) -> list[Segment]:
+        """The segments of one mixture; blocks not named are kept."""
+        kept = self.segments[KEEP]
+        return [self.segments[choice.get(one.block, KEEP)][index] for index, one in enumerate(kept)]
+
+    def peak(self, choice: Mapping[str, str]) -> int:
+        """The most bytes alive at any moment."""
+        live = highest = self.start
+        due = self._due(choice)
+        for index, segment in enumerate(self.of(choice)):
+            peak, net = segment.peak, segment.net
+            for shared, size in segment.ends.items():
+                if shared not in due.get(index, ()):  # in this mixture it does not end here
+                    peak, net = max(peak, segment.peak_without), net + size
+            highest = max(highest, live + peak)
+            ending = [shared for shared in due.get(index, ()) if shared not in segment.ends]
+            live += net - sum(self.outputs[shared].bytes for shared in ending)
+        return highest
+
+    def seconds(self, choice: Mapping[str, str]) -> float:
+        """How long all segments take."""
+        return sum(segment.seconds for segment in self.of(choice))
+
+    def _due(self, choice: Mapping[str, str]) -> dict[int, list[Shared]]:
+        """Outputs that end with a segment of others, because their own blocks do not hold them."""
+        due: dict[int, list[Shared]] = {}
+        for shared, output in self.outputs.items():
+            if choice.get(output.block, KEEP) not in output.kept_by:
+                at = output.ends.get(choice.get(output.user, KEEP), max(output.ends.values()))
+                due.setdefault(at, []).append(shared)
+        return due

@@ -1,0 +1,86 @@
+"""What a step will cost, before anything runs: the plan, its bytes and its seconds."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.batch import Collate
+from anybatch.options import PlanReport
+from anybatch.step import Step
+
+
+def plan(
+    model: nn.Module,
+    loss: object,
+    optimizer: Optimizer | Sequence[Optimizer],
+    batch: Any,
+    *,
+    memory: str | int | None = None,
+    rows: int | None = None,
+    device: str | torch.device | None = None,
+    micro_batch: int | None = None,
+    recompute: str | Sequence[str] | Mapping[str, str] | None = None,
+    clip_norm: float | None = None,
+    collate: Collate | None = None,
+    accumulate: torch.dtype | None = None,
+    compensated: bool = False,
+    batch_norm: str | None = None,
+    measure: bool = True,
+) -> PlanReport:
+    """The fastest plan of one step within a budget, and every byte of it.
+
+    The step is run on fake tensors, which hold no data: the model may be on the meta device, the batch may
+    hold only a few of its rows, and the device need not be here. Only what keeps the result is chosen: the
+    size of micro-batches, and which blocks of the model are kept, rebuilt or moved to the host. With
+    `measure`, and where the device is here, the fastest plans are raced for a few seconds on the rows given;
+    model, optimizer and random streams are as before.
+
+    Args:
+        model: as for `anybatch.Step`; so are loss, optimizer, micro_batch, recompute, clip_norm, collate,
+            accumulate, compensated and batch_norm.
+        loss: see there.
+        optimizer: see there.
+        batch: rows of the form that the step will see; only shapes and dtypes matter, if nothing is measured.
+        memory: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or bytes; None for no limit:
+            then nothing is chosen, and the plan is that of `micro_batch` and `recompute`.
+        rows: of the logical batch; None for those of `batch`.
+        device: "cpu", "cuda", or a card that need not be here, such as "cuda:a100"; None for where the model
+            is.
+        micro_batch: see there; None for a choice.
+        recompute: see there; None for a choice.
+        clip_norm: see there.
+        collate: see there.
+        accumulate: see there.
+        compensated: see there.
+        batch_norm: see there.
+        measure: race the fastest plans, rather than estimating their seconds from the device's figures.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
+        PlanError, BatchError, LossError, OptimizerError: as from a step.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> batch = torch.zeros(2, 64), torch.zeros(2, 8)
+        >>> report = plan(model, nn.MSELoss(), optimizer, batch, rows=4096, memory="2MiB", measure=False)
+        >>> report.plan.rows, report.peak <= 2 * 2**20, report.plan.is_cut
+        (4096, True, True)
+    """
+    step = Step(
+        model,
+        loss,
+        optimizer,
+        micro_batch=micro_batch,
+        recompute=recompute,
+        clip_norm=clip_norm,
+        collate=collate,
+        accumulate=accumulate,
+        compensated=compensated,
+        batch_norm=batch_norm,
+        check=False,
+    )
+    return step.foresee(batch, memory=memory, rows=rows, device=device, measure=measure)

@@ -1,0 +1,243 @@
+"""The fastest Plan within a budget of bytes, or why there is none."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from anybatch.blame import refusal
+from anybatch.compose import KEEP, Mix
+from anybatch.options import Option, PlanReport
+from anybatch.plan import Plan
+from anybatch.question import Question
+from anybatch.solve import as_choice, fastest, smallest
+from anybatch.survey import Survey
+from anybatch.timing import seconds_per_row
+
+MEASURE_S = 2.0  # for all measured runs of one planning
+SHOWN = 6  # options in a report
+GOOD = 1.05  # times the fastest estimate: what rebuilding a block costs at least
+RIVALS = 5  # plans that are raced in real steps
+NEAR = 2.0  # times the fastest estimate: what a race may turn round
+TRIES = 3  # traces of plans that were composed to fit, before another size is taken
+RACED = 3  # sizes that are traced by themselves, where each has to be
+OFF = 0.005  # of the bytes: what a composition may be wrong by before it is given up
+_CHEAP_FIRST = ("offload", "selective", "recompute")
+
+
+def choose(question: Question) -> PlanReport:
+    """Answer a question.
+
+    Every size of the micro-batch that makes another number of them is considered; at each, the policies of
+    the blocks come from an integer program. The bytes are those of a few traced steps, composed; the plan
+    that is chosen is traced as it is, and the next one taken if it were over the budget.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
+        TraceError: it cannot be traced, and the device is not here to measure it.
+    """
+    return _Search(question).best()
+
+
+class _Search:
+    """Options of one question, found, sorted and made sure of."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._survey = Survey(question)
+        self._scale = 1.0  # of estimated seconds, once some were measured
+        self._limit = 2**62 if question.budget is None else question.budget
+
+    def best(self) -> PlanReport:
+        """The fastest that fits, made sure of."""
+        options = self._raced(self._options())
+        for index, option in enumerate(options):
+            sure = self._sure(option)
+            options[index] = sure
+            composed = option.source == "composed"
+            if (
+                composed
+                and not option.plan.blocks
+                and option.plan.is_cut
+                and abs(sure.peak - option.peak) > OFF * sure.peak
+            ):
+                self._survey.give_mixtures_up("bytes do not grow in a straight line with the rows")
+                return self.best()
+            if composed and (sure.peak > self._limit or (self._question.blocks and option.plan.blocks)):
+                sure = self._fitted(sure) or sure  # perhaps less has to be rebuilt, or more
+            if sure.peak <= self._limit:
+                return self._report(sure, [one for one in options if one.plan != sure.plan])
+        least = self._least()
+        if least.peak <= self._limit:
+            return self._report(least, [])
+        question = self._question
+        raise refusal(least, self._limit, question.task.batch_norms, question.cut_refused)
+
+    def _options(self) -> list[Option]:
+        """Plans that should fit, fastest first."""
+        sizes = self._question.all_sizes
+        found = self._composed_options() if self._survey.is_composed else []
+        kept = [self._scale * self._survey.mix(size, None).seconds({}) for size in sizes] if found else [0.0]
+        # Where one of them is as fast as if there were no limit, rebuilding blocks could hardly be faster.
+        if self._survey.is_composed and min([one.seconds for one in found], default=1.0) > GOOD * min(kept):
+            self._survey.add_policies()
+            found = self._composed_options() if self._survey.is_composed else []
+        if not self._survey.is_composed:
+            found = self._traced_options()
+        return sorted(found, key=lambda option: (option.seconds, -option.plan.micro_batch))
+
+    def _composed_options(self) -> list[Option]:
+        found: list[Option] = []
+        for size in self._question.all_sizes:
+            if size == self._question.like.rows:  # whose loss has another form, and which is likeliest
+                whole = self._sure(self._option(self._survey.mix(size, None), size, {}))
+                if whole.peak <= self._limit:
+                    found.append(whole)
+                    continue
+            for foreach in (None, False) if self._question.may_spare else (None,):
+                option = self._fastest(size, self._limit, foreach)
+                if option is not None:
+                    found.append(option)
+                    break
+        return found
+
+    def _fastest(self, size: int, budget: int, foreach: bool | None) -> Option | None:
+        mixture = self._survey.mix(size, foreach)
+        choice = fastest(mixture, budget)
+        return None if choice is None else self._option(mixture, size, choice, foreach)
+
+    def _option(
+        self, mixture: Mix, size: int, choice: Mapping[str, str], foreach: bool | None = None
+    ) -> Option:
+        like = self._question.like
+        plan = replace(like, micro_batch=size, blocks=as_choice(choice) or like.blocks, foreach=foreach)
+        peak, seconds = mixture.peak(choice), self._scale * mixture.seconds(choice)
+        return Option(plan=plan, peak=peak, seconds=seconds, source="composed")
+
+    def _traced_options(self) -> list[Option]:
+        """The largest sizes that fit, each traced by itself, all blocks under one policy."""
+        sizes = self._question.all_sizes
+        for policy in (KEEP, *sorted(self._question.policies, key=_CHEAP_FIRST.index)):
+            # More rows take more bytes: halving the list finds the border. Uncut is a case of its own.
+            low, high = 1, len(sizes)
+            while low < high:
+                middle = (low + high) // 2
+                if self._traced_option(sizes[middle], policy).peak <= self._limit:
+                    high = middle
+                else:
+                    low = middle + 1
+            near = sizes[low : low + RACED]
+            if low == 1 or not self._survey.is_measured:
+                near = [sizes[0], *near][:RACED]
+            found = [self._traced_option(size, policy) for size in near]
+            fitting = [option for option in found if option.peak <= self._limit]
+            if fitting:
+                return fitting
+        return []
+
+    def _traced_option(self, size: int, policy: str) -> Option:
+        plan = self._question.uniform(size, policy)
+        option = self._sure(Option(plan=plan, peak=0, seconds=0.0, source="composed"))
+        if option.peak > self._limit and self._question.may_spare:
+            return self._sure(replace(option, plan=replace(plan, foreach=False), seconds=0.0))
+        return option
+
+    def _sure(self, option: Option) -> Option:
+        """The same option as a trace of exactly this plan knows it."""
+        found = self._survey.trace(option.plan)
+        seconds = option.seconds or self._scale * self._survey.seconds(found)
+        return replace(option, peak=found.peak, seconds=seconds, source=found.source, ledger=found.ledger)
+
+    def _fitted(self, found: Option) -> Option | None:
+        """The fastest at the same size that fits, the budget moved by what the composition is off by."""
+        size, foreach = found.plan.micro_batch, found.plan.foreach
+        choice = dict(found.plan.blocks) if self._question.blocks else {}  # else all recordings have them
+        wrong = found.peak - self._survey.mix(size, foreach).peak(choice)
+        tried = {found.plan}
+        for _ in range(TRIES):
+            option = self._fastest(size, self._limit - wrong, foreach)
+            if option is None or option.plan in tried:
+                return None
+            tried.add(option.plan)
+            sure = self._sure(option)
+            if sure.peak <= self._limit:
+                return sure
+            wrong = max(wrong + (sure.peak - self._limit), sure.peak - option.peak)
+        return None
+
+    def _least(self) -> Option:
+        """What takes fewest bytes."""
+        self._survey.add_policies()
+        sizes = self._question.all_sizes[::-1]
+        least = self._least_at(sizes[0])
+        for size in sizes[1:]:  # each micro-batch leaves a few bytes, so a row at a time may take more
+            larger = self._least_at(size)
+            if larger.peak >= least.peak:
+                break
+            least = larger
+        if self._survey.is_measured:
+            return least
+        # Uncut there are no sums beside the gradients.
+        return min(least, self._least_at(sizes[-1]), key=lambda option: option.peak)
+
+    def _least_at(self, size: int) -> Option:
+        question = self._question
+        if not self._survey.is_composed:
+            tried = [self._traced_option(size, policy) for policy in (KEEP, *question.policies)]
+            return min(tried, key=lambda option: option.peak)
+        foreach = False if question.may_spare else None
+        mixture = self._survey.mix(size, foreach)
+        return self._sure(self._option(mixture, size, smallest(mixture), foreach))
+
+    def _raced(self, options: list[Option]) -> list[Option]:
+        """The fastest by estimate, measured in turn; the others in proportion."""
+        question = self._question
+        if not (question.measure and question.device.is_here and options):
+            return options
+        rows = question.like.rows
+        near = _spread([one for one in options if one.seconds <= NEAR * options[0].seconds], 8)
+        near = [one for one in near if one.seconds * one.plan.micro_batch / rows < MEASURE_S]
+        took = seconds_per_row([one.plan for one in near], question.task, question.batch, limit_s=MEASURE_S)
+        measured = {
+            option.plan: replace(option, seconds=rows * per_row, measured=True)
+            for option, per_row in zip(near, took, strict=True)
+            if per_row is not None
+        }
+        if not measured:
+            return options
+        ratios = sorted(measured[one.plan].seconds / one.seconds for one in near if one.plan in measured)
+        self._scale *= ratios[len(ratios) // 2]
+        scaled = [
+            measured.get(one.plan) or replace(one, seconds=ratios[len(ratios) // 2] * one.seconds)
+            for one in options
+        ]
+        return sorted(scaled, key=lambda option: (option.seconds, -option.plan.micro_batch))
+
+    def _rivals(self, best: Option, others: Sequence[Option]) -> list[Plan]:
+        """Plans of other sizes that may be as fast; each is made sure of."""
+        if not self._question.rivals:
+            return []
+        near = [one for one in others if one.seconds <= NEAR * best.seconds]
+        return [one.plan for one in _spread(near, RIVALS - 1) if self._sure(one).peak <= self._limit]
+
+    def _report(self, best: Option, others: Sequence[Option]) -> PlanReport:
+        question = self._question
+        assert best.ledger is not None  # noqa: S101, every best option is traced
+        return PlanReport(
+            plan=best.plan,
+            ledger=best.ledger,
+            seconds=best.seconds,
+            measured=best.measured,
+            budget=question.budget,
+            device=question.device.name,
+            options=tuple([replace(one, ledger=None) for one in others if one.peak <= self._limit][:SHOWN]),
+            rivals=(best.plan, *self._rivals(best, others)),
+            notes=tuple(self._survey.notes),
+        )
+
+
+def _spread(options: Sequence[Option], count: int) -> list[Option]:
+    """So many of them, the first and then evenly from the largest micro-batch to the smallest."""
+    if len(options) <= count:
+        return list(options)
+    by_size = sorted(options[1:], key=lambda option: -option.plan.micro_batch)
+    places = [round(index * (len(by_size) - 1) / max(1, count - 2)) for index in range(count - 1)]
+    return [options[0], *[by_size[place] for place in dict.fromkeys(places)]]

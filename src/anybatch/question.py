@@ -1,0 +1,77 @@
+"""What is to be planned: which rows, on which device, within how many bytes, and what may be chosen."""
+
+from dataclasses import dataclass, field, replace
+
+from anybatch.batch import Batch
+from anybatch.compose import KEEP
+from anybatch.device import Device, find
+from anybatch.plan import Plan
+from anybatch.recompute import POLICIES
+from anybatch.run import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Question:
+    """What is to be planned.
+
+    Attributes:
+        task: what a step is carried out on.
+        batch: the logical batch, or a few of its rows.
+        like: a plan of all rows of the batch with every setting that is not to be chosen.
+        budget: the most bytes alive at any moment; None for as many as there are.
+        device: where the step will run.
+        cut_refused: why the batch may not be cut; "" where it may.
+        blocks: names of the blocks whose policy may be chosen; none where it is settled in `like`.
+        sizes: the only micro-batch there may be; empty where it is to be chosen.
+        measure: whether the fastest plans are raced for a moment, where the device is here.
+        rivals: whether plans to be raced in real steps are asked for.
+    """
+
+    task: Task
+    batch: Batch
+    like: Plan
+    budget: int | None = None
+    device: Device = field(default_factory=lambda: find("cpu"))
+    cut_refused: str = ""
+    blocks: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
+    measure: bool = True
+    rivals: bool = False
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Policies that blocks may have besides being kept."""
+        if not self.blocks:
+            return ()
+        # Where the device is the host itself, nothing is gained by moving there.
+        return tuple(one for one in POLICIES if one != "offload" or self.device.link)
+
+    @property
+    def all_sizes(self) -> list[int]:
+        """Sizes of micro-batches, largest first: one for each number of them up to 8, then ever fewer."""
+        rows = self.like.rows
+        if self.sizes:
+            return list(self.sizes)
+        if self.cut_refused:
+            return [rows]
+        counts, count = [1], 1
+        while count < rows:
+            count = max(count + 1, count * 5 // 4)
+            counts.append(min(count, rows))
+        return list(dict.fromkeys(-(-rows // count) for count in counts))
+
+    @property
+    def may_spare(self) -> bool:
+        """Whether an optimizer would update all parameters at once, and could go one by one."""
+        groups = [group for one in self.task.optimizers for group in one.param_groups]
+        return any(
+            not group.get("fused")
+            and (group["foreach"] or (self.device.kind == "cuda" and group["foreach"] is None))
+            for group in groups
+            if "foreach" in group
+        )
+
+    def uniform(self, size: int, policy: str) -> Plan:
+        """A plan of this micro-batch, with all blocks under one policy."""
+        choice = () if policy == KEEP else tuple((block, policy) for block in self.blocks)
+        return replace(self.like, micro_batch=size, blocks=choice or self.like.blocks)

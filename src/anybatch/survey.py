@@ -1,0 +1,138 @@
+"""What there is to choose from: steps that are traced, and mixtures of them at any size."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from anybatch.compose import KEEP, Mix
+from anybatch.errors import TraceError
+from anybatch.feed import is_one_pass
+from anybatch.forecast import Family, Recorded
+from anybatch.plan import Plan
+from anybatch.question import Question
+from anybatch.run import Task
+from anybatch.timing import repeated
+from anybatch.trace import Trace, probe, trace
+
+LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row may be a case of its own
+
+
+class Survey:
+    """The bytes of one question's plans: traced as they are, or composed of a few that were.
+
+    Args:
+        question: what is to be planned.
+
+    Attributes:
+        notes: what the reader of the answer should know.
+        is_composed: whether there are mixtures; where not, each plan has to be traced by itself.
+        has_policies: whether blocks of the mixtures may be under other policies than being kept.
+        is_measured: whether the step cannot be traced, so that plans are measured on real rows.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self.notes: list[str] = []
+        self._traces: dict[Plan, Trace] = {}
+        self._half = _computes_in_half(question.task)
+        self._families: dict[bool | None, Family] = {}
+        self._input_per_row = 0.0
+        self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
+        self.is_composed = self.is_measured = self.has_policies = False
+        settled = question.sizes and not question.blocks
+        # Rows that meet in the loss make its bytes depend on all of them.
+        alone = is_one_pass(question.task.loss, question.task.model)
+        if question.like.rows >= 2 * LOW and alone and not settled:
+            self._record()
+
+    def mix(self, micro_batch: int, foreach: bool | None) -> Mix:
+        """The mixtures at one size, where there are any."""
+        question = self._question
+        rows = question.like.rows
+        return self._families[foreach].mix(
+            rows,
+            micro_batch,
+            question.device,
+            half=self._half,
+            input_bytes=round(self._input_per_row * (rows - 2 * micro_batch)),
+        )
+
+    def trace(self, plan: Plan) -> Trace:
+        """One plan as it is; measured on real rows where it cannot be traced.
+
+        Raises:
+            TraceError: it cannot, and the device is not here.
+        """
+        if plan not in self._traces:
+            self._traces[plan] = self._look(plan)
+        return self._traces[plan]
+
+    def seconds(self, found: Trace) -> float:
+        """Of a traced step, from the work that its marks count."""
+        last = found.marks[-1]
+        return self._question.device.seconds(last.operations, last.flops, last.moved, half=self._half)
+
+    def give_mixtures_up(self, why: str) -> None:
+        """From now on each plan is traced by itself."""
+        self.is_composed = False
+        self.notes.append(f"each size was traced by itself: {why}")
+
+    def add_policies(self) -> None:
+        """Let blocks be rebuilt or moved in mixtures, too: three times the recordings, so only if need be."""
+        if self.is_composed and not self.has_policies:
+            self._record(self._question.policies)
+            self.has_policies = True
+
+    def _record(self, policies: Sequence[str] = ()) -> None:
+        question = self._question
+        try:
+            recorded = {policy: self._recorded(policy) for policy in (KEEP, *policies)}
+            self._families[None] = Family(recorded)
+            if question.may_spare:
+                self._families[False] = Family(recorded, update=self._recorded(KEEP, foreach=False))
+            if question.batch.whole is not None:
+                # Not what one of them holds: where rows are real, they are views of the whole batch.
+                low, high = [one.input_bytes for one in recorded[KEEP].recordings]
+                self._input_per_row = (high - low) / (2 * (HIGH - LOW))
+            self.is_composed = True
+        except (TraceError, ValueError) as error:
+            self.give_mixtures_up(str(error))
+
+    def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
+        question = self._question
+        plans = [
+            replace(question.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
+        ]
+        one, other = [self.trace(plan).recording for plan in plans]
+        names = question.blocks or tuple(name for name, _ in question.like.blocks)
+        return Recorded(sizes=(LOW, HIGH), recordings=(one, other), blocks=names)
+
+    def _look(self, plan: Plan) -> Trace:
+        found = self._traced(plan)
+        self._idle = found.idle
+        return found
+
+    def _traced(self, plan: Plan) -> Trace:
+        question = self._question
+        try:
+            kind = question.device.kind
+            return trace(plan, question.task, question.batch, device=kind, idle=self._idle)
+        except TraceError as error:
+            if not question.device.is_here:
+                raise
+            self.is_measured = True
+            note = f"measured on real rows, because it cannot be traced: {error}"
+            if note not in self.notes:
+                self.notes.append(note)
+        rows = min(plan.rows, 2 * plan.micro_batch)
+        return probe(plan, question.task, repeated(question.batch, rows), idle=self._idle)
+
+
+def _computes_in_half(task: Task) -> bool:
+    kinds = {device.type for device in task.devices} - {"meta"}
+    if any(torch.is_autocast_enabled(kind) for kind in kinds):
+        return True
+    sizes = [p.element_size() for p in task.parameters]
+    return bool(sizes) and sum(size == 2 for size in sizes) > len(sizes) / 2

@@ -1,0 +1,167 @@
+"""Tiny models for planning, what is measured around a real step, and what planning must leave as it is."""
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch import Plan, Step
+from anybatch.batch import TensorBatch
+from anybatch.door import admit
+from anybatch.execute import execute
+from anybatch.meter import Meter
+from anybatch.question import Question
+from anybatch.recompute import find_blocks
+from tests.snapshots import changes, snapshot
+
+WIDTH, CLASSES, ROWS = 8, 4, 24
+
+Build = Callable[..., Optimizer]
+
+
+class Block(nn.Module):
+    """What is worth rebuilding: little comes in, much is kept."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.narrow(torch.tanh(self.wide(x).sin())))
+
+
+class Net(nn.Module):
+    """Three blocks along the last axis, and a buffer that every forward changes."""
+
+    def __init__(self, dropout: float = 0.0, blocks: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(blocks)])
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1) if x.dim() == 3 else x)
+
+
+class Normed(nn.Module):
+    """A block in which rows meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.conv(x)))
+
+
+class ConvNet(nn.Module):
+    """Blocks with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[Normed() for _ in range(4)])
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean((2, 3)))
+
+
+class Untraceable(nn.Module):
+    """Its shapes depend on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.layers(x)
+        return flat + 0 * flat[(flat > -100).all(-1).nonzero()[:, 0]].sum()
+
+
+def sgd(parameters: Any) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters)
+
+
+def foreach(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, foreach=True)
+
+
+def make(
+    model: Callable[[], nn.Module] = Net,
+    optimizer: Build = adamw,
+    *,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Step:
+    """A step on a model that is the same each time."""
+    torch.manual_seed(0)
+    built = model().to(dtype)
+    return Step(built, nn.CrossEntropyLoss(), optimizer(built.parameters()), **{"check": False} | options)
+
+
+def rows_of(rows: int = ROWS, *shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A batch of vectors, or of rows of this shape."""
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, *(shape or (WIDTH,)), generator=draw, dtype=dtype)
+    return x, torch.randint(CLASSES, (rows,), generator=draw)
+
+
+def images(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    return rows_of(rows, 4, 6, 6, dtype=dtype)
+
+
+def question(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Question:
+    """What planning would ask, with nothing settled and nothing measured."""
+    task = step._task()
+    logical = admit(batch, task, step.collate)
+    rows = logical.rows if rows is None else rows
+    like = Plan(rows=rows, micro_batch=rows)
+    blocks = find_blocks(step.model)
+    return Question(
+        **{"task": task, "batch": logical, "like": like, "blocks": blocks, "measure": False} | options
+    )
+
+
+def measured(step: Step, batch: Any) -> int:
+    """The peak of a real step; of the second one, when the optimizers hold their state."""
+    step(batch)
+    return metered(step, lambda: step(batch), batch)
+
+
+def metered(step: Step, run: Callable[[], object], batch: Any) -> int:
+    """The peak while something runs."""
+    leaves: Sequence[Tensor] = () if step.collate else TensorBatch(batch).leaves
+    with Meter(step.model, step.optimizers, loss_module=step.loss_module, batch_leaves=leaves) as meter:
+        run()
+    return meter.peak
+
+
+def carried_out(step: Step, plan: Plan, batch: Any) -> None:
+    """A plan, obeyed without any planning."""
+    task = step._task()
+    execute(plan, task, admit(batch, task, step.collate))
+
+
+def streams() -> list[Any]:
+    numbers = np.random.get_state()
+    return [random.getstate(), numbers[1].tolist(), numbers[2]]  # type: ignore[index]
+
+
+def changed_by(step: Step, run: Callable[[], object]) -> list[str]:
+    """What is not as before: all that a step may touch, and the random streams of Python and NumPy."""
+    before, drawn = copy.deepcopy(snapshot(step)), streams()
+    run()
+    return changes(before, snapshot(step)) + (["other random streams"] if streams() != drawn else [])

@@ -1,0 +1,93 @@
+"""Why nothing fits: the numbers in the message are those of a real step."""
+
+import pytest
+from torch import nn
+
+from anybatch.blame import refusal, single_rows, suggestions
+from anybatch.errors import BudgetError
+from anybatch.ledger import Holding, Ledger, Moment
+from anybatch.meetings import batch_norms
+from anybatch.options import Option
+from anybatch.plan import Plan
+from anybatch.recompute import find_blocks
+from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, question, rows_of
+
+MOMENT = Moment(phase="update", micro_batch=0, module="", bytes=(400, 300, 800, 100, 0, 64, 0))
+HELD = (
+    Holding("body", "optimizer state", 800),
+    Holding("body", "parameters", 400),
+    Holding("", "activations", 300),
+    Holding("head", "gradients", 100),
+    Holding("fifth", "gradients", 64),
+)
+LEDGER = Ledger(moments=(MOMENT,), source="predicted", device="cpu", by_module=HELD)
+LEAST = Option(plan=Plan(rows=8, micro_batch=2), peak=1664, seconds=1.0, source="predicted", ledger=LEDGER)
+
+
+def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -> None:
+    error = refusal(LEAST, 1000, [], "")
+    assert isinstance(error, BudgetError)
+    assert (error.smallest, error.ledger) == (1664, LEDGER)
+    told = str(error)
+    assert "within 1000 B, got none" in told
+    assert "8 rows is 1.6 KiB (1664 bytes), with 2 rows at a time" in told
+    places = [
+        told.index(words) for words in ("body optimizer state", "body parameters", "the whole act", "head gr")
+    ]
+    assert places == sorted(places)
+    assert "fifth" not in told
+    assert "BatchNorm" not in told
+    assert "may not be cut" not in told
+
+
+def test_suggestions_come_with_their_bytes() -> None:
+    assert suggestions(LEDGER, [], "") == [
+        "8-bit optimizer states would free about 600 B.",
+        "16-bit parameters and activations would free up to 400 B.",
+    ]
+    stateless = Ledger(
+        moments=(Moment(phase="loss", micro_batch=0, module="", bytes=(8, 0, 0, 0, 0, 0, 0)),),
+        source="measured",
+        device="cpu",
+        by_module=(),
+    )
+    assert not any("8-bit" in way for way in suggestions(stateless, [], ""))
+
+
+def test_ways_out_of_a_cut_that_is_refused() -> None:
+    norms = batch_norms([nn.BatchNorm1d(2)])
+    assert suggestions(LEDGER, norms, "rows meet.")[:2] == [
+        "The batch may not be cut: rows meet.",
+        "With ab.batch_norm_to_group_norm(model), or batch_norm=..., it may be cut.",
+    ]
+    assert not any("BatchNorm" in way or "group_norm" in way for way in suggestions(LEDGER, norms, ""))
+    assert "group_norm" in str(refusal(LEAST, 1, norms, "rows meet."))
+
+
+@pytest.mark.parametrize("blocks", [(), (("blocks.1", "selective"),)])
+def test_single_rows_are_those_of_a_real_step(blocks: tuple[tuple[str, str], ...]) -> None:
+    step, batch = make(), rows_of(6, 5, 8)
+    asked = question(step, batch)
+    ledger = single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0, blocks=blocks))
+    every = tuple((name, "recompute") for name in find_blocks(step.model))
+    plan = Plan(rows=6, micro_batch=1, blocks=blocks or every)
+    carried_out(step, plan, batch)
+    assert ledger is not None
+    assert ledger.peak == metered(step, lambda: carried_out(step, plan, batch), batch)
+
+
+def test_nobody_knows_of_what_cannot_be_traced() -> None:
+    asked = question(make(Untraceable), rows_of(4))
+    assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
+
+
+def test_a_refused_step_names_the_ways_out() -> None:
+    step = make(ConvNet, memory=1000)
+    with pytest.raises(
+        BudgetError, match=r"rows meet in 4 BatchNorm layers.*batch_norm_to_group_norm"
+    ) as refused:
+        step(rows_of(8, 4, 6, 6))
+    assert refused.value.smallest > 1000
+    with pytest.raises(BudgetError) as refused:
+        make(memory=1000)(rows_of(8))
+    assert "BatchNorm" not in str(refused.value)

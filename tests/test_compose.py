@@ -1,0 +1,29 @@
+"""Bytes of a mixture are sums of those of pure steps."""
+
+import pytest
+
+from anybatch.compose import KEEP, Mix, Segment
+
+
+def segment(block: str, net: int, peak: int, *, at: int = 0, seconds: float = 0.0) -> Segment:
+    return Segment(block=block, place=("forward", at), net=net, peak=peak, seconds=seconds)
+
+
+def test_peak_and_seconds_of_a_mixture() -> None:
+    kept = [segment("a", 5, 6, seconds=1), segment("", 0, 3, seconds=1), segment("a", -5, 2, at=1, seconds=1)]
+    rebuilt = [segment("a", 1, 6, seconds=1), segment("", 0, 9), segment("a", -1, 7, at=1, seconds=3)]
+    mix = Mix(start=10, segments={KEEP: kept, "recompute": rebuilt})
+    assert (mix.blocks, mix.policies) == (("a",), (KEEP, "recompute"))
+    assert mix.peak({}) == 10 + 5 + 3
+    assert mix.peak({"a": "recompute"}) == 10 + 1 + 7  # what belongs to no block is as in the kept step
+    assert (mix.seconds({}), mix.seconds({"a": "recompute"})) == (3, 5)
+
+
+def test_start_is_a_moment_too() -> None:
+    assert Mix(start=10, segments={KEEP: [segment("a", -5, 0)]}).peak({}) == 10
+
+
+@pytest.mark.parametrize("other", [[], [segment("b", 1, 1)], [segment("a", 1, 1, at=1)]])
+def test_segments_of_another_step_are_refused(other: list[Segment]) -> None:
+    with pytest.raises(ValueError, match="Expected the segments of 'keep'"):
+        Mix(start=0, segments={KEEP: [segment("a", 1, 1)], "recompute": other})

@@ -1,0 +1,94 @@
+"""Composed bytes of mixtures against traces of exactly these plans."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch import Plan, Step
+from anybatch.batch import TensorBatch
+from anybatch.compose import KEEP
+from anybatch.device import find
+from anybatch.forecast import Family, Recorded, stretches
+from anybatch.recompute import find_blocks
+from anybatch.trace import trace
+from benchmarks.zoo import OPTIMIZERS, ZOO
+
+POLICIES = (KEEP, "recompute", "selective")
+SIZES = (2, 3)
+
+
+class Setting:
+    """A small model of the zoo, and its recordings."""
+
+    def __init__(self, name: str) -> None:
+        entry = ZOO[name]
+        made = entry.build("small")
+        self.step = entry.step(made, OPTIMIZERS["adamw"](made.model))
+        self.task = self.step._task()
+        self.batch = TensorBatch(made.batch_of(4, torch.Generator().manual_seed(0)))
+        self.blocks = find_blocks(made.model)
+
+    def plan(self, rows: int, size: int, choice: dict[str, str]) -> Plan:
+        return Plan(rows=rows, micro_batch=size, blocks=tuple(choice.items()))
+
+    def family(self) -> Family:
+        recorded: dict[str, Recorded] = {}
+        for policy in POLICIES:
+            choice = {} if policy == KEEP else dict.fromkeys(self.blocks, policy)
+            one, other = [
+                trace(self.plan(2 * size, size, choice), self.task, self.batch).recording for size in SIZES
+            ]
+            recorded[policy] = Recorded(sizes=SIZES, recordings=(one, other), blocks=self.blocks)
+        return Family(recorded)
+
+
+@pytest.mark.parametrize("name", ["resnet50", "unet", "bert", "gpt2", "vit"])
+def test_mixtures_are_composed_to_a_scalar(name: str) -> None:
+    setting = Setting(name)
+    family, draw = setting.family(), random.Random(0)
+    uniform = [dict.fromkeys(setting.blocks, policy) for policy in POLICIES[1:]]
+    drawn = [{block: draw.choice(POLICIES) for block in setting.blocks} for _ in range(3)]
+    for choice in ({}, *uniform, *drawn):
+        named = {block: policy for block, policy in choice.items() if policy != KEEP}
+        size = draw.choice([1, 4, 7])
+        whole = trace(setting.plan(2 * size, size, named), setting.task, setting.batch)
+        mix = family.mix(2 * size, size, find("cpu"), half=False, input_bytes=0)
+        composed = mix.peak(named)
+        assert abs(composed - whole.peak) <= 0.005 * whole.peak, (size, named)
+
+
+def test_uncut_batch_has_no_second_micro_batch() -> None:
+    setting = Setting("gpt2")
+    mix = setting.family().mix(4, 4, find("cpu"), half=False, input_bytes=0)
+    whole = trace(Plan(rows=4, micro_batch=4), setting.task, setting.batch)
+    assert abs(mix.peak({}) - whole.peak) <= 0.005 * whole.peak
+
+
+def test_seconds_grow_with_what_is_rebuilt() -> None:
+    setting = Setting("gpt2")
+    mix = setting.family().mix(8, 2, find("cpu"), half=False, input_bytes=0)
+    kept, rebuilt = mix.seconds({}), mix.seconds(dict.fromkeys(setting.blocks, "recompute"))
+    assert kept < rebuilt < 2 * kept
+    assert kept < mix.seconds(dict.fromkeys(setting.blocks, "selective")) < 2 * kept
+
+
+def test_stretches_cover_all_events_in_order() -> None:
+    setting = Setting("unet")
+    recording = trace(setting.plan(4, 2, {}), setting.task, setting.batch).recording
+    found = stretches(recording, setting.blocks)
+    assert found[0].start == 0
+    assert found[-1].stop == len(recording.storages)
+    assert all(one.stop == other.start for one, other in itertools.pairwise(found))
+    assert {one.place.block for one in found} == {"", *setting.blocks}
+
+
+def test_recordings_of_other_steps_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = TensorBatch((torch.zeros(4, 2), torch.zeros(4, 2)))
+    uncut, cut = [trace(Plan(rows=4, micro_batch=size), step._task(), batch).recording for size in (4, 2)]
+    with pytest.raises(ValueError, match="two recordings of the same step"):
+        Recorded(sizes=(2, 4), recordings=(cut, uncut), blocks=())

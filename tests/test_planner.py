@@ -1,0 +1,212 @@
+"""The fastest plan that fits, and the smallest budget for which there is one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch import PlanReport, Step, WholeBatch
+from anybatch.errors import BudgetError
+from anybatch.planner import choose
+from anybatch.question import Question
+from anybatch.recompute import choose as settle
+from anybatch.survey import Survey
+from tests.budgets import (
+    ConvNet,
+    Net,
+    Untraceable,
+    adamw,
+    carried_out,
+    changed_by,
+    foreach,
+    images,
+    make,
+    metered,
+    question,
+    rows_of,
+    sgd,
+)
+
+
+def within(asked: Question, budget: int) -> PlanReport:
+    return choose(replace(asked, budget=budget))
+
+
+def smallest(asked: Question) -> int:
+    with pytest.raises(BudgetError) as refused:
+        within(asked, 1)
+    return int(refused.value.smallest)
+
+
+def peak_of(step: Step, report: PlanReport, batch: Any) -> int:
+    carried_out(step, report.plan, batch)
+    return metered(step, lambda: carried_out(step, report.plan, batch), batch)
+
+
+def linear(optimizer: Any = torch.optim.SGD) -> Step:
+    """Its gradient is far larger than what it keeps of a row."""
+    model = nn.Linear(128, 128)
+    return Step(model, nn.MSELoss(), optimizer(model.parameters(), lr=0.1))
+
+
+def pairs(rows: int = 8) -> Any:
+    return torch.randn(rows, 128), torch.randn(rows, 128)
+
+
+def contrast(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs @ outputs.T, target)
+
+
+def whole_batch() -> Step:
+    step = small()
+    return Step(step.model, WholeBatch(contrast), step.optimizers)
+
+
+def vectors() -> Any:
+    return rows_of(12, 5, 8)
+
+
+def small(optimizer: Any = adamw) -> Step:
+    return make(lambda: Net(blocks=2), optimizer)
+
+
+CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] = {
+    "sgd": (lambda: small(sgd), vectors, {}),
+    "foreach": (lambda: small(foreach), lambda: rows_of(12), {}),
+    "few rows": (small, lambda: rows_of(3, 5, 8), {}),
+    "rows meet": (lambda: make(ConvNet), images, {"cut_refused": "rows meet"}),
+    "no blocks": (small, vectors, {"blocks": ()}),
+    "settled size": (small, vectors, {"sizes": (5,)}),
+    "large gradients": (linear, pairs, {}),
+    "a loss over all rows": (whole_batch, lambda: rows_of(6), {"blocks": ()}),
+    "not to be traced": (lambda: make(Untraceable), lambda: rows_of(24), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest(name: str) -> None:
+    build, batch_of, options = CASES[name]
+    step, batch = build(), batch_of()
+    asked = question(step, batch, **options)
+    changed = changed_by(step, lambda: smallest(asked))
+    assert changed == []
+    least, most = smallest(asked), Survey(asked).trace(asked.like).peak
+    for budget in (least, (least + max(least, most)) // 2):
+        report = within(asked, budget)
+        assert report.peak <= budget
+        assert all(option.peak <= budget for option in report.options)
+        # Of what cannot be traced two micro-batches are run, and the update apart, without the batch.
+        others = 8 * report.plan.micro_batches + sum(leaf.nbytes for leaf in batch)
+        unseen = others if name == "not to be traced" else 0
+        assert 0 <= peak_of(step, report, batch) - report.peak <= unseen
+    with pytest.raises(BudgetError, match=rf"\({least} bytes\)") as refused:
+        within(asked, least - 1)
+    assert refused.value.smallest == refused.value.ledger.peak == least
+
+
+def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> None:
+    asked = question(small(), vectors())
+    whole = within(asked, 2**40)
+    assert whole.plan == asked.like
+    assert within(asked, whole.peak).plan == asked.like
+    tight = within(asked, whole.peak - 1)
+    assert tight.plan.is_cut or tight.plan.blocks
+
+
+def test_options_are_the_next_best() -> None:
+    report = within(question(small(), vectors()), 2**40)
+    assert [option.seconds for option in report.options] == sorted(
+        option.seconds for option in report.options
+    )
+    assert report.seconds <= report.options[0].seconds
+    assert report.plan not in [option.plan for option in report.options]
+    assert 2 <= len(report.options) <= 6
+
+
+def test_rows_that_meet_are_not_cut() -> None:
+    step, batch = make(ConvNet), images()
+    asked = question(step, batch, cut_refused="rows meet.")
+    least, most = smallest(asked), within(asked, 2**40).peak
+    report = within(asked, (least + most) // 2)
+    assert not report.plan.is_cut
+    assert report.plan.blocks
+
+
+@pytest.mark.parametrize("asked_for", ["all", {"blocks.1": "selective"}])
+def test_settled_blocks_leave_only_the_size(asked_for: Any) -> None:
+    step, batch = small(), vectors()
+    blocks = settle(step.model, asked_for)
+    asked = question(step, batch, blocks=(), like=replace(question(step, batch).like, blocks=blocks))
+    # Just below a size that would fit by what was composed: the last bytes come out in the trace.
+    for size in (3, 2):
+        exact = within(replace(asked, sizes=(size,)), 2**40).peak
+        assert within(asked, exact).plan.micro_batch >= size
+        report = within(asked, exact - 1)
+        assert report.plan.blocks == blocks
+        assert report.peak < exact
+
+
+def test_a_settled_size_leaves_only_the_blocks() -> None:
+    asked = question(small(), vectors(), sizes=(6,))
+    least, most = smallest(asked), within(asked, 2**40).peak
+    report = within(asked, (least + most) // 2)
+    assert report.plan.micro_batch == 6
+    assert report.plan.blocks
+
+
+def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
+    step, batch = make(lambda: Net(blocks=2), foreach), rows_of(12)
+    asked = question(step, batch)
+    least = smallest(asked)
+    assert within(asked, 2**40).plan.foreach is None
+    report = within(asked, least)
+    assert report.plan.foreach is False
+    assert peak_of(step, report, batch) == report.peak <= least
+    plain = question(make(lambda: Net(blocks=2)), batch)
+    assert least == smallest(plain)
+
+
+def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
+    """Its gradients need no second copy to be added to."""
+    step, batch = linear(), pairs()
+    asked = question(step, batch)
+    uncut = within(asked, 2**40).peak
+    assert uncut < within(replace(asked, sizes=(1,)), 2**40).peak
+    assert smallest(asked) == uncut
+    report = within(asked, uncut)
+    assert not report.plan.is_cut
+    assert peak_of(step, report, batch) == uncut
+
+
+def test_bytes_that_are_no_line_are_traced_one_by_one() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs = self.layer(x)
+            return outputs + (outputs @ outputs.T).tanh().mean(1, keepdim=True)
+
+    step, batch = make(Squares), rows_of(24)
+    asked = question(step, batch)
+    least, most = smallest(asked), within(asked, 2**40).peak
+    report = within(asked, (least + most) // 2)
+    assert any("straight line" in note for note in report.notes)
+    assert peak_of(step, report, batch) == report.peak <= (least + most) // 2
+    assert report.plan.is_cut
+    larger = within(
+        replace(asked, sizes=(asked.all_sizes[asked.all_sizes.index(report.plan.micro_batch) - 1],)), 2**40
+    )
+    assert larger.peak > (least + most) // 2
+
+
+def test_a_race_says_that_it_measured() -> None:
+    asked = question(small(), vectors(), measure=True)
+    report = within(asked, 2**40)
+    assert report.measured
+    assert report.seconds > 0
+    assert not within(replace(asked, measure=False), 2**40).measured

@@ -1,0 +1,182 @@
+"""Steps with a memory budget: the same result, within the budget, and the plans that were made for it."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import budget as budget_module
+from anybatch.errors import BudgetError, PlanError
+from anybatch.planner import choose
+from anybatch.testing import relative_error
+from tests.budgets import (
+    ConvNet,
+    Net,
+    adamw,
+    carried_out,
+    changed_by,
+    foreach,
+    images,
+    make,
+    measured,
+    metered,
+    rows_of,
+    sgd,
+)
+from tests.snapshots import changes, snapshot
+
+LIMIT = 1e-12
+ROWS = 12
+MEMORY = 48_000  # of the 75 kB that the whole batch takes
+
+
+def net() -> nn.Module:
+    return Net(blocks=2)
+
+
+def vectors(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> Any:
+    return rows_of(rows, 5, 8, dtype=dtype)
+
+
+def parameters(step: Any) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in step.model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw, foreach])
+def test_result_is_that_of_the_whole_batch_and_of_the_same_plan_to_the_bit(optimizer: Any) -> None:
+    double = torch.float64
+    batch = vectors(double)
+    whole, planned, obeyed = [
+        make(net, optimizer, dtype=double, memory=memory) for memory in (None, 2 * MEMORY, None)
+    ]
+    for _ in range(2):  # with the second step perhaps another plan is tried
+        plan = planned.foresee(batch).plan
+        assert plan.is_cut or plan.blocks
+        expected, report = whole(batch), planned(batch)
+        carried_out(obeyed, plan, batch)
+        assert report.cut == plan.sizes
+        assert relative_error(report.loss, expected.loss) <= LIMIT
+    assert relative_error(parameters(planned), parameters(whole)) <= LIMIT
+    assert changes(snapshot(obeyed), snapshot(planned)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"micro_batch": 5}, {"clip_norm": 0.1}])
+def test_the_real_second_step_takes_what_was_predicted(options: dict[str, Any]) -> None:
+    step, batch = make(net, memory=MEMORY, **options), vectors()
+    step(batch)
+    report = step.foresee(batch)
+    assert metered(step, lambda: step(batch), batch) == report.peak <= MEMORY
+    if "micro_batch" in options:
+        assert report.plan.micro_batch == 5
+    if "recompute" in options:
+        assert report.plan.blocks == step.planning.settings.blocks
+
+
+def test_a_budget_that_is_too_small_changes_nothing_and_the_smallest_is_enough() -> None:
+    step, batch = make(net, memory=1000), vectors()
+    errors: list[BudgetError] = []
+
+    def refused() -> None:
+        with pytest.raises(BudgetError) as caught:
+            step(batch)
+        errors.append(caught.value)
+
+    assert changed_by(step, refused) == []
+    least = errors[0].smallest
+    with pytest.raises(BudgetError):
+        make(net, memory=least - 1)(batch)
+    assert measured(make(net, memory=least), batch) == least
+
+
+def test_batch_norm_is_never_cut() -> None:
+    batch = images(8)
+    step = make(ConvNet)
+    with pytest.raises(BudgetError, match="BatchNorm") as refused:
+        step.foresee(batch, memory=1000)
+    least, most = refused.value.smallest, step.foresee(batch).peak
+    whole = make(ConvNet, memory=(least + most) // 2)
+    plan = whole.foresee(batch).plan
+    assert not plan.is_cut
+    assert plan.blocks
+    assert whole(batch).micro_batches == 1
+    with pytest.raises(PlanError, match=r"batch_norm_to_group_norm.*frozen"):
+        make(ConvNet, memory=most, micro_batch=2)(batch)
+    # Allowed, a cut is only the last way out.
+    for memory, cut in (((least + most) // 2, False), (least - 1, True)):
+        allowed = make(ConvNet, memory=memory, batch_norm="micro")
+        assert allowed.foresee(batch).plan.is_cut is cut
+        assert make(ConvNet, batch_norm="micro").foresee(batch, memory=memory).plan.is_cut is cut
+        assert (allowed(batch).micro_batches > 1) is cut
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The questions that a planner was asked."""
+    asked: list[Any] = []
+    monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
+    return asked
+
+
+def test_foreseeing_and_stepping_plan_once(made: list[Any]) -> None:
+    step = make(net, memory=MEMORY)
+    report = step.foresee(vectors())
+    assert step.foresee(vectors()) is report
+    assert step(vectors()).cut == report.plan.sizes
+    step(vectors(rows=7))
+    assert len(made) == 1
+    assert step.foresee(vectors(), memory=10**6).plan.rows == ROWS  # another budget is another question
+    assert len(made) == 2
+
+
+def test_a_run_that_goes_on_cuts_as_before(made: list[Any]) -> None:
+    step = make(net, memory=MEMORY)
+    for rows, length in ((12, 5), (12, 9), (5, 8)):
+        step(rows_of(rows, length, 8))
+    assert step.planning.budget is not None
+    fastest = [contest.fastest for contest in step.planning.budget.contests.values()]
+    count = len(made)
+    again = make(net, memory=MEMORY)
+    assert again.planning.budget is not None
+    again.planning.budget.load(json.loads(json.dumps(step.planning.budget.state())))
+    for index, (rows, length) in enumerate(((12, 5), (12, 9), (5, 8))):
+        cut = again(rows_of(rows, length, 8)).cut
+        assert max(cut) == min(rows, fastest[min(index, 1)].micro_batch)
+    assert len(made) == count
+
+
+def test_windows_come_as_they_are_unless_they_do_not_fit() -> None:
+    step, batch = make(net, memory=MEMORY), vectors(rows=24)
+    whole = make(net)
+    whole(batch)
+
+    def window() -> Any:
+        with step.window() as opened:
+            opened.add(tuple(leaf[:20] for leaf in batch))
+            opened.add(tuple(leaf[20:] for leaf in batch))
+            return opened.close()
+
+    report = window()
+    assert sum(report.cut) == 24
+    assert max(report.cut[:-1]) < 20
+    assert report.cut[-1] == 4
+    assert relative_error(parameters(step), parameters(whole)) <= 1e-4
+    roomy = make(net, memory=10**6)
+    with roomy.window() as opened:
+        opened.add(batch)
+        assert opened.close().cut == (24,)
+    assert metered(step, window, batch) <= MEMORY + sum(leaf.nbytes for leaf in batch)
+
+
+def test_a_size_settled_for_batches_is_not_that_of_windows() -> None:
+    step = make(net, memory=10**6, micro_batch=4)
+    with step.window() as opened:
+        opened.add(vectors())
+        assert opened.close().cut == (ROWS,)
+    assert step(vectors()).cut == (4, 4, 4)
+
+
+def test_rows_are_not_enough_where_bytes_decide() -> None:
+    with pytest.raises(PlanError, match=r"memory=48000, got 12 rows\. Call step\.foresee"):
+        make(net, memory=MEMORY).plan(ROWS)

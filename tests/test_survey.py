@@ -1,0 +1,155 @@
+"""Bytes of plans, traced or composed, against those of real steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import WholeBatch
+from anybatch import trace as tracing
+from anybatch.compose import KEEP
+from anybatch.device import find
+from anybatch.errors import TraceError
+from anybatch.survey import Survey
+from tests.budgets import (
+    ConvNet,
+    Net,
+    Untraceable,
+    carried_out,
+    foreach,
+    images,
+    make,
+    measured,
+    metered,
+    question,
+    rows_of,
+)
+
+LIMIT = 0.005  # of the bytes, where they are composed
+
+
+@pytest.mark.parametrize(("policy", "size"), [(KEEP, 24), (KEEP, 10), ("recompute", 24), ("selective", 5)])
+def test_a_trace_is_a_real_second_step_to_the_byte(policy: str, size: int) -> None:
+    step, batch = make(optimizer=foreach), rows_of(24, 5, 8)
+    asked = question(step, batch)
+    for chosen in (None, False):
+        plan = replace(asked.uniform(size, policy), foreach=chosen)
+        predicted = Survey(asked).trace(plan)
+        carried_out(step, plan, batch)
+        assert predicted.peak == metered(step, lambda plan=plan: carried_out(step, plan, batch), batch)
+
+
+@pytest.mark.parametrize("size", [24, 5])
+def test_mixtures_are_traces_to_a_few_scalars(size: int) -> None:
+    survey = Survey(asked := question(make(optimizer=foreach), rows_of(24, 5, 8)))
+    assert survey.is_composed
+    assert survey.mix(size, None).policies == (KEEP,)  # the others cost, and are often not needed
+    survey.add_policies()
+    for chosen in (None, False):
+        mix = survey.mix(size, chosen)
+        for choice in ({}, {"blocks.0": "recompute"}, {"blocks.2": "selective", "blocks.1": "recompute"}):
+            blocks = tuple((name, choice[name]) for name in asked.blocks if name in choice)
+            plan = replace(asked.like, micro_batch=size, blocks=blocks, foreach=chosen)
+            exact = survey.trace(plan).peak
+            assert abs(mix.peak(choice) - exact) <= LIMIT * exact
+
+
+def test_an_update_one_by_one_takes_less_where_it_decides() -> None:
+    survey = Survey(question(make(optimizer=foreach), rows_of(24)))
+    assert survey.mix(1, False).peak({}) < survey.mix(1, None).peak({})
+
+
+def test_each_plan_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    survey = Survey(asked := question(make(), rows_of()))
+    own: Callable[..., Any] = survey._look
+    monkeypatch.setattr(Survey, "_look", lambda self, plan: calls.append(plan) or own(plan))
+    assert survey.trace(asked.like) is survey.trace(asked.uniform(24, KEEP))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("why", ["few rows", "all settled", "rows meet in the loss"])
+def test_nothing_is_composed_where_it_would_be_wrong_or_idle(why: str) -> None:
+    if why == "few rows":
+        asked = question(make(), rows_of(3))
+    elif why == "all settled":
+        asked = question(make(), rows_of(), sizes=(4,), blocks=())
+    else:
+        step = make()
+        loss = WholeBatch(lambda outputs, target: nn.functional.cross_entropy(outputs @ outputs.T, target))
+        asked = question(type(step)(step.model, loss, step.optimizers), rows_of())
+    survey = Survey(asked)
+    assert not survey.is_composed
+    assert survey.notes == []
+
+
+def test_a_step_that_cannot_be_traced_is_measured_and_says_so() -> None:
+    step, batch = make(Untraceable), rows_of(24)
+    survey = Survey(asked := question(step, batch))
+    assert survey.is_measured
+    assert survey.is_composed
+    assert [note for note in survey.notes if "nonzero" in note] == survey.notes != []
+    for size in (24, 12):  # of smaller ones only two are run, and what a step keeps of each is not seen
+        found = survey.trace(plan := asked.uniform(size, KEEP))
+        assert found.source == "measured"
+        assert abs(survey.mix(size, None).peak({}) - found.peak) <= LIMIT * found.peak
+        carried_out(step, plan, batch)
+        assert found.peak == metered(step, lambda plan=plan: carried_out(step, plan, batch), batch)
+
+
+def test_real_rows_are_counted_as_all_of_the_batch() -> None:
+    """What is measured holds views of the whole batch, whatever the size of its micro-batches."""
+    survey = Survey(asked := question(make(Untraceable), rows_of(400)))
+    for size in (100, 10):
+        assert abs(survey.mix(size, None).peak({}) - survey.trace(asked.uniform(size, KEEP)).peak) <= 400
+
+
+def test_what_cannot_be_traced_for_a_device_that_is_not_here_is_refused() -> None:
+    survey = Survey(asked := question(make(Untraceable), rows_of(), device=find("cuda:a100")))
+    assert not survey.is_composed
+    with pytest.raises(TraceError, match="nonzero"):
+        survey.trace(asked.like)
+
+
+def test_seconds_follow_the_work() -> None:
+    survey = Survey(asked := question(make(ConvNet), images()))
+    kept, rebuilt = [survey.seconds(survey.trace(asked.uniform(24, one))) for one in (KEEP, "recompute")]
+    assert 0 < kept < rebuilt < 2 * kept
+
+
+def test_half_precision_is_seen() -> None:
+    class Slow(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    card = replace(find("cpu"), flops=1.0, half_flops=2.0)
+    seconds = [
+        (
+            survey := Survey(asked := question(make(Slow, dtype=dtype), rows_of(4, dtype=dtype), device=card))
+        ).seconds(survey.trace(asked.like))
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert seconds[0] > 1.9 * seconds[1]
+
+
+def test_measured_is_the_second_step() -> None:
+    step, batch = make(), rows_of()
+    assert Survey(asked := question(step, batch)).trace(asked.like).peak == measured(step, batch)
+
+
+def test_parameters_without_gradient_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = tracing._run
+    monkeypatch.setattr(tracing, "_run", lambda *given: (runs.append(given[1]), run(*given))[1])
+    step = make()
+    step.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(100))]})
+    step.model.register_parameter("unused", step.optimizers[0].param_groups[-1]["params"][0])
+    survey = Survey(asked := question(step, rows_of(24), sizes=(24,), blocks=()))
+    counts = []
+    for size in (24, 12, 5):
+        survey.trace(replace(asked.like, micro_batch=size))
+        counts.append(len(runs))
+    assert counts == [2, 3, 4]
