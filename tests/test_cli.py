@@ -3,12 +3,15 @@
 import gzip
 import json
 import random
+import re
 import struct
 from pathlib import Path
 
 import pytest
 
 from anybatch import cli
+from anybatch.ledger import Ledger
+from anybatch.plan import Plan
 from anybatch.train import checkpoint
 
 FAST = ["--batch-size", "16", "--micro-batch", "5", "--lr", "0.05", "--quiet", "--device", "cpu"]
@@ -214,3 +217,46 @@ def test_check_of_a_recipe(mnist: Path, capsys: pytest.CaptureFixture[str]) -> N
     code, printed, _ = run(capsys, "check", "lenet5", "--data", mnist, "--rows", 4, "--device", "cpu")
     assert code == 0
     assert printed.startswith("exact: split equals whole on 4 rows")
+
+
+def test_plan_is_a_table_and_one_json_object(targets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", f"{targets}:sound", "--batch-size", 30, "--memory", "1MB", "--json", "--estimate"]
+    code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
+    *text, last = printed.splitlines()
+    told = json.loads(last)
+    assert code == 0
+    assert text[0].split() == ["rows", "30"]
+    assert Plan.from_json(json.dumps(told["plan"])) == Plan(rows=30, micro_batch=30)
+    assert Ledger.from_json(json.dumps(told["ledger"])).peak == told["peak"] <= told["budget"] == 10**6
+    assert Path("memory.svg").exists()
+
+
+def test_plan_that_does_not_fit_says_the_smallest_budget(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", f"{targets}:sound", "--estimate", "--json"]
+    code, printed, error = run(capsys, *arguments, "--memory", "10")
+    assert code == 1
+    least = re.search(r"\((\d+) bytes\)", error)
+    assert least is not None
+    assert least[0] in json.loads(printed)["error"]
+    assert run(capsys, *arguments, "--memory", least[1])[0] == 0
+    assert run(capsys, *arguments, "--memory", int(least[1]) - 1)[0] == 1
+
+
+def test_plan_that_cannot_be_made_says_so_in_one_line(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, words in (
+        ([f"{targets}:nowhere"], "'nowhere'"),
+        ([f"{targets}:sound", "--memory", "much"], "'much'"),
+        ([f"{targets}:sound", "--device", "tpu"], "'tpu'"),
+        ([f"{targets}:failing", "--memory", "1MB"], "Error"),
+    ):
+        code, printed, error = run(capsys, "plan", *arguments)
+        assert (code, printed) == (1, "")
+        assert error.startswith("anybatch plan: ")
+        assert words in error
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", f"{targets}:sound", "--optimizer", "lion"])
+    assert "invalid choice: 'lion'" in capsys.readouterr().err

@@ -21,6 +21,13 @@ def mine():
 def with_collate():
     return [nn.Linear(2, 1), nn.MSELoss(), [1, 2], torch.tensor]
 
+def with_optimizer():
+    model, loss, batch = mine()
+    return model, loss, batch, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def with_two():
+    return *with_optimizer(), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
 def wrong():
     return nn.MSELoss(), (torch.ones(4, 2), torch.ones(4, 1))
 
@@ -48,6 +55,13 @@ def test_function_of_the_current_directory(here: str) -> None:
     assert sys.path == path
 
 
+def test_optimizer_may_follow(here: str) -> None:
+    found = target.find(f"{here}:with_optimizer", "digits")
+    assert isinstance(found.optimizer, torch.optim.SGD)
+    assert found.collate is None
+    assert target.find(f"{here}:mine", "digits").optimizer is None
+
+
 def test_recipe_comes_with_its_first_rows() -> None:
     found = target.find("lenet5", "digits")
     assert len(found.batch[0]) == len(found.batch[1]) == target.FIRST_ROWS
@@ -65,6 +79,7 @@ def test_target_moves_to_a_device(here: str) -> None:
         ("{here}:nowhere", "'nowhere'"),
         ("{here}:broken", "of type int"),
         ("{here}:wrong", "['MSELoss', 'tuple']"),
+        ("{here}:with_two", "'SGD', 'SGD'"),
         ("no.such.module:f", "'no.such.module'"),
         ("{here}.deeper:f", "deeper"),
         (":f", "''"),

@@ -1,4 +1,4 @@
-"""The same verbs on the command line: `anybatch train`, `anybatch eval`, `anybatch check`."""
+"""The same verbs on the command line: `anybatch train`, `eval`, `check` and `plan`."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from anybatch import recipes, target, verbs
+from anybatch import plan_verb, recipes, target, verbs
 from anybatch.check import check
 from anybatch.errors import AnybatchError
 from anybatch.meetings import CHOICES
@@ -28,14 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AnybatchError as error:
         return _refuse(options, str(error))
     except Exception as error:
-        if options.command != "check":
+        if options.command not in ("check", "plan"):
             raise
-        # What is checked is somebody's own code, and may fail in any way.
+        # What is checked or planned is somebody's own code, and may fail in any way.
         place = traceback.extract_tb(error.__traceback__)[-1]
         told = str(error).strip().partition("\n")[0]
-        return _refuse(
-            options, f"could not check: {type(error).__name__}: {told} ({place.filename}:{place.lineno})"
-        )
+        where = f"{place.filename}:{place.lineno}"
+        return _refuse(options, f"could not {options.command}: {type(error).__name__}: {told} ({where})")
     except KeyboardInterrupt as stop:
         print(f"anybatch {options.command}: interrupted. {stop}".rstrip(". "), file=sys.stderr)
         return 130
@@ -79,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", help=f"one of: {', '.join(recipes.names())}")
     add = train.add_argument
     add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
+    add("--memory", help='budget: "12GB", "2GiB", "80%%" or auto; the fastest plan within it is chosen')
     add("--epochs", type=int, default=10, help="passes over the training rows in all, at least 1")
     add("--lr", type=float, default=0.01, help="learning rate, above 0")
     add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
@@ -102,6 +102,17 @@ def _parser() -> argparse.ArgumentParser:
         "--rows", type=int, help="rows to check on, at least 2; a few that differ if not given"
     )
     checked.add_argument("--batch-norm", choices=CHOICES, help="what a step does with BatchNorm")
+    purpose = "the fastest plan within a budget, before anything runs"
+    planned = _command(commands, "plan", purpose, plan_verb.plan)
+    add = planned.add_argument
+    add("target", help="package.module:function that returns (model, loss, batch), or a recipe")
+    add("--batch-size", type=int, help="rows of one update; those of the target's batch if not given")
+    add("--memory", default="auto", help='budget: "12GB", "2GiB", "80%%", auto, or none')
+    add("--optimizer", choices=tuple(plan_verb.OPTIMIZERS), default="adamw", help="where the target has none")
+    add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
+    add("--batch-norm", choices=CHOICES, help="what a step does with BatchNorm")
+    add("--estimate", action="store_true", help="estimate seconds from the device's figures, run nothing")
+    add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
     return parser
 
 

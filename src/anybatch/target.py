@@ -1,15 +1,16 @@
-"""What `anybatch check` is pointed at: a function of your own, or a recipe."""
+"""What `anybatch check` and `anybatch plan` are pointed at: a function of your own, or a recipe."""
 
 import importlib
 import os
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from anybatch import data, recipes, tree
 from anybatch.batch import Collate
@@ -18,26 +19,28 @@ from anybatch.errors import PlanError
 FIRST_ROWS = 64  # of a recipe's data; the check chooses from them
 
 HINT = (
-    "Name a function as in package.module:function that returns (model, loss, batch) or (model, loss, batch, "
-    "collate), or a recipe"
+    "Name a function as in package.module:function that returns (model, loss, batch), after which a collate "
+    "and an optimizer may follow, or a recipe"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """What is checked.
+    """What is checked or planned.
 
     Attributes:
         model: as for `anybatch.check`.
         loss: as for `anybatch.check`.
         batch: as for `anybatch.check`.
         collate: as for `anybatch.check`.
+        optimizer: what `anybatch plan` plans for; None for one of its own choice.
     """
 
     model: nn.Module
     loss: Any
     batch: Any
     collate: Collate | None = None
+    optimizer: Optimizer | None = None
 
     def to(self, device: torch.device) -> "Target":
         """The same on a device; samples stay where they are, to be moved by their `collate`."""
@@ -45,7 +48,7 @@ class Target:
         batch = self.batch
         if self.collate is None:
             batch = tree.map_leaves(lambda leaf: leaf.to(device), batch)
-        return Target(model=self.model.to(device), loss=loss, batch=batch, collate=self.collate)
+        return replace(self, model=self.model.to(device), loss=loss, batch=batch)
 
 
 def find(name: str, data_name: str) -> Target:
@@ -68,14 +71,20 @@ def find(name: str, data_name: str) -> Target:
         return _from_recipe(name, data_name)
     with _importable_from_here():
         returned = _function(name)()
-    parts: list[Any] = list(cast("list[Any]", returned)) if isinstance(returned, tuple | list) else []
-    if len(parts) not in (3, 4) or not isinstance(parts[0], nn.Module):
-        kinds = [type(part).__name__ for part in parts] or type(returned).__name__
+    given: list[Any] = list(cast("list[Any]", returned)) if isinstance(returned, tuple | list) else []
+    parts = [part for part in given if not isinstance(part, Optimizer)]
+    optimizers = [part for part in given if isinstance(part, Optimizer)]
+    if len(optimizers) > 1 or len(parts) not in (3, 4) or not isinstance(parts[0], nn.Module):
+        kinds = [type(part).__name__ for part in given] or type(returned).__name__
         raise PlanError(
             f"Expected {name} to return (model, loss, batch) and perhaps a collate, got {kinds}. {HINT}."
         )
     return Target(
-        model=parts[0], loss=parts[1], batch=parts[2], collate=parts[3] if len(parts) == 4 else None
+        model=parts[0],
+        loss=parts[1],
+        batch=parts[2],
+        collate=parts[3] if len(parts) == 4 else None,
+        optimizer=optimizers[0] if optimizers else None,
     )
 
 

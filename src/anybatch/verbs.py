@@ -91,6 +91,7 @@ def _prepare(
         recipe.build_loss(options.label_smoothing).to(device),
         optimizer,
         micro_batch=options.micro_batch,
+        memory=options.memory,
         clip_norm=options.clip_norm,
         scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
     )

@@ -83,9 +83,7 @@ class Trainer:
         _check_whole("seed", seed, least=0)
         if validation is not None:
             _check_best_by(best_by, step, metrics or {})
-        self.batch_size = batch_size
-        self.seed = seed
-        self.metrics = dict(metrics or {})
+        self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
         self.best_by, self.larger_is_better = best_by, larger_is_better
         self.config = _check_config(config or {})
         self.out = None if out is None else _make_folder(Path(out))
@@ -124,7 +122,7 @@ class Trainer:
             rows=self.train.count,
         )
         # A step takes the short tail of an epoch only after a longer batch; here a resume may begin with it.
-        self.step.most_rows = max(self.step.most_rows, min(self.batch_size, self.train.count))
+        self.step.planning.see(min(self.batch_size, self.train.count))
         reports: list[EpochReport] = []
         with ExitStack() as stops, deferred() as interruption:
             for watcher in self.watchers:
@@ -159,6 +157,7 @@ class Trainer:
             "totals": self._loss.totals,
             "run": _identity(self),
             "config": self.config,
+            "plans": _plans(self.step),
         }
         checkpoint.save(
             path,
@@ -192,6 +191,7 @@ class Trainer:
         then = found.progress
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best, self._loss = then["seconds"], then["best"], RunningLoss(then["totals"])
+        _take_plans(self.step, then.get("plans", ()))
         rng.restore_process(found.random)
         self._is_ours = self.out is not None and path.resolve().parent == self.out.resolve()
 
@@ -244,7 +244,7 @@ class Trainer:
         return rows
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
-        size = min(self.step.micro_batch or self.batch_size, rows.count)
+        size = min(_settled_size(self.step) or self.batch_size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
@@ -356,3 +356,20 @@ def _check_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected config to hold JSON values, got another: {error}. Make it strings and numbers."
         ) from None
     return dict(config)
+
+
+def _plans(step: Step) -> list[dict[str, Any]]:
+    return [] if step.planning.budget is None else step.planning.budget.state()
+
+
+def _take_plans(step: Step, plans: Sequence[Mapping[str, Any]]) -> None:
+    """The same cuts as before, so the same bits."""
+    if step.planning.budget is not None:
+        step.planning.budget.load(plans)
+
+
+def _settled_size(step: Step) -> int | None:
+    """Rows of a micro-batch: as asked for, or as planned for any batch so far; None where nobody said."""
+    budget = step.planning.budget
+    planned = [] if budget is None else [one.plan.micro_batch for one in budget.contests.values()]
+    return step.micro_batch or min(planned, default=None)

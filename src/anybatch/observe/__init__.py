@@ -1,0 +1,1 @@
+"""Pictures of what happens in a step; the only place that draws."""

@@ -1,0 +1,126 @@
+"""A picture of memory over one step, coloured by owner: where the peak is, and what it is made of."""
+
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from anybatch.errors import PlanError
+from anybatch.ledger import OWNERS, Ledger
+from anybatch.units import format_bytes
+
+FORMATS = (".png", ".svg", ".html", ".pdf")
+
+#: One colour per owner, told apart by people who do not see all colours (Okabe and Ito 2008).
+COLOURS = {
+    "parameters": "#0072B2",
+    "gradients": "#56B4E9",
+    "optimizer state": "#009E73",
+    "activations": "#E69F00",
+    "workspace": "#F0E442",
+    "input": "#CC79A7",
+    "other": "#999999",
+}
+
+
+def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: str = "") -> Path:
+    """Draw the bytes alive over one step, stacked by owner, with its phases and the peak.
+
+    Args:
+        ledger: predicted or measured.
+        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html (one file that
+            needs nothing else).
+        budget: a line to be drawn, in bytes.
+        title: of the picture; what the ledger says of itself if empty.
+
+    Returns:
+        The path.
+
+    Raises:
+        PlanError: another ending, or matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in FORMATS:
+        raise PlanError(
+            f"Expected a picture's name to end in one of {', '.join(FORMATS)}, got {path.name!r}. "
+            "Name the file so."
+        )
+    figure = _draw(ledger, budget, title or f"{ledger.source} memory of one step, {ledger.device}")
+    if path.suffix.lower() != ".html":
+        figure.savefig(path, dpi=150)
+        return path
+    picture = io.StringIO()
+    figure.savefig(picture, format="svg")
+    svg = picture.getvalue()
+    table = html.escape(str(ledger))
+    path.write_text(
+        '<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8"><title>memory of one step</title>\n'
+        f"{svg[svg.index('<svg') :]}\n<pre>{table}</pre>\n</html>\n",
+        encoding="utf-8",
+    )
+    return path
+
+
+def _draw(ledger: Ledger, budget: int | None, title: str) -> Any:
+    try:
+        from matplotlib.figure import Figure  # not pyplot: it keeps figures, and chooses a window system
+    except ImportError as error:
+        raise PlanError(
+            f"Expected matplotlib for a picture, got {error}. Install it: pip install 'anybatch[plot]'."
+        ) from None
+    moments = ledger.moments
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    axes = figure.add_subplot()
+    places = list(range(len(moments)))
+    series = [[moment.bytes[index] for moment in moments] for index in range(len(OWNERS))]
+    shown = [index for index, values in enumerate(series) if any(values)]
+    axes.stackplot(
+        places,
+        *[series[index] for index in shown],
+        labels=[OWNERS[index] for index in shown],
+        colors=[COLOURS[OWNERS[index]] for index in shown],
+        step="post",
+    )
+    _phases(axes, ledger)
+    totals = [sum(moment.bytes) for moment in moments]
+    top = max(range(len(totals)), key=totals.__getitem__)
+    axes.annotate(
+        f"peak {format_bytes(ledger.peak)}",
+        (top, totals[top]),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="center",
+        fontweight="bold",
+    )
+    if budget is not None:
+        axes.axhline(budget, color="#D55E00", linestyle="--", label=f"budget {format_bytes(budget)}")
+    axes.set(title=title, xlabel="moments of the step, in order", ylabel="bytes alive")
+    axes.set_xlim(0, max(len(moments) - 1, 1))
+    axes.set_ylim(0, 1.15 * max([ledger.peak, budget or 0]))
+    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return figure
+
+
+def _phases(axes: Any, ledger: Ledger) -> None:
+    """A light line where a phase begins, and its name where there is room."""
+    moments = ledger.moments
+    starts = [
+        index
+        for index, moment in enumerate(moments)
+        if not index
+        or (moment.phase, moment.micro_batch) != (moments[index - 1].phase, moments[index - 1].micro_batch)
+    ]
+    for start, stop in zip(starts, [*starts[1:], len(moments)], strict=True):
+        axes.axvline(start, color="black", linewidth=0.4, alpha=0.4)
+        if stop - start > len(moments) / 25:
+            axes.text(
+                (start + stop) / 2,
+                0.995,
+                moments[start].phase,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="top",
+                fontsize="small",
+            )
