@@ -1,13 +1,10 @@
 """`python -m benchmarks`: measure, keep raw results, report, judge; exit 0 only if all thresholds hold."""
 
 import argparse
-import os
-import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -16,6 +13,7 @@ from benchmarks.config import FULL, QUICK, Config
 from benchmarks.contestants import PACKAGES, RIVALS, installed
 from benchmarks.exactness import exactness
 from benchmarks.linear import head
+from benchmarks.machine import hardware, versions
 from benchmarks.memory import memory
 from benchmarks.race import race
 from benchmarks.report import file_name, render
@@ -75,7 +73,7 @@ def measure(config: Config) -> Raw:
         config=config.name,
         date=date.today().isoformat(),
         hardware=hardware(),
-        versions=dict(versions()),
+        versions=dict(versions(list(PACKAGES.values()))),
         gradient_error=config.gradient_error,
         parameter_error=config.parameter_error,
         races=races,
@@ -93,30 +91,6 @@ def summary(result: Race) -> str:
         f"anybatch / hand-written = {wall.median:.3f} wall, {cpu.median:.3f} CPU "
         f"({wall.pairs} pairs, at most {result.case.threshold:g}: {verdict})"
     )
-
-
-def hardware() -> str:
-    """The processor and the number of its cores."""
-    model = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    except OSError:
-        pass  # not Linux: the architecture has to do
-    return f"{model}, {os.cpu_count()} cores"
-
-
-def versions() -> Iterator[tuple[str, str]]:
-    """Python and the packages that race."""
-    yield "Python", platform.python_version()
-    yield "torch", torch.__version__
-    for name in ("anybatch", *PACKAGES.values()):
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            yield name, "not installed"
 
 
 def say(text: str) -> None:

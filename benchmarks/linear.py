@@ -5,11 +5,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.losses.linear import linear_cross_entropy
+from anybatch.meter import Meter
 from benchmarks.config import HeadCase
-from benchmarks.peak_bytes import PeakBytes
 from benchmarks.race import quiet_collector
 from benchmarks.results import Head
 from benchmarks.tasks import IGNORE
@@ -39,8 +39,8 @@ def head(case: HeadCase, *, seed: int) -> Head:
     return Head(
         case=case,
         error=_errors(case, seed=seed),
-        held=peaks["hand"].held,
-        peak={name: meter.peak for name, meter in peaks.items()},
+        held=peaks["hand"][1],
+        peak={name: peak for name, (peak, _) in peaks.items()},
         wall=_race(case, seed=seed),
     )
 
@@ -68,12 +68,12 @@ def _errors(case: HeadCase, *, seed: int) -> dict[str, float]:
     return {name: ((ours - plain).norm() / plain.norm()).item() for name, ours, plain in pairs}
 
 
-def _peak(case: HeadCase, loss: Loss, *, seed: int) -> PeakBytes:
-    """Of one forward and backward; hidden and weight count, and are the same for both."""
+def _peak(case: HeadCase, loss: Loss, *, seed: int) -> tuple[int, int]:
+    """Of one forward and backward, and what was held before: hidden and weight, the same for both."""
     hidden, weight, target = make_head(case, seed=seed)
-    with quiet_collector(), PeakBytes(held=[hidden, weight], apart=[target]) as meter:
+    with quiet_collector(), Meter(nn.Identity(), held=[hidden, weight], batch_leaves=[target]) as meter:
         loss(hidden, weight, target).backward()
-    return meter
+    return meter.peak - target.nbytes, meter.held - target.nbytes
 
 
 def _race(case: HeadCase, *, seed: int) -> dict[str, list[float]]:

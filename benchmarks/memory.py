@@ -1,10 +1,11 @@
 """Peak tensor bytes of one update, for few and for many micro-batches of the same size."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+from anybatch.meter import Meter
 from benchmarks.config import MemoryCase
 from benchmarks.contestants import Entry, Update
-from benchmarks.peak_bytes import PeakBytes
 from benchmarks.race import quiet_collector
 from benchmarks.results import Memory
 from benchmarks.tasks import TASKS, make_batch, make_model
@@ -17,13 +18,21 @@ def memory(case: MemoryCase, builders: Mapping[str, Callable[[Entry], Update]], 
     return Memory(
         case=case,
         held=few["hand"].held,
-        batch=(few["hand"].apart, many["hand"].apart),
-        few={name: meter.peak for name, meter in few.items()},
-        many={name: meter.peak for name, meter in many.items()},
+        batch=(few["hand"].batch, many["hand"].batch),
+        few={name: found.peak for name, found in few.items()},
+        many={name: found.peak for name, found in many.items()},
     )
 
 
-def _peak(case: MemoryCase, build: Callable[[Entry], Update], micro_batches: int, *, seed: int) -> PeakBytes:
+class _Bytes(NamedTuple):
+    """The batch itself is in none but its own."""
+
+    peak: int
+    held: int
+    batch: int
+
+
+def _peak(case: MemoryCase, build: Callable[[Entry], Update], micro_batches: int, *, seed: int) -> _Bytes:
     """The second update is measured: the optimizer has made its state in the first.
 
     The logical batch is the caller's and grows with the number of micro-batches, so it stays out of the
@@ -37,7 +46,7 @@ def _peak(case: MemoryCase, build: Callable[[Entry], Update], micro_batches: int
     batch = make_batch(task, case.rows * micro_batches, seed=seed, ragged=case.ragged)
     with quiet_collector():
         update((batch[0][: case.rows], batch[1][: case.rows]))
-        state = [tensor for slots in optimizer.state.values() for tensor in slots.values()]
-        with PeakBytes(held=[*model.parameters(), *model.buffers(), *state], apart=batch) as meter:
+        with Meter(model, [optimizer], batch_leaves=batch) as meter:
             update(batch)
-    return meter
+    given = sum(leaf.nbytes for leaf in batch)
+    return _Bytes(peak=meter.peak - given, held=meter.held - given, batch=given)

@@ -1,0 +1,218 @@
+"""`python -m benchmarks.memory_predicted`: predicted peaks of the zoo beside measured ones, to the byte."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from anybatch import tree
+from anybatch.device import Device
+from anybatch.device import find as find_device
+from anybatch.errors import TraceError
+from anybatch.forecast import Family, Recorded
+from anybatch.plan import Plan
+from anybatch.predict import Law
+from benchmarks.memory_bench import KEEP, POLICIES, Subject
+from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
+from benchmarks.report import table
+from benchmarks.thresholds import Verdict
+from benchmarks.zoo import OPTIMIZERS, ZOO
+
+LIMITS = {
+    "traced": 0.0,  # to the byte
+    "law": 0.005,
+    "composed": 0.005,
+    "cuda median": 0.03,
+    "cuda worst": 0.08,
+    "gpt2 seconds": 3.0,  # of CPU time, for one prediction
+}
+SMALL_SIZES = (2, 3)  # what laws and compositions are made of
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure each model in a process of its own; returns the exit code."""
+    parser = STUDY.parser()
+    parser.add_argument(
+        "--small", action="store_true", help="small copies of the models: some minutes in all"
+    )
+    parser.add_argument("--models", nargs="+", choices=list(ZOO), default=list(ZOO))
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    options = parser.parse_args(arguments)
+    scale = "small" if options.small else "full"
+    if options.child:
+        write_lines(measure(options.child, scale, options.device), options.out)
+        return 0
+    if options.raw:
+        return STUDY.finish(Raw.load(options.raw), options.folder, keep=False)
+    settings = [*(["--small"] if options.small else []), "--device", options.device]
+    records: list[Record] = []
+    for name in options.models:
+        print(f"{name}: predicting and measuring", flush=True)
+        records += child("benchmarks.memory_predicted", [*settings, "--child", name])
+    device = options.device
+    return STUDY.finish(STUDY.collected(records, config=f"{scale}-{device}", device=device), options.folder)
+
+
+def measure(name: str, scale: str, device: str) -> Iterator[Record]:
+    """One model: three sizes of micro-batches, two optimizers, four policies."""
+    torch.set_num_threads(1)
+    entry = ZOO[name]
+    for optimizer in OPTIMIZERS:
+        subject = Subject(entry, entry.build(scale), optimizer, device=device)
+        host = subject if device == "cpu" else Subject(entry, entry.build(scale), optimizer)
+        forecast = Forecast(host, subject, find_device(device))
+        subject.warm_up()
+        for policy in POLICIES:
+            blocks = subject.blocks(policy)
+            for size in entry.rows:
+                plan = subject.plan(entry.rows[-1], size, blocks)
+                start = time.process_time()
+                traced = subject.predict(plan)
+                seconds = time.process_time() - start
+                yield {
+                    "model": name,
+                    "scale": scale,
+                    "device": device,
+                    "optimizer": optimizer,
+                    "policy": policy,
+                    "blocks": len(blocks),
+                    "rows": plan.rows,
+                    "micro_batch": size,
+                    "traced": traced.peak,
+                    "seconds": seconds,
+                    "source": traced.source,
+                    **forecast.of(plan),
+                    "measured": subject.measure(plan).bytes,
+                }
+
+
+class Forecast:
+    """Peaks that were not traced at their size: by the law of two smaller ones, and composed of blocks.
+
+    Args:
+        host: the model on the host; on a card the peak is also predicted from there, as for a card that is
+            not here.
+        device: where the step runs.
+    """
+
+    def __init__(self, host: Subject, subject: Subject, device: Device) -> None:
+        self._host, self._subject, self._device = host, subject, device
+        self._laws: dict[Plan, Law] = {}
+        self._family: Family | None = None
+
+    def of(self, plan: Plan) -> dict[str, int]:
+        """What there is for this plan."""
+        found: dict[str, int] = {}
+        if plan.micro_batch > max(SMALL_SIZES):
+            with suppress(TraceError):  # steps of these sizes differ: whoever asks traces at the size itself
+                found["law"] = self._law(plan).peak(plan.micro_batch, rows=plan.rows)
+            with suppress(ValueError):  # TraceErrors, too
+                found["composed"] = self._composed(plan)
+        if self._device.kind == "cuda":
+            found["away"] = self._host.predict(plan, "cuda").peak
+        return found
+
+    def _law(self, plan: Plan) -> Law:
+        """Of a cut plan from steps of three micro-batches, of an uncut one from uncut ones."""
+        plans = [
+            replace(plan, rows=3 * size if plan.is_cut else size, micro_batch=size) for size in SMALL_SIZES
+        ]
+        if plans[0] not in self._laws:
+            self._laws[plans[0]] = Law.fit([self._subject.predict(one) for one in plans])
+        return self._laws[plans[0]]
+
+    def _composed(self, plan: Plan) -> int:
+        """Of steps in which all blocks have the same policy, as the planner does it."""
+        if self._family is None:
+            self._family = Family({policy: self._record(policy) for policy in (KEEP, *POLICIES[1:3])})
+        leaves = tree.flatten(self._subject.batch(plan.rows)).leaves
+        beyond = plan.rows - 2 * plan.micro_batch  # rows of the batch that the recordings do not hold
+        extra = sum(leaf.untyped_storage().nbytes() for leaf in leaves) * beyond // plan.rows
+        mixture = self._family.mix(plan.rows, plan.micro_batch, self._device, half=False, input_bytes=extra)
+        return mixture.peak(dict(plan.blocks))
+
+    def _record(self, policy: str) -> Recorded:
+        names = tuple(name for name, _ in self._subject.blocks("recompute"))
+        blocks = self._subject.blocks(policy)
+        plans = [self._subject.plan(2 * size, size, blocks) for size in SMALL_SIZES]
+        one, other = [self._subject.predict(plan).recording for plan in plans]
+        return Recorded(sizes=SMALL_SIZES, recordings=(one, other), blocks=names)
+
+
+# ---- judgement and report
+
+
+def judge(records: Sequence[Record]) -> Iterator[Verdict]:
+    """On the CPU every model by itself; on a card all figures together, because its allocator rounds."""
+    yield from broken(records)
+    good = list(sound(records))
+    if any(record["device"] != "cpu" for record in good):
+        for kind in ("traced", "away"):
+            errors = list(_errors(good, kind))
+            yield Verdict(what=f"{kind}, median", measured=median(errors), limit=LIMITS["cuda median"])
+            yield Verdict(what=f"{kind}, worst", measured=max(errors), limit=LIMITS["cuda worst"])
+        return
+    for model, own in _by_model(good):
+        for kind in ("traced", "law", "composed"):
+            errors = list(_errors(own, kind))
+            if errors:
+                yield Verdict(what=f"{model}: {kind}, worst", measured=max(errors), limit=LIMITS[kind])
+        if model == "gpt2":
+            seconds = median(record["seconds"] for record in own)
+            yield Verdict(
+                what="gpt2: CPU seconds of a prediction", measured=seconds, limit=LIMITS["gpt2 seconds"]
+            )
+
+
+def _errors(records: Sequence[Record], kind: str) -> Iterator[float]:
+    for record in records:
+        if kind in record:
+            yield abs(record[kind] / record["measured"] - 1)
+
+
+def _by_model(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+    for model in dict.fromkeys(record["model"] for record in records):
+        yield model, [record for record in records if record["model"] == model]
+
+
+def sections(records: Sequence[Record]) -> Iterator[str]:
+    """A line for each step."""
+    header = (
+        *("model", "optimizer", "blocks", "rows", "at a time", "measured"),
+        *("traced", "law", "composed", "away", "CPU s"),
+    )
+    rows = [
+        (
+            *(r["model"], r["optimizer"], f"{r['policy']} {r['blocks'] or ''}".strip(), str(r["rows"])),
+            *(str(r["micro_batch"]), f"{r['measured']:,}"),
+            *(_error(r, kind) for kind in ("traced", "law", "composed", "away")),
+            f"{r['seconds']:.2f}",
+        )
+        for r in sound(records)
+    ]
+    yield from ("", "## Predicted peak beside the measured one, in bytes", "", *table(header, rows))
+    yield from (
+        "",
+        "Errors are relative; = is equal to the byte. Law: from "
+        f"{SMALL_SIZES[0]} and {SMALL_SIZES[1]} rows at a time.",
+        "Composed: of steps in which all blocks have one policy. Away: from a model on the host.",
+        "CPU s: of one traced prediction. half: every second block is recomputed.",
+    )
+
+
+def _error(record: Record, kind: str) -> str:
+    if kind not in record:
+        return ""
+    return "=" if record[kind] == record["measured"] else f"{record[kind] / record['measured'] - 1:+.3%}"
+
+
+STUDY = Study(
+    kind="memory-predicted", title="Predicted and measured peak of one step", judge=judge, sections=sections
+)
+
+if __name__ == "__main__":
+    sys.exit(main())

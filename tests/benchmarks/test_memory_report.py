@@ -1,0 +1,74 @@
+"""Tests of what the benchmarks of memory share: files, the report, a child that dies."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
+from benchmarks.thresholds import Verdict
+
+
+def judge(records: Sequence[Record]) -> Iterator[Verdict]:
+    yield from broken(records)
+    for record in sound(records):
+        yield Verdict(what=record["model"], measured=record["value"], limit=1.0)
+
+
+STUDY = Study(kind="memory-test", title="A test", judge=judge, sections=lambda _: ["", "## Records"])
+
+
+def raw(value: float = 0.5) -> Raw:
+    return Raw(
+        kind="memory-test",
+        config="quick",
+        date="2026-11-21",
+        hardware="A processor (R) @ 2 GHz, 2 cores",
+        versions={"torch": "2.13.0"},
+        records=[{"model": "bert", "value": value}],
+        notes=["Nobody is left out."],
+    )
+
+
+def test_raw_results_come_back(tmp_path: Path) -> None:
+    raw().save(tmp_path / "folder" / "raw.json")
+    assert Raw.load(tmp_path / "folder" / "raw.json") == raw()
+
+
+def test_report_says_what_was_measured() -> None:
+    text = STUDY.render(raw())
+    assert "# A test (quick), 2026-11-21" in text
+    assert "A processor (R) @ 2 GHz, 2 cores, one thread. torch 2.13.0." in text
+    assert "## Records" in text
+    assert text.endswith("\nNobody is left out.\n")
+    assert "FAIL" not in text
+
+
+@pytest.mark.parametrize(("value", "code"), [(1.0, 0), (1.01, 1), (float("nan"), 1)])
+def test_exit_code_is_the_judgement(
+    value: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert STUDY.finish(raw(value), tmp_path) == code
+    name = "memory-test-quick_a-processor-r-2-ghz-2-cores_2026-11-21"
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.md", f"{name}.json"}
+    assert ("FAILED: bert" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_broken_record_fails_and_leaves_the_others() -> None:
+    records = [{"model": "bert", "value": 0.5}, {"model": "t5", "error": "exit code 9"}]
+    assert [verdict.holds for verdict in judge(records)] == [False, True]
+
+
+def test_lines_are_kept_as_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    write_lines([{"a": 1}], path)
+    write_lines([{"a": 2}], path)
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
+
+
+def test_a_child_that_ends_early_is_an_error() -> None:
+    records = child("this", ["--child", "bert"])  # `import this` ends well but writes nothing
+    assert records == []
+    assert child("benchmarks.no_such_module", ["--child", "bert"]) == [
+        {"model": "bert", "error": "exit code 1"}
+    ]
