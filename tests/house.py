@@ -11,23 +11,30 @@ import pytest
 # A folder's own name is its __init__, which stands after its files.
 LAYERS = """
     errors units tree
-    batch total rng events surroundings
+    batch total rng events surroundings remembered
     fold meetings integrations.transformers integrations
-    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
+    ledger recording device
+    recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload
+    recompute.apply recompute
+    meter
+    exhausted losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
     losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
     losses.model_loss losses.resolve losses.additive losses
     gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
-    execute
-    door step
+    run course execute
+    fakes feed trace predict compose forecast solve timing options
+    question survey blame planner contest shapes budget
+    limits planning door window step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
     probe.trial probe.finding probe.agreement probe.weights probe.given
     probe.denominators probe.padding probe.nature probe.modules
-    probe.terms probe.prepare probe.explain probe check
+    probe.terms probe.prepare probe.explain probe check foresee
     recipes.recipe recipes.lenet5 recipes
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
     train.interrupt train.trainer train
-    testing target verbs cli
+    observe.memory observe
+    testing target verbs plan_verb cli
     anybatch
 """
 ORDER = LAYERS.split()

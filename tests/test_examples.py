@@ -23,7 +23,10 @@ def test_examples_exist_and_are_short() -> None:
     assert all(len(path.read_text().splitlines()) < 80 for path in EXAMPLES)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/check.md", "docs/heads.md"])
+PAGES = ["README.md", *[f"docs/{name}.md" for name in ("guide", "check", "heads", "memory")]]
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_name_only_what_exists(page: str) -> None:
     names = set(re.findall(r"\bab\.([A-Za-z_]+)", (ROOT / page).read_text()))
     assert names
