@@ -161,3 +161,17 @@ def test_devices() -> None:
                 | {"devices": {torch.device("cpu"), torch.device("cuda:1")}}
             )
         )
+
+
+def test_what_is_trained_later_is_planned_anew() -> None:
+    step, batch = make(Net, memory=60_000), rows_of(40, 5, 8)
+    for block in step.model.blocks:
+        block.requires_grad_(False)
+    step(batch)
+    assert step.planning.budget is not None
+    assert len(step.planning.budget.contests) == 1
+    for block in step.model.blocks:
+        block.requires_grad_(True)
+    step(batch)
+    assert len(step.planning.budget.contests) == 2
+    assert metered(step, lambda: step(batch), batch) <= 60_000

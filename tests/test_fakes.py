@@ -205,3 +205,9 @@ def test_what_keeps_a_fake_for_good_is_named() -> None:
         with pytest.raises(TraceError, match="got a tensor that a tuple keeps"):
             drop_left_fakes()
     del kept
+
+
+def test_counts_add_up() -> None:
+    with FakeMode():
+        first, second = (torch.zeros(rows, 3) != 1 for rows in (4, 5))
+        assert float(first.sum() + second.sum()) == 27

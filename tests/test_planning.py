@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import budget as budget_module
+from anybatch.batch import TensorBatch
 from anybatch.errors import BudgetError, PlanError
 from anybatch.planner import choose
 from anybatch.testing import relative_error
@@ -180,3 +181,15 @@ def test_a_size_settled_for_batches_is_not_that_of_windows() -> None:
 def test_rows_are_not_enough_where_bytes_decide() -> None:
     with pytest.raises(PlanError, match=r"memory=48000, got 12 rows\. Call step\.foresee"):
         make(net, memory=MEMORY).plan(ROWS)
+
+
+def test_a_block_that_is_not_trusted_is_left_alone() -> None:
+    step = make(net, memory=MEMORY)
+    step(vectors())
+    assert step.planning.budget is not None
+    assert step.planning.distrust("blocks.1")
+    assert not step.planning.budget.contests
+    assert not step.planning.distrust("blocks.1")  # twice would be for ever
+    question = step.planning._question(step._task(), TensorBatch(vectors()), ROWS)
+    assert "blocks.1" not in question.blocks
+    assert not make(net).planning.distrust("blocks.0")  # nobody chose it here

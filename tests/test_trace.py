@@ -375,3 +375,15 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     _, meter = compare(model, nn.CrossEntropyLoss(), optimizer, batch)
     assert [one.peak for one in found[::2]] == [meter.peak, meter.peak]
     assert found[1].peak == found[3].peak
+
+
+def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
+    """RAdam takes more memory from its sixth step on."""
+    model = nn.Linear(64, 64)
+    step = Step(model, nn.MSELoss(), torch.optim.RAdam(model.parameters()))
+    batch = torch.zeros(2, 64), torch.zeros(2, 64)
+    predicted = trace(step.plan(2), task_of(step), TensorBatch(batch)).peak
+    for _ in range(7):
+        with Meter(model, step.optimizers, batch_leaves=batch) as meter:
+            step(batch)
+    assert predicted == meter.peak

@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.errors import LossError
 from anybatch.losses.seen import Seen, joined, part
@@ -89,3 +90,14 @@ def test_targets_are_joined_in_their_nest() -> None:
 def test_rows_of_different_lengths_are_refused() -> None:
     with pytest.raises(LossError, match="Pad them"):
         joined([Seen((torch.ones(2, length),), tuple, ()) for length in (3, 4)])
+
+
+def test_running_out_of_memory_is_no_disagreement_of_shapes() -> None:
+    class Starved(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.cat.default:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+            return func(*args, **(kwargs or {}))
+
+    with Starved(), pytest.raises(torch.OutOfMemoryError):
+        joined([Seen((torch.ones(2),), tuple, ()) for _ in range(2)])
