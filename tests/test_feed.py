@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import WholeBatch
+from anybatch import ModelLoss, WholeBatch
 from anybatch.batch import Batch, SampleBatch, TensorBatch
 from anybatch.feed import fake_batch, leaves_of, rows_kept, run_sizes
 from anybatch.losses.resolve import resolve
 from anybatch.plan import Plan
+from benchmarks.zoo import ZOO
 
 LOSS = resolve(torch.nn.MSELoss())
 
@@ -67,3 +68,9 @@ def test_rows_are_kept(batch: Batch) -> None:
     with rows_kept(batch):
         batch.given[0].zero_()
     assert float(batch.given[0].sum()) == len(batch.given[0])
+
+
+def test_a_router_s_scores_are_held_of_all_rows() -> None:
+    model, loss = ZOO["mixtral"].build("small").model, resolve(ModelLoss())
+    assert run_sizes(Plan(rows=10, micro_batch=1), loss, model) == (1,) * 10
+    assert len(run_sizes(Plan(rows=10, micro_batch=1), loss, nn.Identity())) == 3

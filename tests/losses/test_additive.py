@@ -280,3 +280,16 @@ def test_few_rows_do_not_hide_a_fault(loss: Any, labels: list[int], micro_batch:
     step = Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=micro_batch)
     with pytest.raises(LossError):
         step({"x": torch.randn(len(y), 4), "y": y})
+
+
+@pytest.mark.parametrize(("sparing", "most"), [(False, 8), (True, 3)])
+def test_where_memory_is_scarce_no_more_rows_are_taken_than_are_needed(sparing: bool, most: int) -> None:
+    model, seen = nn.Linear(2, 1), list[int]()
+
+    def loss(model: nn.Module, micro: Tensor) -> Total:
+        seen.append(len(micro))
+        return Total(model(micro).square().sum(), len(micro))
+
+    rows = TensorBatch(torch.randn(20, 2))
+    refuse_what_does_not_add_up(resolve(loss), model, [model], rows, 1, sparing=sparing)
+    assert max(seen) == most
