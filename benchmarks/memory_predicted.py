@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from statistics import median
 
 import torch
@@ -12,10 +11,8 @@ import torch
 from anybatch import tree
 from anybatch.device import Device
 from anybatch.device import find as find_device
-from anybatch.errors import TraceError
-from anybatch.forecast import Family, Recorded
 from anybatch.plan import Plan
-from anybatch.predict import Law
+from anybatch.predict import Family, Recorded
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
 from benchmarks.report import table
@@ -24,7 +21,6 @@ from benchmarks.zoo import OPTIMIZERS, ZOO
 
 LIMITS = {
     "traced": 0.0,  # to the byte
-    "law": 0.005,
     "composed": 0.005,
     "cuda median": 0.03,
     "cuda worst": 0.08,
@@ -91,7 +87,7 @@ def measure(name: str, scale: str, device: str) -> Iterator[Record]:
 
 
 class Forecast:
-    """Peaks that were not traced at their size: by the law of two smaller ones, and composed of blocks.
+    """Peaks that were not traced at their size, but composed of the blocks of two smaller ones.
 
     Args:
         host: the model on the host; on a card the peak is also predicted from there, as for a card that is
@@ -101,29 +97,17 @@ class Forecast:
 
     def __init__(self, host: Subject, subject: Subject, device: Device) -> None:
         self._host, self._subject, self._device = host, subject, device
-        self._laws: dict[Plan, Law] = {}
         self._family: Family | None = None
 
     def of(self, plan: Plan) -> dict[str, int]:
         """What there is for this plan."""
         found: dict[str, int] = {}
         if plan.micro_batch > max(SMALL_SIZES):
-            with suppress(TraceError):  # steps of these sizes differ: whoever asks traces at the size itself
-                found["law"] = self._law(plan).peak(plan.micro_batch, rows=plan.rows)
-            with suppress(ValueError):  # TraceErrors, too
+            with suppress(ValueError):  # steps of these sizes differ: whoever asks traces at the size itself
                 found["composed"] = self._composed(plan)
         if self._device.kind == "cuda":
             found["away"] = self._host.predict(plan, "cuda").peak
         return found
-
-    def _law(self, plan: Plan) -> Law:
-        """Of a cut plan from steps of three micro-batches, of an uncut one from uncut ones."""
-        plans = [
-            replace(plan, rows=3 * size if plan.is_cut else size, micro_batch=size) for size in SMALL_SIZES
-        ]
-        if plans[0] not in self._laws:
-            self._laws[plans[0]] = Law.fit([self._subject.predict(one) for one in plans])
-        return self._laws[plans[0]]
 
     def _composed(self, plan: Plan) -> int:
         """Of steps in which all blocks have the same policy, as the planner does it."""
@@ -157,7 +141,7 @@ def judge(records: Sequence[Record]) -> Iterator[Verdict]:
             yield Verdict(what=f"{kind}, worst", measured=max(errors), limit=LIMITS["cuda worst"])
         return
     for model, own in _by_model(good):
-        for kind in ("traced", "law", "composed"):
+        for kind in ("traced", "composed"):
             errors = list(_errors(own, kind))
             if errors:
                 yield Verdict(what=f"{model}: {kind}, worst", measured=max(errors), limit=LIMITS[kind])
@@ -183,13 +167,13 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
     """A line for each step."""
     header = (
         *("model", "optimizer", "blocks", "rows", "at a time", "measured"),
-        *("traced", "law", "composed", "away", "CPU s"),
+        *("traced", "composed", "away", "CPU s"),
     )
     rows = [
         (
             *(r["model"], r["optimizer"], f"{r['policy']} {r['blocks'] or ''}".strip(), str(r["rows"])),
             *(str(r["micro_batch"]), f"{r['measured']:,}"),
-            *(_error(r, kind) for kind in ("traced", "law", "composed", "away")),
+            *(_error(r, kind) for kind in ("traced", "composed", "away")),
             f"{r['seconds']:.2f}",
         )
         for r in sound(records)
@@ -197,9 +181,9 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
     yield from ("", "## Predicted peak beside the measured one, in bytes", "", *table(header, rows))
     yield from (
         "",
-        "Errors are relative; = is equal to the byte. Law: from "
-        f"{SMALL_SIZES[0]} and {SMALL_SIZES[1]} rows at a time.",
-        "Composed: of steps in which all blocks have one policy. Away: from a model on the host.",
+        "Errors are relative; = is equal to the byte. Composed: of steps of "
+        f"{SMALL_SIZES[0]} and {SMALL_SIZES[1]} rows at a time in which all blocks have one policy.",
+        "Away: from a model on the host.",
         "CPU s: of one traced prediction. half: every second block is recomputed.",
     )
 

@@ -23,7 +23,7 @@ LAYERS = """
     gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     run course execute
-    fakes feed trace predict compose forecast solve timing options
+    fakes feed trace compose predict solve timing options
     question survey blame planner contest shapes budget
     limits planning door window step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls

@@ -73,7 +73,7 @@ def test_a_note_is_of_the_micro_batch_at_hand() -> None:
     task, norm = make_task(total, model), model[0]
     run = Run(Plan(rows=0, micro_batch=0), task, OpenBatch(), task.loss)
     model(torch.randn(4, 2))
-    run.begin()
+    run.begin(in_window=True)
     between, random = norm.running_mean.clone(), torch.get_rng_state()
     model(torch.randn(4, 2))
     run.noted.put_back()

@@ -68,11 +68,18 @@ def test_only_some_steps_look_until_something_has_moved() -> None:
     for _ in range(2 * EVERY + 1):
         streams.begin([])
         looked.append(streams.is_looking)
-        streams.look(lambda: False)
+        streams.look(Surroundings([], streams=of_process()))
     assert [number for number, is_looking in enumerate(looked) if is_looking] == [0, 1, 2, EVERY, 2 * EVERY]
-    streams.look(lambda: True)
+    assert (streams.are_moved, streams.is_torchs_moved) == (False, False)
+    since = Surroundings([], streams=of_process())
+    random.random()
+    streams.look(since)
+    assert (streams.are_moved, streams.is_torchs_moved) == (True, False)
+    torch.rand(1)
+    streams.look(since)
     streams.begin([])
     assert not streams.is_looking
+    assert streams.are_torchs_noted
     assert streams.to_note(draws=False) == of_process()
 
 
@@ -81,7 +88,7 @@ def test_copied_streams_look_afresh() -> None:
     model.generator = torch.Generator()
     streams = Streams()
     streams.begin([model])
-    streams.look(lambda: True)
+    streams.are_moved = True
     copied = copy.deepcopy(streams)
     assert copied.to_note(draws=False) == ()
     assert not copied.are_moved

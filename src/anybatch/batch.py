@@ -111,7 +111,7 @@ class TensorBatch:
             return
         build, leaves = self._nest.build, self._nest.leaves
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
-        for parts in zip(*[leaf[start:].split_with_sizes(sizes) for leaf in leaves], strict=True):
+        for parts in zip(*[_from(leaf, start).split_with_sizes(sizes) for leaf in leaves], strict=True):
             yield build(iter(parts))
 
     def head(self, rows: int) -> "TensorBatch":
@@ -184,6 +184,10 @@ class OpenBatch:
     def head(self, rows: int) -> "OpenBatch":
         """Itself: there are none."""
         return self
+
+
+def _from(leaf: Tensor, start: int) -> Tensor:
+    return leaf[start:] if start else leaf
 
 
 def _common_rows(nest: tree.Nest) -> int:

@@ -2,9 +2,10 @@
 
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from anybatch.batch import Batch, cut_sizes
@@ -12,7 +13,7 @@ from anybatch.errors import LossError, OutOfMemoryError, PlanError
 from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.losses.loss import Share
-from anybatch.meetings import frozen, names
+from anybatch.meetings import BatchNorm, frozen, names
 from anybatch.plan import Plan
 from anybatch.recompute import applied, find_blocks
 from anybatch.run import Redone, Run, Task
@@ -86,8 +87,9 @@ class Course:
     def _add_as_far_as_it_goes(self, start: int) -> tuple[int, str]:
         """Where it has come to, and what the allocator said if memory ran out."""
         micros = self.batch.parts(list(self.sizes), start)
+        begin, draws, in_window = self.run.begin, self.batch.draws, self.in_window
         while self.sizes:
-            self.run.begin(draws=self.batch.draws)
+            begin(draws=draws, in_window=in_window)
             said = self._add(micros, start)
             if said:
                 return start, said
@@ -105,7 +107,8 @@ class Course:
         return ""
 
     def _done(self) -> int:
-        self.task.streams.look(self.run.noted.is_process_moved)
+        if self.task.streams.is_looking:
+            self.task.streams.look(self.run.noted)
         rows = self.sizes.popleft()
         if self.task.listeners:
             self._tell(MicroBatchDone(index=len(self.run.rows) - 1, rows=rows))
@@ -115,11 +118,15 @@ class Course:
         """Undo the micro-batch at hand, and do it again or cut what is left; where and how to go on."""
         rows = self.sizes[0]
         free_caches()
+        is_random_known = self.run.is_random_known
         self.run.noted.put_back()
         self._tell(MicroBatchRedone(index=len(self.run.rows), rows=rows, reason=said))
         is_part_held = self.run.gradients.holds_part
         reason = self._why_not_cut(rows)
         self.run.redone.append(Redone(rows, may_be_cut=not reason))
+        if not is_random_known:  # a forward has begun to draw that never did
+            self.task.streams.is_torchs_moved = True
+            raise Smaller(self._all_sizes if reason else halves(self.batch.rows, rows))
         is_tied = self.share(self.offset + start, self.offset + start + rows).tied
         if not (is_part_held or is_tied or reason):
             self._cut(start, rows)
@@ -155,6 +162,10 @@ class Course:
         self.sizes = deque(halves(self.batch.rows - start, rows))
 
     @property
+    def _all_sizes(self) -> list[int]:
+        return [*self.run.rows, *self.sizes]
+
+    @property
     def _is_uncut(self) -> bool:
         return not (self.in_window or self.plan.is_cut)
 
@@ -166,10 +177,15 @@ class Course:
             listener(event)
 
 
-@contextmanager
-def conditions(plan: Plan, task: Task, blocks: Blocks) -> Generator[None]:
+def conditions(plan: Plan, task: Task, blocks: Blocks) -> AbstractContextManager[None]:
     """What holds while micro-batches go through the model: some BatchNorms are frozen, blocks recomputed."""
-    with frozen(task.batch_norms if plan.batch_norm == "frozen" else ()), applied(task.model, blocks):
+    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+    return _conditions(norms, task.model, blocks) if norms or blocks else nullcontext()
+
+
+@contextmanager
+def _conditions(norms: Sequence[BatchNorm], model: nn.Module, blocks: Blocks) -> Generator[None]:
+    with frozen(norms), applied(model, blocks):
         yield
 
 

@@ -93,7 +93,8 @@ class Gradients:
             again: the same micro-batch was sent before, and only what is missing is to be added.
         """
         self._backward(sums, cotangents, again=again)
-        self._part()
+        if self._awaited:
+            self._part()
 
     def add_each(self, sums: Mapping[str, Tensor], *, again: bool = False) -> None:
         """One backward pass per term, each with cotangent 1 into its own bank, to be divided at the end."""
@@ -101,7 +102,8 @@ class Gradients:
         for index, (name, value) in enumerate(sums.items()):
             self._bank, self._takes = self._banks[name], self._taken[name]
             self._backward([value], None, again=again, retain_graph=index < last)
-        self._part()
+        if self._awaited:
+            self._part()
 
     def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
         """Scale each bank once, in place, and add the banks up.

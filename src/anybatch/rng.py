@@ -47,6 +47,21 @@ def restore(state: RandomState) -> None:
         torch.cuda.set_rng_state_all(list(state.cuda))
 
 
+def is_same(one: RandomState, other: RandomState) -> bool:
+    """Whether the streams stand at the same place.
+
+    Example:
+        >>> state = capture()
+        >>> is_same(state, capture())
+        True
+    """
+    if len(one.cuda) != len(other.cuda):  # CUDA has come into use
+        return False
+    pairs = zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)
+    with _disable_current_modes():  # these are values, also where a step is traced, and no bytes of the step
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
 @contextmanager
 def preserved() -> Generator[None]:
     """Run something that may draw random numbers without moving the caller's streams.

@@ -40,21 +40,26 @@ class Surroundings:
 
     def __init__(self, modules: Sequence[nn.Module], *, streams: Sequence[Stream] = ()) -> None:
         self._tables = [module._buffers for module in modules]  # pyright: ignore[reportPrivateUsage]
-        self._note({}, streams)
+        self._note({}, streams, rng.capture())
 
-    def renewed(self, *, streams: Sequence[Stream] = ()) -> "Surroundings":
+    def renewed(self, *, streams: Sequence[Stream] = (), torchs: bool = True) -> "Surroundings":
         """The same noted anew, as things stand now; large buffers that have not changed are not copied again.
 
         Args:
             streams: random streams besides torch's, noted too.
+            torchs: whether torch's is; if not, it is taken to stand where it stood.
         """
+        if not (torchs or streams or any(self._tables)):  # nothing that could change
+            return self
         now = object.__new__(Surroundings)
         now._tables = self._tables
-        now._note(self._copies, streams)
+        now._note(self._copies, streams, rng.capture() if torchs else self._random)
         return now
 
-    def _note(self, known: Mapping[Tensor, _Copy], streams: Sequence[Stream]) -> None:
-        self._random = rng.capture()
+    def _note(
+        self, known: Mapping[Tensor, _Copy], streams: Sequence[Stream], random: rng.RandomState
+    ) -> None:
+        self._random = random
         self._streams = [(stream, stream[0]()) for stream in streams]
         self._slots = [(slots, slots.copy()) for slots in self._tables if slots]
         self._copies = {
@@ -70,6 +75,10 @@ class Surroundings:
         for (_, put), state in self._streams:
             put(state)
         self.put_buffers_back()
+
+    def is_moved(self) -> bool:
+        """Whether torch's stream stands elsewhere now."""
+        return not rng.is_same(self._random, rng.capture())
 
     def is_process_moved(self) -> bool:
         """Whether Python's or NumPy's streams, as far as they were noted, stand elsewhere now."""
@@ -103,13 +112,15 @@ def _copied(buffer: Tensor, known: _Copy | None) -> _Copy:
 class Streams:
     """Which streams a step has to note before each micro-batch, so that one that is undone draws the same.
 
-    Torch's are noted always, by whoever notes buffers; so are the generators that modules hold themselves.
-    Those of Python and NumPy take ten times as long. They are noted in the first steps and in one of many
-    later ones; if a forward has moved them there, in all from then on.
+    The generators that modules hold themselves are noted always. Torch's takes as long as a small layer,
+    and Python's and NumPy's ten times that. They are noted in the first steps and in one of many later ones;
+    if a forward has moved them there, in all from then on. Where torch's was not noted and has moved all the
+    same, it shows, and the step begins again.
 
     Attributes:
         is_looking: whether this step is one of those that look.
         are_moved: whether a forward has drawn from Python's or NumPy's.
+        is_torchs_moved: whether one has drawn from torch's.
 
     Example:
         >>> streams = Streams()
@@ -121,7 +132,7 @@ class Streams:
     def __init__(self) -> None:
         self._steps = 0
         self._held: tuple[Stream, ...] = ()
-        self.is_looking = self.are_moved = False
+        self.is_looking = self.are_moved = self.is_torchs_moved = False
 
     def __reduce__(self) -> tuple[type["Streams"], tuple[()]]:
         """A copy looks afresh: it goes with copies of the modules, which hold other generators."""
@@ -142,14 +153,19 @@ class Streams:
         """
         return (*self._held, *of_process()) if draws or self.are_moved or self.is_looking else self._held
 
-    def look(self, has_moved: Callable[[], bool]) -> None:
-        """After a micro-batch.
+    @property
+    def are_torchs_noted(self) -> bool:
+        """Whether torch's is to be noted now."""
+        return self.is_looking or self.is_torchs_moved
+
+    def look(self, since: Surroundings) -> None:
+        """After a micro-batch, in a step that looks.
 
         Args:
-            has_moved: whether Python's or NumPy's streams have moved since it began.
+            since: what was noted as it began.
         """
-        if self.is_looking and not self.are_moved:
-            self.are_moved = has_moved()
+        self.are_moved = self.are_moved or since.is_process_moved()
+        self.is_torchs_moved = self.is_torchs_moved or since.is_moved()
 
 
 def of_process() -> tuple[Stream, ...]:

@@ -14,7 +14,7 @@ from anybatch import optimize
 from anybatch.batch import Batch, SampleBatch
 from anybatch.execute import Task, execute
 from anybatch.fakes import FakeMode, Fakes, drop_left_fakes, stand_ins, undisturbed
-from anybatch.feed import fake_batch, is_one_pass, leaves_of, rows_kept, run_sizes
+from anybatch.feed import fake_batch, leaves_of, rows_kept, run_sizes
 from anybatch.ledger import Ledger
 from anybatch.meter import Meter
 from anybatch.plan import Plan
@@ -36,8 +36,6 @@ class Trace:
         source: "predicted" or "measured".
         granule: what the device's allocator rounds sizes up to, in bytes.
         micro_batches: how many were really run; the others are like the last but one of them.
-        continues: whether further micro-batches are like that, too, which they are not where a loss holds
-            something of every one of them.
         idle: parameters of the optimizers that got no gradient, and so have no state.
     """
 
@@ -47,7 +45,6 @@ class Trace:
     source: str
     granule: int
     micro_batches: int
-    continues: bool
     idle: frozenset[nn.Parameter] = frozenset()
 
     @property
@@ -72,7 +69,6 @@ def trace(
     batch: Batch,
     *,
     device: torch.device | str | None = None,
-    micro_batches: int | None = None,
     idle: Set[nn.Parameter] = frozenset(),
 ) -> Trace:
     """Run one step on fake tensors, with the optimizer's state as it is from the second step on.
@@ -91,8 +87,6 @@ def trace(
         task: what it is carried out on. Nothing of it is changed.
         batch: gives shapes and dtypes of the rows, so a few rows are enough.
         device: where the step is to run; None for where the model is.
-        micro_batches: how many are run, for a law to be fitted (`anybatch.predict`): of full size, and the
-            rest of the batch is there but left out; None for the step as it is.
         idle: parameters known from another trace to get no gradient; where it turns out that there are
             more, and that they were given state of the optimizer, the step is run once more.
 
@@ -110,7 +104,7 @@ def trace(
         (32, 200000)
     """
     target = _device(task, device)
-    sizes = run_sizes(plan, task.loss, task.model) if micro_batches is None else plan.sizes[:micro_batches]
+    sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     with (
         _disable_current_modes(),  # whoever measures real tensors has nothing to see here
@@ -123,7 +117,7 @@ def trace(
             recording, found, _ = run(found)
         noted.put_back()
         drop_left_fakes()
-    if reduced is not plan and micro_batches is None:
+    if reduced is not plan:
         recording = continued(recording, len(sizes), plan.micro_batches)
     return Trace(
         plan=plan,
@@ -132,7 +126,6 @@ def trace(
         source="predicted",
         granule=CUDA_GRANULE if target.type == "cuda" else 1,
         micro_batches=len(sizes),
-        continues=is_one_pass(task.loss, task.model),
         idle=found,
     )
 
@@ -232,7 +225,6 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         source="measured",
         granule=CUDA_GRANULE if device.type == "cuda" else 1,
         micro_batches=small.micro_batches,
-        continues=is_one_pass(task.loss, task.model),
         idle=watcher.idle,
     )
 

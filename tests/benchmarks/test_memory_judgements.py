@@ -39,7 +39,6 @@ STEP = {
     "micro_batch": 4,
     "measured": 1_000_000,
     "traced": 1_000_000,
-    "law": 1_004_000,
     "composed": 996_000,
     "seconds": 2.0,
     "source": "predicted",
@@ -115,9 +114,6 @@ BREACHES = {
         records=PREDICTED,
         change={"traced": 1_000_001},
         what="gpt2: traced, worst",
-    ),
-    "law": Breach(
-        judge=memory_predicted.judge, records=PREDICTED, change={"law": 1_006_000}, what="gpt2: law, worst"
     ),
     "composed": Breach(
         judge=memory_predicted.judge,
@@ -220,7 +216,7 @@ def test_peers_are_shown_and_not_judged() -> None:
 @pytest.mark.parametrize(
     ("sections", "records", "shown"),
     [
-        (memory_predicted.sections, PREDICTED, "+0.400%"),
+        (memory_predicted.sections, PREDICTED, "-0.400%"),
         (memory_planner.sections, PLANNER, "8 keep"),
         (memory_gpt2.sections, GPT2, "99.9%"),
     ],

@@ -109,6 +109,7 @@ class Drawing(nn.Module):
     def draw(self) -> float:
         draws: dict[str, Callable[[], float]] = {
             "nothing": lambda: 0.5,
+            "torch": lambda: torch.rand(()).item(),
             "Python": random.random,
             "NumPy": np.random.rand,
             "a generator of torch": lambda: torch.rand((), generator=self.torch).item(),
@@ -123,6 +124,7 @@ class Drawing(nn.Module):
 
 
 KINDS = [
+    "torch",
     "Python",
     "NumPy",
     "a generator of torch",
@@ -148,7 +150,7 @@ def assert_mended(step: Step, twin: Step, at: int) -> None:
     with scarce(Run, "add", {at}):
         report = at_once(step)
     assert report.redone == 1
-    seed_all()
+    np.random.seed(3)
     assert_same_as_the_same_cut(step, report, twin, batch_for("early"))
 
 
@@ -180,6 +182,20 @@ def test_a_forward_that_begins_to_draw_later_is_seen() -> None:
             one.model.kind = "Python" if number > FIRST else "nothing"
             at_once(one)
     assert_mended(step, twin, at)
+
+
+def test_where_torchs_stream_was_not_noted_and_has_moved_the_step_begins_again() -> None:
+    step, twin = drawing("nothing"), drawing("nothing")
+    at = late_allocation(step)
+    for one in (step, twin):
+        seed_all()
+        for _ in range(FIRST):
+            at_once(one)
+        one.model.kind = "torch"
+        assert not one.guard.streams.are_torchs_noted
+    assert_mended(step, twin, at)
+    assert step.guard.streams.is_torchs_moved
+    assert_mended(step, twin, at)  # noted from now on
 
 
 def test_streams_that_nobody_draws_from_are_noted_in_the_first_steps_only() -> None:

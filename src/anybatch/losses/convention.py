@@ -48,6 +48,9 @@ def split(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]
         >>> split((1, 2, 3), has_target=False)
         ((1, 2, 3), ())
     """
+    if type(micro) is tuple and len(cast("tuple[Any, ...]", micro)) == 2 and has_target:  # nearly all
+        inputs, target = cast("tuple[Any, Any]", micro)
+        return inputs, (target,) if isinstance(target, Tensor) else _spread(target)
     if isinstance(micro, tuple | list):
         parts = tuple(cast("tuple[Any, ...]", micro))
         if len(parts) == 1 or not has_target:
