@@ -192,10 +192,9 @@ def test_where_torchs_stream_was_not_noted_and_has_moved_the_step_begins_again()
         for _ in range(FIRST):
             at_once(one)
         one.model.kind = "torch"
-        assert not one.guard.streams.are_torchs_noted
+        assert not one.guard.streams.is_torchs_moved
     assert_mended(step, twin, at)
     assert step.guard.streams.is_torchs_moved
-    assert_mended(step, twin, at)  # noted from now on
 
 
 def test_streams_that_nobody_draws_from_are_noted_in_the_first_steps_only() -> None:
