@@ -2,15 +2,10 @@
 
 import os
 import re
-import statistics
-import time
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.errors import PlanError
 from anybatch.units import parse_bytes
@@ -30,8 +25,6 @@ class Device:
         link: bytes per second to and from the host; 0 where it is the host.
         launch_s: seconds that one operation costs, however small.
         rounding: allocations are multiples of so many bytes.
-        fresh_bytes: allocations from this size on are fresh pages of the operating system each time.
-        fault: seconds for each byte of such pages, when it is first touched.
         is_here: whether this machine has it, so that it can be measured.
 
     Example:
@@ -49,35 +42,21 @@ class Device:
     link: float = 0.0
     launch_s: float = 5e-6
     rounding: int = 1
-    fresh_bytes: int = 2**62
-    fault: float = 0.0
     is_here: bool = False
 
-    def seconds(
-        self, operations: float, flops: float, moved: float, *, half: bool = False, fresh: float = 0.0
-    ) -> float:
-        """Time of a stretch of work: launches, arithmetic, memory traffic and page faults, in turn.
+    def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
+        """Time of a stretch of work: launches, arithmetic and memory traffic, one after the other.
 
         Args:
             operations: number of kernels.
             flops: of matrix products, convolutions and attention.
             moved: bytes read and written.
             half: whether the arithmetic is in bfloat16 or float16.
-            fresh: bytes of allocations that are fresh pages.
 
         Source: the roofline of Williams, Waterman, Patterson 2009, with a sum in place of the maximum.
         """
         rate = self.half_flops if half else self.flops
-        return operations * self.launch_s + flops / rate + moved / self.bandwidth + fresh * self.fault
-
-    def fresh(self, changes: Iterable[float]) -> float:
-        """Of changes in bytes, those that are fresh pages, added up.
-
-        Example:
-            >>> find("cpu").fresh([100.0, -5e7, 5e7])
-            50000000.0
-        """
-        return sum(change for change in changes if change >= self.fresh_bytes)
+        return operations * self.launch_s + flops / rate + moved / self.bandwidth
 
 
 # Published figures: memory in bytes, float32 and bfloat16 FLOP/s, memory bandwidth; see docs/planning.md.
@@ -98,8 +77,6 @@ _REACHED = 0.5  # of the published figures, by ordinary models
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
 _CPU_FLOPS_PER_THREAD = 40e9
 _CPU_BANDWIDTH = 10e9
-# What glibc always asks the system for, and gives back when it is freed: DEFAULT_MMAP_THRESHOLD_MAX.
-_MMAP_BYTES = 32 << 20
 
 
 def find(name: str | torch.device) -> Device:
@@ -193,29 +170,8 @@ def _cpu(name: str) -> Device:
         flops=threads * _CPU_FLOPS_PER_THREAD,
         half_flops=threads * _CPU_FLOPS_PER_THREAD,
         bandwidth=_CPU_BANDWIDTH,
-        fresh_bytes=_MMAP_BYTES,
-        fault=_fault(),
         is_here=True,
     )
-
-
-@cache
-def _fault() -> float:
-    """Seconds for a byte of a fresh page: the first fill of new memory takes so much longer than the next."""
-    try:
-        with _disable_current_modes():  # whoever measures or fakes tensors has nothing to see here
-            return statistics.median([_fault_once() for _ in range(3)])
-    except RuntimeError:  # no room for it
-        return 0.0
-
-
-def _fault_once() -> float:
-    fresh = torch.empty(_MMAP_BYTES, dtype=torch.uint8)
-    start = time.perf_counter()
-    fresh.fill_(1)
-    between = time.perf_counter()
-    fresh.fill_(2)
-    return max(0.0, between - start - (time.perf_counter() - between)) / _MMAP_BYTES
 
 
 def _free(device: Device) -> int:

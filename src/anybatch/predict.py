@@ -160,12 +160,11 @@ class Recorded:
         found: list[Segment] = []
         for index, (one, other) in enumerate(zip(*self.parts, strict=True)):
             shared = (ends or {}).get(index, {})
-            without = fresh = 0.0
+            without = 0.0
             if self.is_aligned:
                 span = slice(one.start, one.stop)
                 mixed = [a + (b - a) * share for a, b in zip(changes[0][span], changes[1][span], strict=True)]
                 net, peak = _net_and_peak(mixed)
-                fresh = device.fresh(mixed) if one.place.phase != "start" else 0.0
                 if shared:
                     ending = {crossing.storage for crossing in shared.values()}
                     storages = self.recordings[0].storages[span]
@@ -182,7 +181,7 @@ class Recorded:
                     place=(one.place.phase, one.place.micro_batch),
                     net=round(net),
                     peak=max(0, round(peak)),
-                    seconds=max(0.0, device.seconds(*work, half=half, fresh=fresh)),
+                    seconds=max(0.0, device.seconds(*work, half=half)),
                     ends={key: _at(crossing, share) for key, crossing in shared.items()},
                     peak_without=max(0, round(without)),
                 )

@@ -81,14 +81,10 @@ class Recording:
         return max(self.alive(granule), default=0)
 
     @property
-    def begins(self) -> int:
-        """How many events only say what is there when the step begins."""
-        return next((mark.event for mark in self.marks if mark.phase != "start"), len(self.storages))
-
-    @property
     def input_bytes(self) -> int:
         """Bytes of the batch that are there when the step begins."""
-        events = zip(self.storages[: self.begins], self.after[: self.begins], strict=True)
+        begins = next((mark.event for mark in self.marks if mark.phase != "start"), len(self.storages))
+        events = zip(self.storages[:begins], self.after[:begins], strict=True)
         return sum(after for storage, after in events if self.owners[storage] == INPUT)
 
     def ledger(

@@ -9,8 +9,8 @@ from torch import nn
 from anybatch.compose import KEEP, Mix
 from anybatch.errors import TraceError
 from anybatch.feed import is_one_pass
-from anybatch.plan import Plan
 from anybatch.predict import Family, Recorded
+from anybatch.plan import Plan
 from anybatch.question import Question
 from anybatch.run import Task
 from anybatch.timing import repeated
@@ -71,10 +71,8 @@ class Survey:
 
     def seconds(self, found: Trace) -> float:
         """Of a traced step, from the work that its marks count."""
-        last, device = found.marks[-1], self._question.device
-        step = found.recording.changes()[found.recording.begins :]
-        fresh = device.fresh(step) * found.plan.micro_batches / found.micro_batches
-        return device.seconds(last.operations, last.flops, last.moved, half=self._half, fresh=fresh)
+        last = found.marks[-1]
+        return self._question.device.seconds(last.operations, last.flops, last.moved, half=self._half)
 
     def give_mixtures_up(self, why: str) -> None:
         """From now on each plan is traced by itself."""
