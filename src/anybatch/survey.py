@@ -9,8 +9,8 @@ from torch import nn
 from anybatch.compose import KEEP, Mix
 from anybatch.errors import TraceError
 from anybatch.feed import is_one_pass
-from anybatch.predict import Family, Recorded
 from anybatch.plan import Plan
+from anybatch.predict import Family, Recorded
 from anybatch.question import Question
 from anybatch.run import Task
 from anybatch.timing import repeated
