@@ -14,6 +14,7 @@ LAYERS = """
     batch total rng events surroundings remembered
     fold meetings integrations.transformers integrations
     ledger recording device
+    precision scale masters lower
     recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload
     recompute.apply recompute
     meter
@@ -22,7 +23,7 @@ LAYERS = """
     losses.model_loss losses.resolve losses.additive losses
     gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
-    run course execute
+    task run course execute
     fakes feed trace compose predict solve timing options
     question survey blame planner contest shapes budget
     limits planning door window step

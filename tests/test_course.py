@@ -9,7 +9,8 @@ from anybatch.batch import TensorBatch
 from anybatch.course import Course, conditions, halves, out_of_memory, why_not_cut
 from anybatch.errors import LossError
 from anybatch.meetings import batch_norms
-from anybatch.run import Run, Task
+from anybatch.run import Run
+from anybatch.task import Task
 from tests.test_execute import make_task
 
 X = torch.arange(1.0, 7.0)

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anybatch import Plan, Terms, Total
 from anybatch.batch import TensorBatch, cut_sizes
 from anybatch.events import Event, MicroBatchDone, StepReport
-from anybatch.execute import Task, execute
+from anybatch.execute import execute
 from anybatch.losses.resolve import resolve
+from anybatch.task import Task
 
 ROWS = 10
 LossFunction = Callable[[nn.Module, Any], Total | Mapping[str, Total]]

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
 from anybatch.batch import SampleBatch, TensorBatch
 from anybatch.errors import TraceError
-from anybatch.execute import Task
 from anybatch.meter import Meter
 from anybatch.plan import Plan
+from anybatch.task import Task
 from anybatch.trace import Trace, probe, trace
 from tests.snapshots import changes, make_batch, make_step, snapshot
 

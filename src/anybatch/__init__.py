@@ -12,6 +12,7 @@ from anybatch.losses.whole_batch import WholeBatch
 from anybatch.meetings import batch_norm_to_group_norm
 from anybatch.options import PlanReport
 from anybatch.plan import Plan
+from anybatch.precision import Precision
 from anybatch.step import Step
 from anybatch.total import Total
 from anybatch.train.metrics import accuracy
@@ -25,6 +26,7 @@ __all__ = [
     "ModelLoss",
     "Plan",
     "PlanReport",
+    "Precision",
     "Step",
     "StepReport",
     "Terms",

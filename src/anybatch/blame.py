@@ -11,7 +11,7 @@ from anybatch.meetings import BatchNorm
 from anybatch.options import Option
 from anybatch.plan import Plan
 from anybatch.recompute import find_blocks
-from anybatch.run import Task
+from anybatch.task import Task
 from anybatch.trace import trace
 from anybatch.units import format_bytes
 

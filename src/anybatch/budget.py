@@ -16,8 +16,8 @@ from anybatch.options import PlanReport
 from anybatch.plan import Plan
 from anybatch.planner import choose
 from anybatch.question import Question
-from anybatch.run import Task
 from anybatch.shapes import Shape, longest, round_up, row_shape, shaped
+from anybatch.task import Task
 
 Key = tuple[Shape, Plan, str, bool, str]
 

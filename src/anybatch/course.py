@@ -9,14 +9,15 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from anybatch.batch import Batch, cut_sizes
-from anybatch.errors import LossError, OutOfMemoryError, PlanError
+from anybatch.errors import LossError, NonFinite, NonFiniteLossError, OutOfMemoryError, PlanError
 from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.losses.loss import Share
 from anybatch.meetings import BatchNorm, frozen, names
 from anybatch.plan import Plan
 from anybatch.recompute import applied, find_blocks
-from anybatch.run import Redone, Run, Task
+from anybatch.run import Redone, Run
+from anybatch.task import Task
 
 Blocks = tuple[tuple[str, str], ...]
 
@@ -29,6 +30,10 @@ class Smaller(Exception):  # noqa: N818
     def __init__(self, sizes: Sequence[int]) -> None:
         super().__init__(f"to be cut into {tuple(sizes)}")
         self.sizes = tuple(sizes)
+
+
+class Skipped(Exception):  # noqa: N818
+    """No update is to be made: values were not finite, and that is what was asked for then."""
 
 
 class Course:
@@ -99,12 +104,56 @@ class Course:
     def _add(self, micros: Iterator[Any], start: int, *, again: bool = False) -> str:
         rows, place = self.sizes[0], self.offset + start
         try:
-            self.run.add(next(micros), self.share(place, place + rows), rows, again=again)
+            micro = next(micros)
+            loss = self.share(place, place + rows)
+            self.task.scale.begin()
+            while True:
+                try:
+                    self.run.add(micro, loss, rows, again=again)
+                    break
+                except NonFinite as found:
+                    where = found.where
+                if self._is_given_up(where, place, rows):
+                    break
+                again = self.run.gradients.holds_part
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             return released(error)
         return ""
+
+    def _is_given_up(self, where: str, place: int, rows: int) -> bool:
+        """Undo a micro-batch that is not finite; it comes again at a smaller loss scale, if there is one.
+
+        What was accepted of it stays: that was finite, and is without scale.
+        """
+        scale = self.task.scale
+        self._put_back_random()
+        self.run.noted.put_back()
+        said = f"the {where} overflowed at a loss scale of {scale.value:g}"
+        if where == "gradient" and scale.give_way():
+            self._tell(MicroBatchRedone(index=len(self.run.rows), rows=rows, reason=said))
+            self.run.rescaled += 1
+            return False
+        match self.plan.non_finite:
+            case "skip":
+                raise Skipped
+            case "drop":
+                self.run.leave_out(rows)
+                return True
+            case _:
+                raise NonFiniteLossError(
+                    f"Expected a finite {where}, got NaN or infinity in micro-batch {len(self.run.rows)} "
+                    f"(rows {place} to {place + rows - 1} of the batch) at a loss scale of {scale.value:g}. "
+                    "No update was made. Look for bad data in these rows, a division by zero, or too high a "
+                    'learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
+                )
+
+    def _put_back_random(self) -> None:
+        """Begin the step again where it is not known from where a micro-batch drew."""
+        if not self.run.is_random_known:  # a forward has begun to draw that never did
+            self.task.streams.is_torchs_moved = True
+            raise Smaller(self._all_sizes)
 
     def _done(self) -> int:
         if self.task.streams.is_looking:

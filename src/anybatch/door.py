@@ -14,10 +14,12 @@ from anybatch.events import Listener
 from anybatch.losses.additive import refuse_what_does_not_add_up
 from anybatch.losses.resolve import module_of, resolve
 from anybatch.losses.summed import SummedLoss
+from anybatch.masters import Masters
 from anybatch.meetings import batch_norms, refuse
 from anybatch.optimize import owned
-from anybatch.run import Task
+from anybatch.scale import LossScale
 from anybatch.surroundings import Streams
+from anybatch.task import Task
 
 
 class Guard:
@@ -68,6 +70,8 @@ def gather(
     schedulers: Sequence[LRScheduler],
     listeners: Sequence[Listener],
     guard: Guard,
+    masters: Masters,
+    scale: LossScale,
 ) -> Task:
     """What a step is carried out on. All is read anew: callers unfreeze layers and change settings.
 
@@ -99,6 +103,8 @@ def gather(
         listeners=listeners,
         before_cut=guard.before_cut,
         streams=guard.streams,
+        masters=masters,
+        scale=scale,
     )
 
 

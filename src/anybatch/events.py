@@ -19,12 +19,12 @@ class MicroBatchDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRedone:
-    """Memory ran out in a micro-batch: it was undone, and its rows are to come again.
+    """A micro-batch was undone, and its rows are to come again: memory ran out, or its gradient overflowed.
 
     Attributes:
         index: how many micro-batches of the step were done before it.
         rows: rows it had.
-        reason: what the allocator said.
+        reason: what the allocator said, or at which loss scale it overflowed.
     """
 
     index: int
@@ -43,11 +43,15 @@ class StepReport:
         rows: rows of the batch.
         micro_batches: number of micro-batches it was cut into.
         grad_norm: 2-norm of the whole gradient before clipping; NaN where no clipping was asked for.
-        updated: False where every weight was 0 (a fully masked batch): then parameters, optimizer and
-            scheduler are as they were.
+        updated: False where every weight was 0 (a fully masked batch, or all of it left out), or where the
+            update was skipped: then parameters, optimizer and scheduler are as they were.
         cut: rows of each micro-batch, as carried out.
-        redone: how many micro-batches were undone and done again because memory ran out in them.
-        too_large: rows of the smallest of these that may be cut further; 0 where there was none.
+        redone: how many micro-batches were undone and done again, because memory ran out in them or their
+            gradient overflowed.
+        too_large: rows of the smallest in which memory ran out that may be cut further; 0 where there was
+            none.
+        dropped: rows of micro-batches that were left out, because they were not finite.
+        scale: the loss scale after the step.
     """
 
     loss: float
@@ -60,6 +64,8 @@ class StepReport:
     cut: tuple[int, ...] = ()
     redone: int = 0
     too_large: int = 0
+    dropped: int = 0
+    scale: float = 1.0
 
 
 Event = MicroBatchDone | MicroBatchRedone | StepReport

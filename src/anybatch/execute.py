@@ -4,14 +4,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from anybatch.batch import Batch
-from anybatch.course import Course, Smaller, conditions, halves, out_of_memory, why_not_cut
-from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError
+from anybatch.course import Course, Skipped, Smaller, conditions, halves, out_of_memory, why_not_cut
+from anybatch.errors import AnybatchError, LossError, NonFinite, NonFiniteLossError, OutOfMemoryError
 from anybatch.events import StepReport
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.plan import Plan
-from anybatch.run import Before, Redone, Run, Task
-
-__all__ = ["Before", "Run", "Task", "execute"]
+from anybatch.run import Redone, Run
+from anybatch.task import Task
 
 
 def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
@@ -25,9 +24,13 @@ def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
     """
     redone: list[Redone] = []
     found: StepReport | Plan = plan
+    is_guarded = False
     while isinstance(found, Plan):
         try:
-            found = _attempt(found, task, batch, redone)
+            with plan.precision.arithmetic():
+                found = _attempt(found, task, batch, redone, is_guarded=is_guarded)
+        except NonFinite:  # in the sum of all; once more, to see in which rows
+            is_guarded = True
         except NonFiniteLossError:
             raise
         except LossError as error:
@@ -42,14 +45,17 @@ def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
     return found
 
 
-def _attempt(plan: Plan, task: Task, batch: Batch, redone: list[Redone]) -> StepReport | Plan:
+def _attempt(
+    plan: Plan, task: Task, batch: Batch, redone: list[Redone], *, is_guarded: bool
+) -> StepReport | Plan:
     """The report, or the plan to begin again with."""
     loss = task.loss if plan.is_cut else task.loss.uncut()
-    run = Run(plan, task, batch, loss)
+    run = Run(plan, task, batch, loss, is_guarded=is_guarded)
     run.redone = redone
     try:
         with ExitStack() as stack:
-            with conditions(plan, task, plan.blocks):  # in a first pass, too
+            computing = plan.precision.computing(task.kinds)
+            with conditions(plan, task, plan.blocks), computing:  # in a first pass, too
                 along = loss.along(batch, plan.sizes, task.model, run.before.put_buffers_back)
                 share = stack.enter_context(along)
             sizes = plan.sizes
@@ -58,6 +64,9 @@ def _attempt(plan: Plan, task: Task, batch: Batch, redone: list[Redone]) -> Step
     except Smaller as smaller:
         run.undo()
         return replace(plan, cut=smaller.sizes)
+    except Skipped:
+        run.undo()
+        return run.without_update(batch.rows)
     except Exception as error:
         if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):
             run.undo()

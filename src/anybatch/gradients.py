@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from anybatch.errors import NonFinite
+
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
     """The dtype gradients are summed in: the chosen one, else float32 or the parameter's if that is wider.
@@ -44,6 +46,8 @@ class Gradients:
         compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
             truncation errors"); costs one more buffer per parameter.
         banks: names of the terms that need a bank of their own; one name where all share one.
+        bucket: bytes of gradients that are looked at together before they are added, so that what is not
+            finite never gets into the sums; None where nobody looks.
     """
 
     def __init__(
@@ -53,16 +57,21 @@ class Gradients:
         dtype: torch.dtype | None,
         compensated: bool,
         banks: Sequence[str],
+        bucket: float | None = None,
     ) -> None:
         self._parameters = parameters
         self._compensated = compensated
-        many = compensated or len(banks) > 1
+        self._bucket = bucket
+        self._waiting: list[tuple[str, nn.Parameter, Tensor]] = []  # not looked at yet
+        self._waiting_bytes = 0
+        self._unscale = 1.0  # what gradients are multiplied by as they are added
+        self._is_finite = True  # all of this micro-batch, so far
+        many = compensated or len(banks) > 1 or bucket is not None
         own = [p for p in parameters if many or accumulation_dtype(p.dtype, dtype) != p.dtype]
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
         self._banks: dict[str, dict[nn.Parameter, Tensor]] = {name: {} for name in banks}
-        self._bank = self._banks[banks[0]]
+        self._at = banks[0]  # the bank in use
         self._taken: dict[str, set[Tensor]] = {name: set() for name in banks}  # in this micro-batch
-        self._takes = self._taken[banks[0]]
         self._errors: dict[Tensor, Tensor] = {}  # rounding error carried along, by accumulator
         self._awaited = [p for p in parameters if p not in self._dtypes]  # will get a first `.grad`
         self._in_backward = False
@@ -76,6 +85,7 @@ class Gradients:
     def begin(self) -> None:
         """The next micro-batch: nobody has accepted it yet."""
         self._before = mark(self._in_place)
+        self._waiting.clear()
         for taken in self._taken.values():
             taken.clear()
 
@@ -84,26 +94,53 @@ class Gradients:
         """Whether anything of the micro-batch that has begun is in the sums."""
         return any(self._taken.values()) or not is_marked(self._in_place, self._before)
 
-    def add(self, sums: Sequence[Tensor], cotangents: Sequence[Tensor], *, again: bool = False) -> None:
+    def add(
+        self,
+        sums: Sequence[Tensor],
+        cotangents: Sequence[Tensor],
+        *,
+        again: bool = False,
+        unscale: float = 1.0,
+    ) -> None:
         """One backward pass: add J^T c of these sums, each with its own cotangent, to the one bank.
 
         Args:
             sums: scalars that carry the graph of one micro-batch.
             cotangents: what flows into each of them, of the same dtype and device.
             again: the same micro-batch was sent before, and only what is missing is to be added.
-        """
-        self._backward(sums, cotangents, again=again)
-        if self._awaited:
-            self._part()
+            unscale: what gradients are multiplied by as they are added, a power of two; 1 where nobody looks.
 
-    def add_each(self, sums: Mapping[str, Tensor], *, again: bool = False) -> None:
-        """One backward pass per term, each with cotangent 1 into its own bank, to be divided at the end."""
+        Raises:
+            NonFinite: some gradients are not finite, and were not added; what was finite may have been.
+        """
+        self._unscale, self._is_finite = unscale, True
+        self._backward(sums, cotangents, again=again)
+        self._close_micro_batch()
+
+    def add_each(self, sums: Mapping[str, Tensor], *, again: bool = False, unscale: float = 1.0) -> None:
+        """One backward pass per term, each into its own bank, to be divided at the end.
+
+        Args:
+            sums: as for `add`; what flows into each is 1 / unscale.
+            again: as for `add`.
+            unscale: as for `add`.
+        """
+        self._unscale, self._is_finite = unscale, True
         last = len(sums) - 1
         for index, (name, value) in enumerate(sums.items()):
-            self._bank, self._takes = self._banks[name], self._taken[name]
-            self._backward([value], None, again=again, retain_graph=index < last)
+            self._at = name
+            cotangents = None if unscale == 1.0 else [torch.full_like(value, 1 / unscale)]
+            self._backward([value], cotangents, again=again, retain_graph=index < last)
+        self._close_micro_batch()
+
+    def _close_micro_batch(self) -> None:
         if self._awaited:
             self._part()
+        if self._bucket is None:
+            return
+        self._add_waiting()
+        if not self._is_finite:
+            raise NonFinite("gradient")
 
     def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
         """Scale each bank once, in place, and add the banks up.
@@ -116,7 +153,7 @@ class Gradients:
         """
         self.close()
         if len(self._banks) == 1:
-            self._bank.update({p: p.grad for p in self._parameters if p.grad is not None})
+            self._banks[self._at].update({p: p.grad for p in self._parameters if p.grad is not None})
         for name, factor in factors.items():
             if self._banks[name]:
                 values = list(self._banks[name].values())
@@ -149,6 +186,7 @@ class Gradients:
         except BaseException:
             for parameter in self._dtypes:  # set, but not taken: somebody else's hook may have failed before
                 parameter.grad = None
+            self._waiting.clear()
             raise
         finally:
             self._in_backward = False
@@ -157,7 +195,7 @@ class Gradients:
         """The parameters that have not accepted this micro-batch into the current bank."""
         before = zip(self._in_place, *self._before, strict=True)
         done = {p for p, gradient, version in before if not is_marked([p], ([gradient], [version]))}
-        return [p for p in self._parameters if p not in done and p not in self._takes]
+        return [p for p in self._parameters if p not in done and p not in self._taken[self._at]]
 
     def _part(self) -> None:
         """Give each new `.grad` memory of its own, before anything is added to it in place.
@@ -184,15 +222,35 @@ class Gradients:
         # Autograd has just set it.
         assert isinstance(parameter, nn.Parameter) and gradient is not None  # noqa: S101, PT018
         parameter.grad = None
-        dtype = self._dtypes[parameter]
-        total = self._bank.get(parameter)
+        if self._bucket is None:
+            self._add(self._at, parameter, gradient)
+            return
+        self._waiting.append((self._at, parameter, gradient))
+        self._waiting_bytes += gradient.nbytes if not gradient.is_sparse else 0
+        if self._waiting_bytes >= self._bucket:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        """Add what is finite as a whole; else nothing of it, so that all of it is missing."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if not all_finite([gradient for *_, gradient in waiting]):
+            self._is_finite = False
+            return
+        while waiting:  # each is let go as it is added
+            self._add(*waiting.pop(0))
+
+    def _add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
+        bank, dtype, unscale = self._banks[name], self._dtypes[parameter], self._unscale
+        total = bank.get(parameter)
         if total is None:
-            self._bank[parameter] = gradient.to(dtype, copy=True)  # it may share memory, see `_part`
+            total = gradient.to(dtype, copy=True)  # it may share memory, see `_part`
+            bank[parameter] = total if unscale == 1.0 else total.mul_(unscale)
         elif self._compensated and not gradient.is_sparse:
-            self._bank[parameter] = self._add_compensated(total, gradient.to(dtype))
+            value = gradient.to(dtype)
+            bank[parameter] = self._add_compensated(total, value if unscale == 1.0 else value * unscale)
         else:
-            total.add_(gradient)
-        self._takes.add(parameter)  # last: whatever fails before leaves the sum as it was
+            total.add_(gradient, alpha=unscale)
+        self._taken[name].add(parameter)  # last: whatever fails before leaves the sum as it was
 
     def _add_compensated(self, total: Tensor, value: Tensor) -> Tensor:
         error = self._errors.get(total)
@@ -202,6 +260,27 @@ class Gradients:
         self._errors.pop(total, None)
         self._errors[new_total] = new_error
         return new_total
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether every number is finite: one pass, and one stop of each device however many tensors there are.
+
+    Example:
+        >>> all_finite([torch.ones(2), torch.zeros(1).half()]), all_finite([torch.tensor([1.0, torch.nan])])
+        (True, False)
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        values = tensor.coalesce().values() if tensor.is_sparse else tensor
+        values = torch.view_as_real(values) if values.is_complex() else values
+        kinds.setdefault((values.device, values.dtype), []).append(values.detach())
+    found: dict[torch.device, Tensor] = {}
+    for (device, _), alike in kinds.items():
+        flag = found.setdefault(device, torch.zeros(1, device=device))
+        # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, torch.ones(1, device=device))  # pyright: ignore
+    # Asked so that 1 is good news, because that is what a traced step is told.
+    return all((flag == 0).item() for flag in found.values())
 
 
 def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:

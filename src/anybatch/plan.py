@@ -12,6 +12,10 @@ import torch
 from anybatch.batch import cut_sizes
 from anybatch.errors import PlanError
 from anybatch.meetings import check_batch_norm
+from anybatch.precision import NAMED, Precision, check_policy
+
+FLOAT32 = NAMED["float32"]
+_BUCKET = 64 << 20  # bytes of gradients that are looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,9 @@ class Plan:
             (`anybatch.recompute`), in the order of the names.
         foreach: whether the optimizers update all parameters in common operations, which is faster on a GPU
             and takes more memory; None for what each optimizer is set to.
+        precision: in which dtypes (`anybatch.Precision`).
+        non_finite: what becomes of a micro-batch whose loss or gradient is not finite, at a loss scale of 1:
+            "raise", "drop" (its rows and their weight leave the step) or "skip" (no update).
 
     Raises:
         PlanError: a value that cannot be carried out.
@@ -51,6 +58,8 @@ class Plan:
         batch_norm   micro
         blocks       all kept
         foreach      as set
+        precision    float32
+        non_finite   raise
     """
 
     rows: int
@@ -62,6 +71,8 @@ class Plan:
     cut: tuple[int, ...] = ()
     blocks: tuple[tuple[str, str], ...] = ()
     foreach: bool | None = None
+    precision: Precision = FLOAT32
+    non_finite: str = "raise"
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -78,6 +89,7 @@ class Plan:
                 f"Expected a cut into parts of 1 to {self.micro_batch} rows, {self.rows} in all, "
                 f"got {self.cut}. Leave it out for parts of equal size."
             )
+        check_policy(self.non_finite)
         if self.accumulate != "auto":
             parse_dtype(self.accumulate)
 
@@ -101,6 +113,16 @@ class Plan:
         """The dtype asked for gradient sums; None where each parameter's own decides."""
         return None if self.accumulate == "auto" else parse_dtype(self.accumulate)
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether each micro-batch is looked at before it is added."""
+        return self.precision.loss_scale is not None or self.non_finite != "raise"
+
+    @property
+    def bucket(self) -> float:
+        """Bytes of gradients that are looked at together; all of a micro-batch where it may be left out."""
+        return math.inf if self.non_finite == "drop" else _BUCKET
+
     def to_json(self) -> str:
         """The plan as one JSON object; no clipping is null, because JSON knows no infinity."""
         values = dataclasses.asdict(self)
@@ -118,6 +140,7 @@ class Plan:
             if values["clip_norm"] is None:
                 values["clip_norm"] = math.inf
             values["cut"] = tuple(values.get("cut", ()))
+            values["precision"] = Precision(**values.get("precision", {}))
             values["blocks"] = tuple((name, policy) for name, policy in values.get("blocks", ()))
             return Plan(**values)
         except (TypeError, KeyError, json.JSONDecodeError) as error:
@@ -135,6 +158,8 @@ class Plan:
             "batch_norm": self.batch_norm,
             "blocks": self._blocks_in_words(),
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
+            "precision": str(self.precision),
+            "non_finite": self.non_finite,
         }
         return "\n".join(f"{name:12} {value}" for name, value in table.items())
 

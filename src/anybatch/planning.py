@@ -17,10 +17,11 @@ from anybatch.errors import BudgetError, PlanError
 from anybatch.limits import Limits
 from anybatch.options import PlanReport
 from anybatch.plan import Plan, check_micro_batch
+from anybatch.precision import Precision
 from anybatch.question import Question
 from anybatch.recompute import choose as choose_blocks
 from anybatch.recompute import find_blocks
-from anybatch.run import Task
+from anybatch.task import Task
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 
@@ -30,14 +31,16 @@ class Planning:
 
     Args:
         model: whose blocks may be rebuilt.
-        micro_batch: as for `anybatch.Step`; so are memory, recompute, clip_norm, accumulate, compensated and
-            batch_norm.
+        micro_batch: as for `anybatch.Step`; so are memory, recompute, clip_norm, accumulate, compensated,
+            batch_norm and non_finite.
         memory: see there.
         recompute: see there.
         clip_norm: see there.
         accumulate: see there.
         compensated: see there.
         batch_norm: see there.
+        precision: in which dtypes.
+        non_finite: see there.
 
     Attributes:
         settings: a plan without rows that holds all that does not depend on the batch.
@@ -59,6 +62,8 @@ class Planning:
         accumulate: torch.dtype | None,
         compensated: bool,
         batch_norm: str | None,
+        precision: Precision,
+        non_finite: str,
     ) -> None:
         if micro_batch is not None:
             if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
@@ -73,10 +78,12 @@ class Planning:
             rows=0,
             micro_batch=0,
             clip_norm=math.inf if clip_norm is None else clip_norm,
-            accumulate="auto" if accumulate is None else str(accumulate).removeprefix("torch."),
+            accumulate=_accumulate(accumulate, precision),
             compensated=compensated,
             batch_norm="micro" if batch_norm is None else batch_norm,
             blocks=choose_blocks(model, recompute),
+            precision=precision,
+            non_finite=non_finite,
         )
         self._distrusted: set[str] = set()
         self.limits = Limits()
@@ -220,6 +227,11 @@ class Planning:
     def _size(self, rows: int) -> int:
         micro_batch = rows if self.micro_batch is None else self.micro_batch
         return rows if rows < micro_batch <= self.most_rows else micro_batch
+
+
+def _accumulate(chosen: torch.dtype | None, precision: Precision) -> str:
+    wanted = precision.accumulate if chosen is None else str(chosen).removeprefix("torch.")
+    return wanted or "auto"
 
 
 @lru_cache(maxsize=64)  # batches of an epoch have one or two sizes

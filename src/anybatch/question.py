@@ -7,7 +7,7 @@ from anybatch.compose import KEEP
 from anybatch.device import Device, find
 from anybatch.plan import Plan
 from anybatch.recompute import POLICIES
-from anybatch.run import Task
+from anybatch.task import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,60 +1,23 @@
 """One pass of the fold over a batch: add micro-batches, update once, or put everything back."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch import optimize
-from anybatch.batch import Batch
-from anybatch.errors import LossError, NonFiniteLossError
-from anybatch.events import Listener, StepReport
-from anybatch.gradients import Gradients, is_marked, mark
+from anybatch.batch import Batch, OpenBatch
+from anybatch.errors import LossError, NonFinite, NonFiniteLossError
+from anybatch.events import StepReport
+from anybatch.gradients import Gradients, all_finite, is_marked, mark
 from anybatch.losses.loss import Evaluated, Loss
-from anybatch.meetings import BatchNorm
 from anybatch.plan import Plan
-from anybatch.surroundings import Stream, Streams, Surroundings
+from anybatch.surroundings import Stream, Surroundings
+from anybatch.task import Task
 from anybatch.total import Number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Task:
-    """What a plan is carried out on.
-
-    Attributes:
-        model: called on micro-batches.
-        modules: the modules of the model and of the loss.
-        loss: the loss, resolved.
-        optimizers: updated in this order.
-        schedulers: stepped once per update, after the optimizers.
-        parameters: the trainable parameters of the optimizers.
-        others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
-            part in the update and is left alone.
-        batch_norms: modules in which rows meet, as they stand.
-        devices: where the parameters of the model are.
-        listeners: called with every event.
-        before_cut: called with this task, the batch and a number of rows that may fit, before a batch that
-            was not to be cut is cut after all; raises where that would change the result.
-        streams: which random streams besides torch's are noted before a micro-batch.
-    """
-
-    model: nn.Module
-    modules: Sequence[nn.Module]
-    loss: Loss
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[LRScheduler]
-    parameters: Sequence[nn.Parameter]
-    others: Sequence[nn.Parameter]
-    batch_norms: Sequence[BatchNorm]
-    devices: Set[torch.device]
-    listeners: Sequence[Listener]
-    before_cut: Callable[["Task", Batch, int], None] = lambda task, batch, rows: None
-    streams: Streams = field(default_factory=Streams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +66,7 @@ class Run:
         task: what it is carried out on.
         batch: the logical batch, as far as it is known.
         loss: the loss for this batch; divisors are asked of it once.
+        is_guarded: look at each micro-batch before it is added, whatever the plan says.
 
     Attributes:
         before: what an undo puts back.
@@ -110,11 +74,15 @@ class Run:
         gradients: the sums, and which parameters have accepted the micro-batch at hand.
         rows: rows of each micro-batch that is in the sums.
         redone: each micro-batch that was undone because memory ran out.
+        rescaled: how many were done again because their gradient overflowed.
+        dropped: rows of micro-batches that were left out.
         is_updated: whether the optimizers have stepped, which cannot be undone.
     """
 
-    def __init__(self, plan: Plan, task: Task, batch: Batch, loss: Loss) -> None:
+    def __init__(self, plan: Plan, task: Task, batch: Batch, loss: Loss, *, is_guarded: bool = False) -> None:
         self._plan, self._task, self._batch, self._loss = plan, task, batch, loss
+        self.is_guarded = is_guarded or plan.is_guarded
+        self._kinds = task.kinds if plan.precision.is_mixed else ()
         self.before = Before(task, streams=task.streams.to_note(draws=batch.draws))
         self.noted: Surroundings = self.before
         for parameter in (*task.parameters, *task.others):
@@ -123,6 +91,7 @@ class Run:
         self._weights: list[Mapping[str, Number]] = []
         self.rows: list[int] = []
         self.redone: list[Redone] = []
+        self.rescaled = self.dropped = 0
         self._flowed = False  # whether any term carried a gradient
         self.gradients = _NONE  # until the first forward
         self.is_updated = False
@@ -154,7 +123,8 @@ class Run:
             rows: how many.
             again: some parameters have accepted this very micro-batch already, before its backward failed.
         """
-        terms = loss.evaluate(self._task.model, micro)
+        with self._plan.precision.computing(self._kinds):
+            terms = loss.evaluate(self._task.model, micro)
         if not self.rows:
             self._open(terms, rows, again=again)
         elif terms.sums.keys() != self._coefficients.keys():
@@ -165,14 +135,25 @@ class Run:
         sums = terms.sums
         weights = {} if loss.counted and self._divisors is not None else terms.weigh()
         del terms  # and with it the model's outputs, as far as backward does not need them
+        if self.is_guarded and not all_finite(list(sums.values())):
+            raise NonFinite("loss")
         self._backward(sums, again=again)
         self._sums.append({name: _kept(value) for name, value in sums.items()})
         if weights:
             self._weights.append({name: _kept(weight) for name, weight in weights.items()})
         self.rows.append(rows)
 
+    def leave_out(self, rows: int) -> None:
+        """Go on without the micro-batch at hand: neither its rows nor their weight count."""
+        self.rows.append(rows)
+        self.dropped += rows
+
     def update(self) -> StepReport:
-        """Divide what is still to be divided, clip once, update optimizers and schedulers."""
+        """Divide what is still to be divided, clip once, update optimizers and schedulers.
+
+        Raises:
+            NonFinite: the gradient is not, and nobody has looked at the micro-batches.
+        """
         weights = self._whole_weights()
         values = self._values(weights)
         empty = not any(weights.values())
@@ -185,9 +166,13 @@ class Run:
         gradients = self.gradients.finish(self._late_factors(weights))
         norm = math.nan
         if not empty:
+            if not (self.is_guarded or all_finite(list(gradients.values()))):
+                raise NonFinite("gradient")
             norm = optimize.clip(gradients, self._plan.clip_norm)
-            optimize.update(gradients, self._task.optimizers, self._plan.foreach)
-            self.is_updated = True
+            with self._task.masters.raised(gradients):
+                optimize.update(gradients, self._task.optimizers, self._plan.foreach)
+                self.is_updated = True
+            self._task.scale.updated()
             optimize.schedule(self._task.schedulers)
         used = [self._coefficients[name] * value for name, value in values.items() if weights[name]]
         return StepReport(
@@ -199,8 +184,29 @@ class Run:
             grad_norm=norm,
             updated=not empty,
             cut=tuple(self.rows),
-            redone=len(self.redone),
+            redone=len(self.redone) + self.rescaled,
+            dropped=self.dropped,
+            scale=self._task.scale.value,
             too_large=too_large(self.redone),
+        )
+
+    def without_update(self, rows: int) -> StepReport:
+        """The report of a step that was skipped.
+
+        Args:
+            rows: that it would have had.
+        """
+        return StepReport(
+            loss=math.nan,
+            terms={},
+            weights={},
+            rows=rows,
+            micro_batches=len(self.rows),
+            grad_norm=math.nan,
+            updated=False,
+            cut=tuple(self.rows),
+            redone=len(self.redone) + self.rescaled,
+            scale=self._task.scale.value,
         )
 
     def clear(self) -> None:
@@ -230,13 +236,15 @@ class Run:
         """After the first forward: who divides by what, and when."""
         names = list(terms.sums)
         self._coefficients = {name: self._loss.coefficients.get(name, 1.0) for name in names}
-        self._divisors = self._loss.divisors(self._batch, terms, rows)
+        # Where micro-batches may be left out nobody knows the weight of the rest before the end.
+        whole = OpenBatch() if self._plan.non_finite == "drop" and self._plan.is_cut else self._batch
+        self._divisors = self._loss.divisors(whole, terms, rows)
         banks = names
         if self._divisors is not None:
             banks = names[:1]
-            whole = dict.fromkeys(names, 1) if self._loss.divided else self._divisors
+            divisors = dict.fromkeys(names, 1) if self._loss.divided else self._divisors
             self._cotangents = {
-                name: _cotangent(self._coefficients[name], whole[name], value)
+                name: _cotangent(self._coefficients[name], divisors[name], value)
                 for name, value in terms.sums.items()
             }
         if again:  # and the sums hold a part of it
@@ -247,6 +255,7 @@ class Run:
             dtype=self._plan.accumulation_dtype,
             compensated=self._plan.compensated,
             banks=banks,
+            bucket=self._plan.bucket if self.is_guarded else None,
         )
 
     def _backward(self, sums: Mapping[str, Tensor], *, again: bool) -> None:
@@ -256,12 +265,15 @@ class Run:
         if not flowing:  # nothing but masked rows
             return
         self._flowed = True
+        scale = self._task.scale.value
         try:
             if self._divisors is None:
-                self.gradients.add_each(flowing, again=again)
+                self.gradients.add_each(flowing, again=again, unscale=1 / scale)
             else:
                 cotangents = [self._cotangents[name] for name in flowing]
-                self.gradients.add(list(flowing.values()), cotangents, again=again)
+                if scale != 1.0:
+                    cotangents = [cotangent * scale for cotangent in cotangents]
+                self.gradients.add(list(flowing.values()), cotangents, again=again, unscale=1 / scale)
         finally:
             for parameter in self._task.others:  # nobody's, and they may share memory with ours
                 parameter.grad = None

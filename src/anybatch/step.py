@@ -13,12 +13,17 @@ from anybatch.batch import Collate
 from anybatch.door import Guard, admit, gather
 from anybatch.errors import BlockError, OutOfMemoryError, PlanError, WindowError
 from anybatch.events import Listener, StepReport
-from anybatch.execute import Task, execute
+from anybatch.execute import execute
 from anybatch.losses.resolve import check as check_loss
 from anybatch.losses.resolve import module_of, resolve
-from anybatch.optimize import check_optimizers, check_schedulers
+from anybatch.lower import lower
+from anybatch.optimize import check_optimizers, check_schedulers, owned
 from anybatch.plan import Plan
 from anybatch.planning import Planning, PlanReport
+from anybatch.precision import Precision
+from anybatch.precision import find as find_precision
+from anybatch.scale import LossScale
+from anybatch.task import Task
 from anybatch.window import Window
 
 
@@ -57,6 +62,11 @@ class Step:
         batch_norm: what BatchNorm in training mode does: None refuses more than one micro-batch; "micro"
             takes the statistics of each micro-batch, so the result depends on the cut; "frozen" takes the
             running statistics and leaves them as they are, cut or not.
+        precision: "float32" for everything as it is, "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true",
+            "tf32", or an `ab.Precision`. The true ones change the model: its weights are stored short, and
+            the float32 weights behind them are what the optimizer updates.
+        non_finite: what becomes of a micro-batch whose loss or gradient is not finite: "raise" stops and
+            names its rows, "drop" leaves its rows and their weight out, "skip" makes no update.
         check: before the first update of a batch that is cut, compare a few rows at once with the same rows
             in parts, if the loss is a function of the caller's own (`anybatch.losses.additive`).
         listeners: functions called with every event (`anybatch.events`).
@@ -65,6 +75,8 @@ class Step:
         planning: what was decided about batches so far, and what memory has taught.
         guard: what must hold before a batch is cut.
         open_window: the window that is not yet over, or None.
+        masters: the float32 weights of parameters that are stored short.
+        scale: the loss scale.
         limits: what memory has taught about the size of micro-batches (`anybatch.limits`).
 
     Raises:
@@ -94,6 +106,8 @@ class Step:
         accumulate: torch.dtype | None = None,
         compensated: bool = False,
         batch_norm: str | None = None,
+        precision: str | Precision = "float32",
+        non_finite: str = "raise",
         check: bool = True,
         listeners: Sequence[Listener] = (),
     ) -> None:
@@ -107,6 +121,8 @@ class Step:
         self.loss = loss
         self.optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
         self.schedulers = check_schedulers(() if scheduler is None else scheduler, self.optimizers)
+        self.precision = find_precision(precision)
+        self.scale = LossScale(self.precision)
         self.planning = Planning(
             model,
             micro_batch=micro_batch,
@@ -116,11 +132,15 @@ class Step:
             accumulate=accumulate,
             compensated=compensated,
             batch_norm=batch_norm,
+            precision=self.precision,
+            non_finite=non_finite,
         )
         self.guard = Guard(batch_norm=batch_norm, check=check, sparing=memory is not None)
         self.collate = collate
         self.listeners = tuple(listeners)
         self.open_window: Window | None = None
+        # Last: whatever is refused leaves the model as it is.
+        self.masters = lower(model, self.precision, owned(self.optimizers))
 
     def __call__(self, batch: Any) -> StepReport:
         """One forward and backward per micro-batch, one update.
@@ -246,8 +266,16 @@ class Step:
         self.planning.micro_batch = rows
 
     def _task(self) -> Task:
-        guard = self.guard
-        return gather(self.model, self.loss, self.optimizers, self.schedulers, self.listeners, guard)
+        return gather(
+            self.model,
+            self.loss,
+            self.optimizers,
+            self.schedulers,
+            self.listeners,
+            self.guard,
+            self.masters,
+            self.scale,
+        )
 
     def _refuse_open_window(self) -> None:
         if self.open_window is not None:

@@ -12,7 +12,7 @@ from anybatch.feed import is_one_pass
 from anybatch.plan import Plan
 from anybatch.predict import Family, Recorded
 from anybatch.question import Question
-from anybatch.run import Task
+from anybatch.task import Task
 from anybatch.timing import repeated
 from anybatch.trace import Trace, probe, trace
 

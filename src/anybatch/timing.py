@@ -13,7 +13,8 @@ from anybatch.batch import Batch, SampleBatch, TensorBatch
 from anybatch.execute import execute
 from anybatch.plan import Plan
 from anybatch.remembered import Remembered
-from anybatch.run import Before, Task
+from anybatch.run import Before
+from anybatch.task import Task
 
 ROUNDS = 5
 

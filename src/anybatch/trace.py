@@ -12,13 +12,14 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 
 from anybatch import optimize
 from anybatch.batch import Batch, SampleBatch
-from anybatch.execute import Task, execute
+from anybatch.execute import execute
 from anybatch.fakes import FakeMode, Fakes, drop_left_fakes, stand_ins, undisturbed
 from anybatch.feed import fake_batch, leaves_of, rows_kept, run_sizes
 from anybatch.ledger import Ledger
 from anybatch.meter import Meter
 from anybatch.plan import Plan
 from anybatch.recording import Mark, Recording, continued, joined
+from anybatch.task import Task
 from anybatch.tree import tensors_in
 
 _LATE = 1000.0  # steps

@@ -5,13 +5,14 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from anybatch.batch import Batch, Collate, OpenBatch
-from anybatch.course import Course
+from anybatch.course import Course, Skipped
 from anybatch.door import Guard, admit
-from anybatch.errors import WindowError
+from anybatch.errors import NonFinite, NonFiniteLossError, WindowError
 from anybatch.events import StepReport
 from anybatch.plan import Plan
 from anybatch.planning import Planning
-from anybatch.run import Run, Task, too_large
+from anybatch.run import Run, too_large
+from anybatch.task import Task
 
 
 class Opener(Protocol):
@@ -54,6 +55,8 @@ class Window:
         self._run = Run(step.planning.settings, task, batch, task.loss)
         self._run.mark()
         self._phase = "open"
+        self._precision = step.planning.settings.precision
+        self._is_skipped = False
         self.rows = 0
 
     def add(self, micro: Any) -> None:
@@ -77,7 +80,11 @@ class Window:
             self._step.guard.refuse_meetings(self._task)
         done = len(self._run.rows)
         try:
-            self._go(batch, plan)
+            if not self._is_skipped:
+                with self._precision.arithmetic():
+                    self._go(batch, plan)
+        except Skipped:  # what else comes in this window is not even looked at
+            self._is_skipped = True
         except BaseException:
             if self._run.gradients.holds_part or len(self._run.rows) > done:
                 self.discard()
@@ -122,7 +129,7 @@ class Window:
                 "Call add() first, or discard()."
             )
         try:
-            report = self._run.update()
+            report = self._update()
         except BaseException:
             self.discard()
             raise
@@ -130,6 +137,20 @@ class Window:
         for listener in self._task.listeners:
             listener(report)
         return report
+
+    def _update(self) -> StepReport:
+        if self._is_skipped:
+            self._run.undo()
+            return self._run.without_update(self.rows)
+        try:
+            with self._precision.arithmetic():
+                return self._run.update()
+        except NonFinite:
+            raise NonFiniteLossError(
+                f"Expected a finite gradient, got NaN or infinity in the sum of {self.rows} rows. No update "
+                'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
+                '"skip" looks at each micro-batch as it comes.'
+            ) from None
 
     def clear(self) -> None:
         """Drop the gradients; the window is over.

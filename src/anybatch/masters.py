@@ -1,0 +1,126 @@
+"""Weight backup: a float32 copy of each weight that is stored short; it is what the optimizer updates."""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """The float32 weights behind those that are stored in 16 bits.
+
+    While an update is made each parameter holds its float32 weights, so any optimizer works on them without
+    knowing, and its state is float32. Then the parameter holds the short weights again, rounded from them:
+    the one further pass over memory, because no optimizer of torch writes both.
+
+    Without weights that are stored short it holds nothing, and does nothing.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> masters = Masters()
+        >>> masters.hold(weight, torch.ones(2))
+        >>> for _ in range(4):
+        ...     with masters.raised([weight]):
+        ...         weight.data.add_(2e-4)
+        >>> (weight - 1).max() > 0  # each step by itself is lost in float16
+        tensor(True)
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[nn.Parameter, Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The copies, in the order in which they were taken."""
+        return list(self._held.values())
+
+    def of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The float32 weights of a parameter, as they stand; None where it is not stored short."""
+        if parameter in self._held:
+            self._refresh([parameter])
+        return self._held.get(parameter)
+
+    def hold(self, parameter: nn.Parameter, weights: Tensor) -> None:
+        """Keep these as the weights behind a parameter.
+
+        Args:
+            parameter: stored short.
+            weights: float32, of the same shape; not copied.
+        """
+        self._held[parameter] = weights
+        self._versions[parameter] = _version(parameter)
+
+    def raised(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """For a while the parameters hold their float32 weights; afterwards those, rounded.
+
+        Args:
+            parameters: those to be updated. Who is not held yet, because it came later, is from now on.
+        """
+        return self._raised(list(parameters)) if self._held else nullcontext()
+
+    @contextmanager
+    def _raised(self, parameters: list[nn.Parameter]) -> Generator[None]:
+        for parameter in parameters:
+            if parameter not in self._held and parameter.dtype in (torch.float16, torch.bfloat16):
+                self.hold(parameter, parameter.data.float())
+        held = [parameter for parameter in parameters if parameter in self._held]
+        self._refresh(held)
+        short = [parameter.data for parameter in held]
+        full = [self._held[parameter] for parameter in held]
+        try:
+            for parameter, weights in zip(held, full, strict=True):
+                parameter.data = weights
+            yield
+        finally:
+            for parameter, own in zip(held, short, strict=True):
+                parameter.data = own
+            with torch.no_grad():
+                if held:
+                    torch._foreach_copy_(short, full)  # pyright: ignore
+            for parameter in held:
+                self._versions[parameter] = _version(parameter)
+
+    def _refresh(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Where somebody has written to a parameter, or moved it, that is what counts."""
+        for parameter in parameters:
+            weights = self._held[parameter]
+            if weights.device != parameter.device or weights.shape != parameter.shape:
+                self._held[parameter] = parameter.data.float()
+            elif self._versions[parameter] != _version(parameter) and not _is_rounded(parameter, weights):
+                weights.copy_(parameter.data)
+            self._versions[parameter] = _version(parameter)
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """A module's state dict with the float32 weights in the place of the short ones.
+
+        Example:
+            >>> model = nn.Linear(2, 1).half()
+            >>> masters = Masters()
+            >>> masters.hold(model.weight, torch.zeros(1, 2))
+            >>> masters.state_dict(model)["weight"].dtype
+            torch.float32
+        """
+        found: dict[str, Any] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            full = self.of(value) if isinstance(value, nn.Parameter) else None
+            found[name] = (value.detach() if isinstance(value, Tensor) else value) if full is None else full
+        return found
+
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave: the float32 weights as they are, the short ones rounded from them."""
+        module.load_state_dict(state)
+        for name, value in module.state_dict(keep_vars=True).items():
+            if isinstance(value, nn.Parameter) and value in self._held:
+                self._held[value].copy_(state[name])
+                self._versions[value] = _version(value)
+
+
+def _is_rounded(parameter: nn.Parameter, weights: Tensor) -> bool:
+    return torch.equal(parameter.data, weights.to(parameter.dtype))
+
+
+def _version(parameter: nn.Parameter) -> int:
+    return parameter._version  # pyright: ignore[reportPrivateUsage]
