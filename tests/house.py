@@ -12,7 +12,7 @@ import pytest
 LAYERS = """
     errors units tree
     batch total rng events surroundings remembered
-    fold meetings integrations.transformers integrations
+    fold meetings integrations.transformers integrations.torchao integrations
     ledger recording device
     precision scale masters lower
     recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload

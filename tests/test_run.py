@@ -9,7 +9,7 @@ from torch import nn
 
 from anybatch import Plan
 from anybatch.batch import OpenBatch, TensorBatch
-from anybatch.execute import Before, Run
+from anybatch.run import Before, Run
 from tests.snapshots import bits
 from tests.test_execute import Scale, X, make_task, total
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.errors import PlanError
+from anybatch.integrations.torchao import refuse_without_float8, with_float8_linear
 from anybatch.masters import Masters
 from anybatch.meetings import BatchNorm
 from anybatch.precision import Precision
@@ -47,13 +48,16 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     if not precision.is_short:
         return masters
     kept = _kept(model, precision)
+    inside = {part for module in kept for part in module.modules()}
+    if precision.compute == "float8":
+        refuse_without_float8(model)
+        with_float8_linear(model, inside)
     if precision.is_mixed:
         for module in kept:
             if not isinstance(module, BatchNorm):  # autocast knows it
                 _hook(module, Outside())
         return masters
     dtype = cast("torch.dtype", precision.storage)
-    inside = {part for module in kept for part in module.modules()}
     short = [module for module in model.modules() if module not in inside]
     _refuse_shared(model, short, inside)
     if model not in inside:

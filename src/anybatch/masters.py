@@ -1,6 +1,6 @@
 """Weight backup: a float32 copy of each weight that is stored short; it is what the optimizer updates."""
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -92,6 +92,17 @@ class Masters:
             elif self._versions[parameter] != _version(parameter) and not _is_rounded(parameter, weights):
                 weights.copy_(parameter.data)
             self._versions[parameter] = _version(parameter)
+
+    def stand_in(self, of: Callable[[Tensor], Any]) -> "Masters":
+        """The same for other tensors in the place of these, as where a step is traced.
+
+        Args:
+            of: gives the tensor in the place of another.
+        """
+        twin = Masters()
+        for parameter, weights in self._held.items():
+            twin.hold(of(parameter), of(weights))
+        return twin
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """A module's state dict with the float32 weights in the place of the short ones.

@@ -28,7 +28,7 @@ class Precision:
             optimizer updates and what checkpoints hold.
         compute: dtype of matrix products and convolutions: "bfloat16" or "float16" for torch's autocast,
             "tf32" for float32 with a shorter mantissa on the GPUs that have it, "float8" for linear layers
-            through torchao; None for that of the weights.
+            through torchao, in bfloat16 otherwise; None for that of the weights.
         accumulate: dtype of gradient sums; None for float32, or the weight's if that is wider.
         reduce: dtype in which sums are exchanged between ranks; None for that of the sums.
         keep_float32: modules that stay in float32, with all that is in them: patterns of their names as in
@@ -82,7 +82,7 @@ class Precision:
     @property
     def is_mixed(self) -> bool:
         """Whether torch's autocast chooses the dtype of each operation."""
-        return self.store is None and self.compute in _SHORT
+        return self.store is None and self.compute in (*_SHORT, "float8")
 
     @property
     def storage(self) -> torch.dtype | None:
@@ -114,7 +114,7 @@ class Precision:
         """
         if self.compute == "tf32":
             return _switched(_TF32)
-        return _switched(_FULL_SUMS) if self.is_short or self.compute == "float8" else _NOTHING
+        return _switched(_FULL_SUMS) if self.is_short else _NOTHING
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it; `Precision(**values)` reads it."""
@@ -129,9 +129,10 @@ class Precision:
 
     @contextmanager
     def _autocast(self, kinds: Iterable[str]) -> Generator[None]:
+        dtype = torch.float16 if self.compute == "float16" else torch.bfloat16
         with ExitStack() as stack:
             for kind in kinds:
-                stack.enter_context(torch.autocast(kind, dtype=getattr(torch, str(self.compute))))
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
             yield
 
 

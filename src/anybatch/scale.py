@@ -1,5 +1,6 @@
 """The loss scale: keeps small float16 gradients from vanishing, and gives way where large ones overflow."""
 
+import copy
 from typing import Any
 
 from anybatch.precision import Precision
@@ -60,6 +61,10 @@ class LossScale:
         if self._clean >= PATIENCE:
             self._clean = 0
             self.value = min(2 * self.value, MOST)
+
+    def copy(self) -> "LossScale":
+        """One that stands where this one does, for steps that do not count."""
+        return copy.copy(self)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""

@@ -36,7 +36,7 @@ class Survey:
         self._question = question
         self.notes: list[str] = []
         self._traces: dict[Plan, Trace] = {}
-        self._half = _computes_in_half(question.task)
+        self._half = question.like.precision.is_short or _computes_in_half(question.task)
         self._families: dict[bool | None, Family] = {}
         self._input_per_row = 0.0
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient

@@ -50,7 +50,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     Returns:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.
     """
-    quiet = replace(task, optimizers=(), schedulers=(), listeners=())
+    quiet = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
     noted = _noted(quiet, batch)
     times: list[list[float]] = [[] for _ in plans]
     failed: set[int] = set()

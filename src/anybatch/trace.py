@@ -15,6 +15,7 @@ from anybatch.batch import Batch, SampleBatch
 from anybatch.execute import execute
 from anybatch.fakes import FakeMode, Fakes, drop_left_fakes, stand_ins, undisturbed
 from anybatch.feed import fake_batch, leaves_of, rows_kept, run_sizes
+from anybatch.gradients import accumulation_dtype
 from anybatch.ledger import Ledger
 from anybatch.meter import Meter
 from anybatch.plan import Plan
@@ -158,6 +159,7 @@ def _run(
                 task.optimizers,
                 loss_module=_loss_module(task),
                 batch_leaves=leaves,
+                state=fake.masters.tensors,
                 host_apart=target.type != "cpu",
             )
             mode.where = lambda: meter.module
@@ -212,10 +214,11 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
             task.optimizers,
             loss_module=_loss_module(task),
             batch_leaves=leaves_of(head),
-            state=() if known else state,
+            state=(*task.masters.tensors, *(() if known else state)),
         )
+        quiet = replace(task, optimizers=(watcher,), schedulers=(), listeners=(), scale=task.scale.copy())
         with meter:
-            execute(small, replace(task, optimizers=(watcher,), schedulers=(), listeners=()), head)
+            execute(small, quiet, head)
     if watcher.idle & made:
         return probe(plan, task, batch, idle=watcher.idle)
     device = _device(task, None)
@@ -256,18 +259,26 @@ def _trace_update(
         with mode:
             made = _make_state(fake, lacks)
             _advance(fake)
-            gradients = {p: torch.zeros_like(p) for p in fake.parameters if p not in lacks}
+            gradients = {
+                p: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype, plan.accumulation_dtype))
+                for p in fake.parameters
+                if p not in lacks
+            }
             for parameter, gradient in gradients.items():
-                parameter.grad = gradient
+                if gradient.dtype == parameter.dtype:
+                    parameter.grad = gradient
             meter = Meter(
                 task.model,
                 task.optimizers,
                 loss_module=_loss_module(task),
                 batch_leaves=[fakes.of(leaf.detach()) for leaf in rows],
+                state=fake.masters.tensors,
+                held=list(gradients.values()),
             )
             with meter:
                 optimize.clip(gradients, plan.clip_norm)
-                optimize.update(gradients, task.optimizers)
+                with fake.masters.raised(gradients):
+                    optimize.update(gradients, task.optimizers)
             state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
         found = frozenset(p for p in task.parameters if fakes.of(p) in made)
     return meter.recording, state, found
@@ -296,6 +307,8 @@ def _faked(task: Task, fakes: Fakes) -> Task:
         others=of(task.others),
         schedulers=(),
         listeners=(),
+        masters=task.masters.stand_in(fakes.of),
+        scale=task.scale.copy(),
     )
 
 
@@ -330,9 +343,12 @@ def _make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
         if not lacking:
             continue
         before = [(p, p.grad) for p in owned]
-        for p in owned:
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
+        with task.masters.raised(owned):
+            for p in owned:
+                p.grad = torch.zeros_like(p)
+            optimizer.step()
+            for p in owned:
+                p.grad = None
         for p, gradient in before:
             p.grad = gradient
         made.update(p for p in lacking if optimizer.state.get(p))
