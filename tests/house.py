@@ -26,7 +26,7 @@ LAYERS = """
     task run course execute
     fakes feed trace compose predict solve timing options
     question survey blame planner contest shapes budget
-    limits planning door window step
+    limits planning door noted halfway window step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
     probe.trial probe.finding probe.agreement probe.weights probe.given
     probe.denominators probe.padding probe.nature probe.modules
@@ -34,7 +34,7 @@ LAYERS = """
     recipes.recipe recipes.lenet5 recipes
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
     train.interrupt train.trainer train
-    observe.memory observe
+    observe.picture observe.memory observe.backward observe.exponents observe
     testing target verbs plan_verb cli
     anybatch
 """

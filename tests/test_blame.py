@@ -8,7 +8,7 @@ from anybatch.errors import BudgetError
 from anybatch.ledger import Holding, Ledger, Moment
 from anybatch.meetings import batch_norms
 from anybatch.options import Option
-from anybatch.plan import Plan
+from anybatch.plan import FLOAT32, Plan
 from anybatch.recompute import find_blocks
 from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, question, rows_of
 
@@ -41,9 +41,9 @@ def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -
 
 
 def test_suggestions_come_with_their_bytes() -> None:
-    assert suggestions(LEDGER, [], "") == [
+    assert suggestions(LEDGER, [], "", FLOAT32) == [
         "8-bit optimizer states would free about 600 B.",
-        "16-bit parameters and activations would free up to 400 B.",
+        'Activations in 16 bits, precision="bf16-mixed", would free up to 50 B.',
     ]
     stateless = Ledger(
         moments=(Moment(phase="loss", micro_batch=0, module="", bytes=(8, 0, 0, 0, 0, 0, 0)),),
@@ -51,16 +51,18 @@ def test_suggestions_come_with_their_bytes() -> None:
         device="cpu",
         by_module=(),
     )
-    assert not any("8-bit" in way for way in suggestions(stateless, [], ""))
+    assert not any("8-bit" in way for way in suggestions(stateless, [], "", FLOAT32))
 
 
 def test_ways_out_of_a_cut_that_is_refused() -> None:
     norms = batch_norms([nn.BatchNorm1d(2)])
-    assert suggestions(LEDGER, norms, "rows meet.")[:2] == [
+    assert suggestions(LEDGER, norms, "rows meet.", FLOAT32)[:2] == [
         "The batch may not be cut: rows meet.",
         "With ab.batch_norm_to_group_norm(model), or batch_norm=..., it may be cut.",
     ]
-    assert not any("BatchNorm" in way or "group_norm" in way for way in suggestions(LEDGER, norms, ""))
+    assert not any(
+        "BatchNorm" in way or "group_norm" in way for way in suggestions(LEDGER, norms, "", FLOAT32)
+    )
     assert "group_norm" in str(refusal(LEAST, 1, norms, "rows meet."))
 
 

@@ -94,6 +94,30 @@ def test_resumed_run_ends_like_an_undisturbed_one(
     assert whole.progress["updates"] == parts.progress["updates"] == 3 * 3
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-true"])
+def test_train_in_16_bits_resume_and_evaluate(
+    precision: str, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--precision", precision, "--non-finite", "drop"]
+    run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
+    run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
+    code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts", "--json")
+    assert code == 0
+    told = json.loads(printed.splitlines()[-1])
+    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
+    assert all(value.equal(parts.model[name]) for name, value in whole.model.items())
+    assert whole.progress["scale"] == parts.progress["scale"]
+
+    code, printed, _ = run(capsys, "eval", tmp_path / "parts", "--data", mnist, "--json")  # in float32
+    assert code == 0
+    # Scores in 16 bits agree to two digits or so.
+    assert abs(json.loads(printed.splitlines()[-1])["loss"] - told["loss"]) < 0.05 * told["loss"]
+
+    code, _, error = run(capsys, *arguments[:-4], "--epochs", 3, "--resume", tmp_path / "parts")
+    assert code == 1
+    assert f"precision {precision} there and float32 here, non_finite drop there and raise here" in error
+
+
 def test_resume_refuses_other_options(
     mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,6 +65,30 @@ def test_nothing_is_changed(measure: bool) -> None:
     assert changed_by(step, run) == []
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true", "bf16-mixed"])
+@pytest.mark.parametrize("measure", [True, False])
+def test_a_precision_is_planned_for_and_the_model_stays_as_it_is(measure: bool, precision: str) -> None:
+    step, batch = make(lambda: Net(0.1, 2)), rows_of(12, 5, 8)
+    step(batch)
+    reports: list[ab.PlanReport] = []
+    storage = [parameter.data_ptr() for parameter in step.model.parameters()]
+    run = lambda: reports.append(  # noqa: E731
+        ab.plan(
+            step.model,
+            CROSS_ENTROPY,
+            step.optimizers,
+            batch,
+            memory=60_000,
+            precision=precision,
+            measure=measure,
+        )
+    )
+    assert changed_by(step, run) == []
+    assert [parameter.data_ptr() for parameter in step.model.parameters()] == storage
+    assert {parameter.dtype for parameter in step.model.parameters()} == {torch.float32}
+    assert str(reports[0].plan.precision) == precision
+
+
 def test_several_optimizers() -> None:
     model = Net(blocks=2)
     optimizers = [sgd(model.blocks.parameters()), adamw(model.head.parameters())]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.gradients import Gradients, accumulation_dtype, hand_over
+from anybatch.errors import NonFinite
+from anybatch.gradients import Gradients, accumulation_dtype, all_finite, hand_over
 
 
 def make(
@@ -20,8 +21,9 @@ def make(
     dtype: torch.dtype | None = None,
     compensated: bool = False,
     banks: Sequence[str] = ("loss",),
+    bucket: float | None = None,
 ) -> Gradients:
-    return Gradients(parameters, dtype=dtype, compensated=compensated, banks=banks)
+    return Gradients(parameters, dtype=dtype, compensated=compensated, banks=banks, bucket=bucket)
 
 
 def one(like: Tensor) -> Tensor:
@@ -219,3 +221,128 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     gc.collect()
     assert sums() is None
     assert not model.weight._post_accumulate_grad_hooks
+
+
+# ---- looked at before they are added
+
+
+KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_one_number_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, bad: float) -> None:
+    largest = torch.finfo(dtype).max
+    tensors = [torch.full((3, 2), largest, dtype=dtype), torch.tensor(-largest, dtype=dtype), torch.ones(5)]
+    assert all_finite(tensors)
+    assert [tensor.flatten()[0].item() for tensor in tensors] == [largest, -largest, 1.0]  # none is changed
+    for tensor in tensors:
+        place = tensor.view(-1)[-1:]
+        kept = place.clone()
+        place.fill_(bad)
+        assert not all_finite(tensors)
+        place.copy_(kept)
+    assert all_finite(tensors)
+    assert all_finite([])
+    assert all_finite([torch.ones(0)])
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    places = torch.tensor([[0, 0, 2]])
+    values = torch.ones(3, 2), torch.tensor([[1.0, 1], [1, 1], [1, math.nan]]), torch.full((3, 2), 3e38)
+    found = [
+        all_finite([torch.sparse_coo_tensor(places, one, (4, 2), check_invariants=True)]) for one in values
+    ]
+    assert found == [True, False, False]  # the last one has two numbers in one place
+
+
+def test_looking_does_not_disturb_a_backward() -> None:
+    x = torch.ones(3, requires_grad=True)
+    value = x.sum().exp()  # backward needs the value itself
+    assert all_finite([value])
+    value.backward()
+    assert x.grad is not None
+
+
+def test_a_total_that_overflows_is_not_looked_over() -> None:
+    assert not all_finite([torch.tensor([60000.0], dtype=torch.float16) * 2])
+
+
+@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"dtype": torch.float64}], ids=str)
+@pytest.mark.parametrize("bucket", [1, 8, math.inf])
+def test_scaled_gradients_add_up_without_their_scale(bucket: float, options: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    gradients = make([weight], bucket=bucket, **options)
+    for scale, value in ((2.0**10, 3.0), (2.0**4, 5.0), (1.0, 0.5)):
+        gradients.begin()
+        part = (weight * value).sum()
+        gradients.add([part], [torch.full_like(part, scale)], unscale=1 / scale)
+    assert gradients.finish({})[weight].tolist() == [8.5, 8.5]
+
+
+@pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=str)
+@pytest.mark.parametrize("bucket", [1, 4, math.inf])
+def test_what_is_not_finite_never_gets_into_the_sums(bucket: float, options: dict[str, Any]) -> None:
+    """Of two parameters the second one overflows: the first is added once, the second when it is finite."""
+    first, second = (nn.Parameter(torch.zeros(1, dtype=torch.float16)) for _ in range(2))
+    gradients = make([first, second], bucket=bucket, **options)
+
+    def send(scale: float, *, again: bool = False) -> None:
+        parts = [(first * 1).sum(), (second * 1000).sum()]
+        cotangents = [torch.full_like(part, scale) for part in parts]
+        gradients.add(parts, cotangents, again=again, unscale=1 / scale)
+
+    send(1.0)
+    gradients.begin()
+    with pytest.raises(NonFinite, match="gradient"):
+        send(512.0)
+    assert gradients.holds_part == (bucket < 4)
+    with pytest.raises(NonFinite):
+        send(256.0, again=gradients.holds_part)
+    send(16.0, again=gradients.holds_part)
+    found = gradients.finish({})
+    assert (found[first].item(), found[second].item()) == (2.0, 2000.0)
+
+
+@pytest.mark.parametrize("bucket", [1, math.inf])
+def test_banks_take_what_they_miss_only(bucket: float) -> None:
+    shared, only = (nn.Parameter(torch.ones(1, dtype=torch.float16)) for _ in range(2))
+    gradients = make([shared, only], banks=["a", "b"], bucket=bucket)
+
+    def send(scale: float, *, again: bool = False) -> None:
+        sums = {"a": 3 * shared.sum(), "b": (7 * shared * 1000 * only).sum() / 1000}
+        gradients.add_each(sums, again=again, unscale=1 / scale)
+
+    with pytest.raises(NonFinite):
+        send(2.0**14)
+    assert gradients.holds_part == (bucket == 1)
+    send(8.0, again=gradients.holds_part)
+    found = gradients.finish({"a": 1.0, "b": 0.5})
+    assert round(found[shared].item(), 2) == 6.5
+    assert round(found[only].item(), 2) == 3.5
+
+
+def test_where_nobody_looks_what_is_not_finite_is_added() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    gradients = make([weight])
+    add(gradients, (weight * math.inf).sum())
+    assert gradients.finish({})[weight].item() == math.inf
+
+
+def test_waiting_gradients_of_a_failed_backward_are_let_go() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    gradients = make([first, second], bucket=math.inf)
+    hidden = first * 1
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("half-way")
+
+    handle = hidden.register_hook(fail)  # backward reaches `second` before this
+    with pytest.raises(RuntimeError, match="half-way"):
+        add(gradients, (hidden * second).sum())
+    handle.remove()
+    assert not gradients.holds_part
+    assert gradients._waiting == []
+    add(gradients, (first * second).sum())
+    found = gradients.finish({})
+    assert [found[one].tolist() for one in (first, second)] == [[1.0, 1.0]] * 2

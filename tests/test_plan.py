@@ -11,10 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch import Plan
+from anybatch import Plan, Precision
 from anybatch.batch import cut_sizes
 from anybatch.errors import PlanError
 from anybatch.plan import check_micro_batch, parse_dtype
+from anybatch.precision import NAMED
 
 WINDOW_TABLE = """\
 rows         as they come
@@ -24,7 +25,9 @@ accumulate   float64
 compensated  yes
 batch_norm   micro
 blocks       all kept
-foreach      as set"""
+foreach      as set
+precision    float32
+non_finite   raise"""
 
 
 def test_table_of_a_window() -> None:
@@ -67,6 +70,12 @@ def test_sizes_of_a_regular_cut() -> None:
     assert Plan(rows=0, micro_batch=0).sizes == ()
 
 
+PRECISIONS = [
+    *NAMED.values(),
+    Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router"), reduce="bfloat16"),
+]
+
+
 @given(st.integers(1, 300), st.data())
 def test_cut_and_json(rows: int, data: st.DataObject) -> None:
     plan = Plan(
@@ -75,6 +84,8 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
         clip_norm=data.draw(st.floats(min_value=0, exclude_min=True, allow_nan=False)),
         accumulate=data.draw(st.sampled_from(["auto", "float32", "float64", "bfloat16", "float16"])),
         compensated=data.draw(st.booleans()),
+        precision=data.draw(st.sampled_from(PRECISIONS)),
+        non_finite=data.draw(st.sampled_from(["raise", "drop", "skip"])),
     )
     assert plan.micro_batches == len(cut_sizes(plan.rows, plan.micro_batch))
     assert plan.is_cut == (plan.micro_batches > 1)
@@ -113,6 +124,8 @@ def test_accumulation_dtype_is_none_where_parameters_decide() -> None:
         ({"accumulate": "float8_e4m3fn"}, "a floating dtype", "got 'float8_e4m3fn'"),
         ({"accumulate": "Tensor"}, "a floating dtype", "got 'Tensor'"),
         ({"accumulate": ""}, "a floating dtype", "got ''"),
+        ({"non_finite": "stop"}, "non_finite to be one of", "got 'stop'"),
+        ({"non_finite": None}, "non_finite to be one of", "got None"),
         ({"cut": (4, 3)}, "parts of 1 to 4 rows, 8 in all", "got (4, 3)"),
         ({"cut": (5, 3)}, "parts of 1 to 4 rows, 8 in all", "got (5, 3)"),
         ({"cut": (4, 0, 4)}, "parts of 1 to 4 rows, 8 in all", "got (4, 0, 4)"),
@@ -168,3 +181,39 @@ def test_plan_is_a_frozen_value() -> None:
 def test_dtypes_by_name() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         assert parse_dtype(str(dtype).removeprefix("torch.")) is dtype
+
+
+@pytest.mark.parametrize(
+    ("precision", "policy", "is_guarded"),
+    [
+        ("float32", "raise", False),
+        ("bf16-mixed", "raise", False),
+        ("bf16-true", "raise", False),
+        ("fp16-mixed", "raise", True),
+        ("fp16-true", "raise", True),
+        ("float32", "drop", True),
+        ("float32", "skip", True),
+    ],
+)
+def test_where_each_micro_batch_is_looked_at(precision: str, policy: str, is_guarded: bool) -> None:
+    plan = Plan(rows=8, micro_batch=4, precision=NAMED[precision], non_finite=policy)
+    assert plan.is_guarded == is_guarded
+
+
+def test_what_may_be_left_out_is_looked_at_as_a_whole() -> None:
+    assert Plan(rows=8, micro_batch=4, non_finite="drop").bucket == math.inf
+    for policy in ("raise", "skip"):
+        assert Plan(rows=8, micro_batch=4, non_finite=policy).bucket == 64 << 20
+
+
+def test_a_plan_written_before_there_was_precision_is_read() -> None:
+    text = '{"rows": 8, "micro_batch": 4, "clip_norm": null}'
+    plan = Plan.from_json(text)
+    assert (plan.precision, plan.non_finite) == (Precision(), "raise")
+
+
+def test_a_bad_precision_in_json_is_refused_by_name() -> None:
+    with pytest.raises(PlanError, match="store to be one of"):
+        Plan.from_json('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"store": "int8"}}')
+    with pytest.raises(PlanError, match=r"^Expected a plan as Plan\.to_json writes it, got "):
+        Plan.from_json('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"colour": 1}}')

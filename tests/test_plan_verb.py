@@ -83,6 +83,16 @@ def test_samples(target: str) -> None:
     assert found["plan"]["rows"] == 9  # type: ignore[index]
 
 
+def test_precision(target: str) -> None:
+    options = "--batch-size", "64", "--memory", "none"
+    whole, _ = planned(f"{target}:make", *options)
+    mixed, _ = planned(f"{target}:make", *options, "--precision", "bf16-mixed")
+    short, told = planned(f"{target}:make", *options, "--precision", "bf16-true")
+    assert "precision    bf16-true" in told
+    assert mixed["plan"]["precision"]["compute"] == "bfloat16"  # type: ignore[index]
+    assert short["peak"] < whole["peak"]
+
+
 def test_pictures(target: str, tmp_path: Path) -> None:
     for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE")):
         _, told = planned(f"{target}:make", "--memory", "1MB", "--plot", f"{tmp_path}/memory.{ending}")

@@ -187,9 +187,15 @@ def test_a_block_that_is_not_trusted_is_left_alone() -> None:
     step = make(net, memory=MEMORY)
     step(vectors())
     assert step.planning.budget is not None
-    assert step.planning.distrust("blocks.1")
+    plan = Plan(rows=ROWS, micro_batch=ROWS, blocks=(("blocks.0", "selective"), ("blocks.1", "recompute")))
+    assert step.planning.distrust("blocks.1", plan)
     assert not step.planning.budget.contests
-    assert not step.planning.distrust("blocks.1")  # twice would be for ever
+    assert not step.planning.distrust("blocks.1", plan)  # twice would be for ever
     question = step.planning._question(step._task(), TensorBatch(vectors()), ROWS)
     assert "blocks.1" not in question.blocks
-    assert not make(net).planning.distrust("blocks.0")  # nobody chose it here
+    assert question.policies == ("recompute", "selective")
+    assert not make(net).planning.distrust("blocks.0", plan)  # nobody chose it here
+    assert step.planning.distrust("blocks.0", plan)
+    question = step.planning._question(step._task(), TensorBatch(vectors()), ROWS)
+    assert "blocks.0" in question.blocks  # run again as a whole it may do the same
+    assert question.policies == ("recompute",)

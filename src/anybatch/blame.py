@@ -10,6 +10,7 @@ from anybatch.ledger import Ledger
 from anybatch.meetings import BatchNorm
 from anybatch.options import Option
 from anybatch.plan import Plan
+from anybatch.precision import Precision
 from anybatch.recompute import find_blocks
 from anybatch.task import Task
 from anybatch.trace import trace
@@ -28,7 +29,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     assert least.ledger is not None  # noqa: S101, whoever asks has traced it
     held = least.ledger.largest(4)
     holders = ", ".join(f"{one.module or 'the whole'} {one.owner} {format_bytes(one.bytes)}" for one in held)
-    ways = suggestions(least.ledger, batch_norms, cut_refused)
+    ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
     return BudgetError(
         f"Expected a plan within {format_bytes(budget)}, got none: the smallest budget for a batch of "
         f"{least.plan.rows} rows is {format_bytes(least.peak)} ({least.peak} bytes), with "
@@ -38,13 +39,16 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     )
 
 
-def suggestions(ledger: Ledger, batch_norms: Sequence[BatchNorm], cut_refused: str) -> list[str]:
+def suggestions(
+    ledger: Ledger, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
+) -> list[str]:
     """What would free bytes but changes the result, and so is the caller's to choose.
 
     Args:
         ledger: of the smallest plan.
         batch_norms: modules in which rows meet.
         cut_refused: why the batch may not be cut; "" where it may.
+        precision: in which it is made.
     """
     held = ledger.at_peak
     ways: list[str] = []
@@ -55,8 +59,9 @@ def suggestions(ledger: Ledger, batch_norms: Sequence[BatchNorm], cut_refused: s
     state = held.get("optimizer state", 0)
     if state:
         ways.append(f"8-bit optimizer states would free about {format_bytes(state * 3 / 4)}.")
-    halves = held.get("parameters", 0) + held.get("gradients", 0) + held.get("activations", 0)
-    ways.append(f"16-bit parameters and activations would free up to {format_bytes(halves / 2)}.")
+    if not precision.is_short:
+        half = format_bytes(held.get("activations", 0) / 2)
+        ways.append(f'Activations in 16 bits, precision="bf16-mixed", would free up to {half}.')
     return ways
 
 

@@ -1,5 +1,6 @@
 """What a step with a memory budget remembers: one answer of the planner for each shape of its rows."""
 
+import hashlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -198,15 +199,27 @@ def _refuse_lazy(task: Task) -> None:
 
 def _signature(task: Task) -> str:
     """What else the bytes depend on: what is trained, in which mode, and how optimizers are set."""
+    trained = set(task.parameters)
+    # Which ones, by their places: as many others may need other activations.
+    places = [p in trained for one in task.modules for p in one.parameters(recurse=False)]
     sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters]
     training = sum(module.training for module in task.modules)
     settings = [
-        (type(one).__name__, len(one.param_groups), [group.get("foreach") for group in one.param_groups])
-        for one in task.optimizers
+        (type(one).__name__, [_switches(group) for group in one.param_groups]) for one in task.optimizers
     ]
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
-    return f"{len(sizes)} {sum(sizes)} {len(task.modules)} {training} {settings} {casts}"
+    known = f"{places} {sizes} {len(task.modules)} {training} {settings} {casts}"
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
+    """Which settings are on, such as momentum: what they are set to costs no bytes."""
+    return [
+        (name, None if value is None else bool(value))
+        for name, value in group.items()
+        if value is None or isinstance(value, bool | int | float)
+    ]
 
 
 def device_of(task: Task) -> Device:

@@ -12,7 +12,10 @@ from anybatch import plan_verb, recipes, target, verbs
 from anybatch.check import check
 from anybatch.errors import AnybatchError
 from anybatch.meetings import CHOICES
+from anybatch.precision import NAMED, POLICIES
 from anybatch.train import learning_rate
+
+_PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
     add("--label-smoothing", type=float, default=0.0, help="how far targets are smoothed, from 0 to 1")
     add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
+    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add(
+        "--non-finite",
+        choices=POLICIES,
+        default="raise",
+        help="what to do with rows that give NaN or infinity",
+    )
     add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
     add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
     add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
@@ -111,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=tuple(plan_verb.OPTIMIZERS), default="adamw", help="where the target has none")
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=CHOICES, help="what a step does with BatchNorm")
+    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
     add("--estimate", action="store_true", help="estimate seconds from the device's figures, run nothing")
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
     return parser

@@ -9,9 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from anybatch.batch import Batch, cut_sizes
-from anybatch.errors import LossError, NonFinite, NonFiniteLossError, OutOfMemoryError, PlanError
+from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError, PlanError
 from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
+from anybatch.gradients import NonFinite
 from anybatch.losses.loss import Share
 from anybatch.meetings import BatchNorm, frozen, names
 from anybatch.plan import Plan
@@ -92,14 +93,22 @@ class Course:
     def _add_as_far_as_it_goes(self, start: int) -> tuple[int, str]:
         """Where it has come to, and what the allocator said if memory ran out."""
         micros = self.batch.parts(list(self.sizes), start)
-        begin, draws, in_window = self.run.begin, self.batch.draws, self.in_window
         while self.sizes:
-            begin(draws=draws, in_window=in_window)
-            said = self._add(micros, start)
+            said = self._begin() or self._add(micros, start)
             if said:
                 return start, said
             start += self._done()
         return start, ""
+
+    def _begin(self) -> str:
+        """Note what the next micro-batch may change; what the allocator said if there is no room for it."""
+        try:
+            self.run.begin(draws=self.batch.draws, in_window=self.in_window)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            return released(error)
+        return ""
 
     def _add(self, micros: Iterator[Any], start: int, *, again: bool = False) -> str:
         rows, place = self.sizes[0], self.offset + start
@@ -128,9 +137,10 @@ class Course:
         What was accepted of it stays: that was finite, and is without scale.
         """
         scale = self.task.scale
+        said = f"the {where} overflowed at a loss scale of {scale.value:g}"
+        self._refuse_written(said, NonFiniteLossError)
         self._put_back_random()
         self.run.noted.put_back()
-        said = f"the {where} overflowed at a loss scale of {scale.value:g}"
         if where == "gradient" and scale.give_way():
             self._tell(MicroBatchRedone(index=len(self.run.rows), rows=rows, reason=said))
             self.run.rescaled += 1
@@ -138,26 +148,40 @@ class Course:
         match self.plan.non_finite:
             case "skip":
                 raise Skipped
-            case "drop":
+            case "drop" if not self.share(place, place + rows).tied:
                 self.run.leave_out(rows)
                 return True
-            case _:
+            case policy:
+                meet = ", and rows that meet in the loss cannot be left out" if policy == "drop" else ""
                 raise NonFiniteLossError(
                     f"Expected a finite {where}, got NaN or infinity in micro-batch {len(self.run.rows)} "
-                    f"(rows {place} to {place + rows - 1} of the batch) at a loss scale of {scale.value:g}. "
+                    f"(rows {place} to {place + rows - 1} of the batch) at a loss scale of "
+                    f"{scale.value:g}{meet}. "
                     "No update was made. Look for bad data in these rows, a division by zero, or too high a "
                     'learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
                 )
+
+    def _refuse_written(self, said: str, kind: type[AnybatchError]) -> None:
+        """Say so where a forward has written to parameters the very first time, and was not expected to."""
+        written = self.run.written()
+        self.task.streams.write(written)  # next time they are noted before
+        if written:
+            raise kind(
+                f"Expected a forward that writes to no parameter, got {len(written)} that it had changed when "
+                f"it was to be undone ({said}). No update was made, but these are not as before: load them again. "
+                "From now on they are noted before each micro-batch."
+            )
 
     def _put_back_random(self) -> None:
         """Begin the step again where it is not known from where a micro-batch drew."""
         if not self.run.is_random_known:  # a forward has begun to draw that never did
             self.task.streams.is_torchs_moved = True
-            raise Smaller(self._all_sizes)
+            raise self._again(self._all_sizes)
 
     def _done(self) -> int:
         if self.task.streams.is_looking:
             self.task.streams.look(self.run.noted)
+            self.task.streams.write(self.run.written())
         rows = self.sizes.popleft()
         if self.task.listeners:
             self._tell(MicroBatchDone(index=len(self.run.rows) - 1, rows=rows))
@@ -168,6 +192,7 @@ class Course:
         rows = self.sizes[0]
         free_caches()
         is_random_known = self.run.is_random_known
+        self._refuse_written(said, OutOfMemoryError)
         self.run.noted.put_back()
         self._tell(MicroBatchRedone(index=len(self.run.rows), rows=rows, reason=said))
         is_part_held = self.run.gradients.holds_part
@@ -175,7 +200,7 @@ class Course:
         self.run.redone.append(Redone(rows, may_be_cut=not reason))
         if not is_random_known:  # a forward has begun to draw that never did
             self.task.streams.is_torchs_moved = True
-            raise Smaller(self._all_sizes if reason else halves(self.batch.rows, rows))
+            raise self._again(self._all_sizes if reason else halves(self.batch.rows, rows))
         is_tied = self.share(self.offset + start, self.offset + start + rows).tied
         if not (is_part_held or is_tied or reason):
             self._cut(start, rows)
@@ -189,11 +214,12 @@ class Course:
         ):  # of a block that cannot be run again, or is compiled with others
             every = self.plan.blocks
             self.run.noted.put_back()
-            again = self._add_again(start, every, is_part_held=self.run.gradients.holds_part)
+            is_part_held = self.run.gradients.holds_part
+            again = self._add_again(start, every, is_part_held=is_part_held)
         if again:
             if reason or self.in_window:
                 raise out_of_memory(said, rows, reason or _WINDOW)
-            raise Smaller(halves(self.batch.rows, rows))
+            raise self._again(halves(self.batch.rows, rows))
         start += self._done()
         if self.sizes and not (is_tied or reason):
             self._cut(start, rows)
@@ -202,13 +228,29 @@ class Course:
 
     def _add_again(self, start: int, blocks: Blocks, *, is_part_held: bool) -> str:
         with conditions(self.plan, self.task, blocks):
-            return self._add(self.batch.parts(list(self.sizes), start), start, again=is_part_held)
+            try:
+                return self._add(self.batch.parts(list(self.sizes), start), start, again=is_part_held)
+            except RuntimeError as error:
+                if not is_part_held or isinstance(error, CheckpointError):
+                    raise
+                # Not every graph can be asked for some parameters only: reentrant checkpoints cannot.
+                return released(error)
 
     def _cut(self, start: int, rows: int) -> None:
         """Cut what is left into halves of what was too large."""
         if self._is_uncut:  # which is another form of the loss
-            raise Smaller(halves(self.batch.rows, rows))
+            raise self._again(halves(self.batch.rows, rows))
         self.sizes = deque(halves(self.batch.rows - start, rows))
+
+    def _again(self, sizes: Sequence[int]) -> Exception:
+        """What lets the step begin again; an error where not all would be as it was."""
+        if self.run.before.holds(self.task.streams.written):
+            return Smaller(sizes)
+        return OutOfMemoryError(
+            f"Expected a step that can begin again, got {len(self.task.streams.written)} parameters that its "
+            "forward has written to for the first time. No update was made, but these are not as before: "
+            "load them again. From now on they are noted."
+        )
 
     @property
     def _all_sizes(self) -> list[int]:

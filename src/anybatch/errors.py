@@ -36,18 +36,6 @@ class NonFiniteLossError(LossError):
     """The loss of some micro-batch is NaN or infinite; no update was made."""
 
 
-class NonFinite(Exception):  # noqa: N818
-    """Internal: a micro-batch gave values that are not finite; a step mends it or says so in its own words.
-
-    Attributes:
-        where: "loss" or "gradient".
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__(f"the {where} is not finite")
-        self.where = where
-
-
 class PlanError(AnybatchError, ValueError):
     """A choice that cannot be carried out: micro-batch size, clipping, dtype."""
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from anybatch.batch import Batch
 from anybatch.course import Course, Skipped, Smaller, conditions, halves, out_of_memory, why_not_cut
-from anybatch.errors import AnybatchError, LossError, NonFinite, NonFiniteLossError, OutOfMemoryError
+from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError
 from anybatch.events import StepReport
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
+from anybatch.gradients import NonFinite
 from anybatch.plan import Plan
 from anybatch.run import Redone, Run
 from anybatch.task import Task

@@ -1,6 +1,7 @@
 """What a step will cost, before anything runs: the plan, its bytes and its seconds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,17 @@ from torch.optim import Optimizer
 
 from anybatch.batch import Collate
 from anybatch.options import PlanReport
+from anybatch.precision import Precision, find
 from anybatch.step import Step
+
+_CHANGED = (
+    "_buffers",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 def plan(
@@ -28,6 +39,7 @@ def plan(
     accumulate: torch.dtype | None = None,
     compensated: bool = False,
     batch_norm: str | None = None,
+    precision: str | Precision = "float32",
     measure: bool = True,
 ) -> PlanReport:
     """The fastest plan of one step within a budget, and every byte of it.
@@ -40,7 +52,7 @@ def plan(
 
     Args:
         model: as for `anybatch.Step`; so are loss, optimizer, micro_batch, recompute, clip_norm, collate,
-            accumulate, compensated and batch_norm.
+            accumulate, compensated, batch_norm and precision.
         loss: see there.
         optimizer: see there.
         batch: rows of the form that the step will see; only shapes and dtypes matter, if nothing is measured.
@@ -56,6 +68,7 @@ def plan(
         accumulate: see there.
         compensated: see there.
         batch_norm: see there.
+        precision: see there; a true one is planned for, and the model stays as it is.
         measure: race the fastest plans, rather than estimating their seconds from the device's figures.
 
     Raises:
@@ -70,17 +83,36 @@ def plan(
         >>> report.plan.rows, report.peak <= 2 * 2**20, report.plan.is_cut
         (4096, True, True)
     """
-    step = Step(
-        model,
-        loss,
-        optimizer,
-        micro_batch=micro_batch,
-        recompute=recompute,
-        clip_norm=clip_norm,
-        collate=collate,
-        accumulate=accumulate,
-        compensated=compensated,
-        batch_norm=batch_norm,
-        check=False,
-    )
-    return step.foresee(batch, memory=memory, rows=rows, device=device, measure=measure)
+    chosen = find(precision)
+    with _as_it_was(model) if chosen.is_short else nullcontext():
+        step = Step(
+            model,
+            loss,
+            optimizer,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            clip_norm=clip_norm,
+            collate=collate,
+            accumulate=accumulate,
+            compensated=compensated,
+            batch_norm=batch_norm,
+            precision=chosen,
+            check=False,
+        )
+        return step.foresee(batch, memory=memory, rows=rows, device=device, measure=measure)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Generator[None]:
+    """Afterwards weights, buffers and hooks are as before; a step in a short precision changes them."""
+    weights = [(parameter, parameter.data) for parameter in model.parameters()]
+    tables: list[Any] = [vars(module)[name] for module in model.modules() for name in _CHANGED]
+    found = [(table, table.copy()) for table in tables]
+    try:
+        yield
+    finally:
+        for parameter, data in weights:
+            parameter.data = data
+        for table, content in found:
+            table.clear()
+            table.update(content)

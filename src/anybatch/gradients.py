@@ -8,7 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from anybatch.errors import NonFinite
+
+class NonFinite(Exception):  # noqa: N818
+    """A micro-batch gave values that are not finite; whoever runs it mends that, or says so in words.
+
+    Attributes:
+        where: "loss" or "gradient".
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"the {where} is not finite")
+        self.where = where
 
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
@@ -276,9 +286,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
         kinds.setdefault((values.device, values.dtype), []).append(values.detach())
     found: dict[torch.device, Tensor] = {}
     for (device, _), alike in kinds.items():
-        flag = found.setdefault(device, torch.zeros(1, device=device))
+        flag = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+        one = torch.ones(1, dtype=torch.float32, device=device)
         # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, torch.ones(1, device=device))  # pyright: ignore
+        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)  # pyright: ignore
     # Asked so that 1 is good news, because that is what a traced step is told.
     return all((flag == 0).item() for flag in found.values())
 

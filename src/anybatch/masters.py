@@ -23,7 +23,7 @@ class Masters:
         >>> masters.hold(weight, torch.ones(2))
         >>> for _ in range(4):
         ...     with masters.raised([weight]):
-        ...         weight.data.add_(2e-4)
+        ...         _ = weight.data.add_(2e-4)
         >>> (weight - 1).max() > 0  # each step by itself is lost in float16
         tensor(True)
     """

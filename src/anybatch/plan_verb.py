@@ -30,6 +30,7 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         recompute=_blocks(options.recompute),
         batch_norm=options.batch_norm,
         collate=found.collate,
+        precision=options.precision,
         measure=not options.estimate,
     )
     told = str(report)

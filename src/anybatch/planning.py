@@ -85,7 +85,7 @@ class Planning:
             precision=precision,
             non_finite=non_finite,
         )
-        self._distrusted: set[str] = set()
+        self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self.most_rows = 0
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
@@ -156,11 +156,17 @@ class Planning:
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
 
-    def distrust(self, block: str) -> bool:
-        """Never choose a block again that does not run again as it did; whether it was chosen here."""
-        if self.budget is None or not self._may_choose_blocks or block in self._distrusted:
+    def distrust(self, block: str, plan: Plan) -> bool:
+        """Never choose again what made a block run again in another way; whether it was chosen here.
+
+        Args:
+            block: its name.
+            plan: under which it did.
+        """
+        found = block, dict(plan.blocks).get(block, "")
+        if self.budget is None or not self._may_choose_blocks or found in self._distrusted:
             return False
-        self._distrusted.add(block)
+        self._distrusted.add(found)
         self.budget.forget()
         return True
 
@@ -220,7 +226,8 @@ class Planning:
             batch=batch,
             like=_of_size(self.settings, rows, size),
             cut_refused=f"rows meet in {len(norms)} BatchNorm layers in training mode." if norms else "",
-            blocks=tuple([name for name in blocks if name not in self._distrusted]),
+            blocks=tuple([name for name in blocks if (name, "recompute") not in self._distrusted]),
+            without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
             sizes=() if self.micro_batch is None or as_it_comes else (size,),
         )
 

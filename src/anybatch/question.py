@@ -23,6 +23,7 @@ class Question:
         cut_refused: why the batch may not be cut; "" where it may.
         blocks: names of the blocks whose policy may be chosen; none where it is settled in `like`.
         sizes: the only micro-batch there may be; empty where it is to be chosen.
+        without: policies that are not to be chosen, because a block did not run again as it did under them.
         measure: whether the fastest plans are raced for a moment, where the device is here.
         rivals: whether plans to be raced in real steps are asked for.
     """
@@ -35,6 +36,7 @@ class Question:
     cut_refused: str = ""
     blocks: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
+    without: tuple[str, ...] = ()
     measure: bool = True
     rivals: bool = False
 
@@ -44,7 +46,8 @@ class Question:
         if not self.blocks:
             return ()
         # Where the device is the host itself, nothing is gained by moving there.
-        return tuple(one for one in POLICIES if one != "offload" or self.device.link)
+        known = [one for one in POLICIES if one != "offload" or self.device.link]
+        return tuple([one for one in known if one not in self.without])
 
     @property
     def all_sizes(self) -> list[int]:

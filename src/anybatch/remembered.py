@@ -34,13 +34,13 @@ class Remembered:
     """All that can be reached from some objects, as it is now, so that it can be put back in place.
 
     Attributes and slots of objects, lists, dicts, sets, closures, defaults, globals that the code names and
-    random generators of one's own; gradients of all tensors. The values of tensors only if it is said. Only
-    what has changed is written to. What a function cached meanwhile (`functools.lru_cache`) is dropped, with
+    random generators of one's own; small arrays; gradients of all tensors. Values of tensors only if it is
+    said. Only what has changed is written to. What a function cached meanwhile (`functools.lru_cache`) is dropped, with
     all that it had cached before.
 
     Args:
         roots: models, losses, functions, optimizers.
-        but_for: copy the values of small tensors and arrays too, all but these; None for no values.
+        but_for: copy the values of small tensors too, all but these; None for those of NumPy's arrays only.
 
     Attributes:
         modules: all modules that were reached.
@@ -61,8 +61,9 @@ class Remembered:
         self._undo = walk.undo
         caches = {id(one): one for one in (*walk.caches, *_known_caches())}
         self._caches = [(one, one.cache_info().misses) for one in caches.values()]
-        if but_for is not None:
-            self._undo += _copies(walk.values, {id(tensor) for tensor in but_for})
+        # NumPy's arrays are written to even where tensors are only traced.
+        values = [one for one in walk.values if but_for is not None or not isinstance(one, Tensor)]
+        self._undo += _copies(values, {id(tensor) for tensor in but_for or ()})
 
     def put_back(self) -> None:
         """Make everything what it was, as often as wanted."""

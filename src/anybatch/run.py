@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from anybatch import optimize
 from anybatch.batch import Batch, OpenBatch
-from anybatch.errors import LossError, NonFinite, NonFiniteLossError
+from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.events import StepReport
-from anybatch.gradients import Gradients, all_finite, is_marked, mark
+from anybatch.gradients import Gradients, NonFinite, all_finite, is_marked, mark
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.plan import Plan
-from anybatch.surroundings import Stream, Surroundings
+from anybatch.surroundings import Stream, Surroundings, Untouched
 from anybatch.task import Task
 from anybatch.total import Number
 
@@ -47,7 +47,7 @@ class Before(Surroundings):
     """What a failed step puts back: its surroundings, and the gradients found there."""
 
     def __init__(self, task: Task, *, streams: Sequence[Stream] = ()) -> None:
-        super().__init__(task.modules, streams=streams)
+        super().__init__(task.modules, streams=streams, tensors=task.streams.written)
         self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
@@ -84,7 +84,7 @@ class Run:
         self.is_guarded = is_guarded or plan.is_guarded
         self._kinds = task.kinds if plan.precision.is_mixed else ()
         self.before = Before(task, streams=task.streams.to_note(draws=batch.draws))
-        self.noted: Surroundings = self.before
+        self.noted: Surroundings | Untouched = self.before
         for parameter in (*task.parameters, *task.others):
             parameter.grad = None
         self._sums: list[Mapping[str, Number]] = []  # without graph, one entry per micro-batch
@@ -92,6 +92,7 @@ class Run:
         self.rows: list[int] = []
         self.redone: list[Redone] = []
         self.rescaled = self.dropped = 0
+        self._versions: dict[nn.Parameter, int] = {}
         self._flowed = False  # whether any term carried a gradient
         self.gradients = _NONE  # until the first forward
         self.is_updated = False
@@ -105,14 +106,23 @@ class Run:
         """
         streams = self._task.streams
         self.gradients.begin()
-        self.noted = self.before  # lets the copies go that were made before the last one
+        self.noted = Untouched()  # lets the copies go that were made before the last one
+        if streams.is_looking:
+            self._versions = {p: _version(p) for p in (*self._task.parameters, *self._task.others)}
         self._is_torchs_noted = draws or in_window or streams.are_torchs_noted
-        self.noted = self.before.renewed(streams=streams.to_note(draws=draws), torchs=self._is_torchs_noted)
+        self.noted = self.before.renewed(
+            streams=streams.to_note(draws=draws), torchs=self._is_torchs_noted, tensors=streams.written
+        )
+
+    def written(self) -> list[nn.Parameter]:
+        """Parameters that the micro-batch at hand has written to and that were not noted, as far as seen."""
+        known = set(self._task.streams.written)
+        return [p for p, version in self._versions.items() if p not in known and _version(p) != version]
 
     @property
     def is_random_known(self) -> bool:
         """Whether torch's stream can be put back: it was noted, or still stands where the step began."""
-        return self._is_torchs_noted or not self.before.is_moved()
+        return self._is_torchs_noted or isinstance(self.noted, Untouched) or not self.before.is_moved()
 
     def add(self, micro: Any, loss: Loss, rows: int, *, again: bool = False) -> None:
         """Forward, backward, accumulate.
@@ -138,9 +148,10 @@ class Run:
         if self.is_guarded and not all_finite(list(sums.values())):
             raise NonFinite("loss")
         self._backward(sums, again=again)
-        self._sums.append({name: _kept(value) for name, value in sums.items()})
+        kept = [{name: _kept(value) for name, value in values.items()} for values in (sums, weights)]
+        self._sums.append(kept[0])  # nothing fails from here on
         if weights:
-            self._weights.append({name: _kept(weight) for name, weight in weights.items()})
+            self._weights.append(kept[1])
         self.rows.append(rows)
 
     def leave_out(self, rows: int) -> None:
@@ -337,6 +348,10 @@ def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
         return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
     divisor = divisor.to(like.device, like.dtype)
     return torch.where(divisor == 0, 0, coefficient / divisor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _kept(value: Number) -> Number:

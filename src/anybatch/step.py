@@ -174,7 +174,7 @@ class Step:
                 with self.planning.enforced(task):
                     report = execute(plan, task, logical)
             except BlockError as error:
-                if not self.planning.distrust(error.block):  # it was asked for by name
+                if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
                 continue
             except OutOfMemoryError as error:
@@ -213,10 +213,17 @@ class Step:
             self.guard.refuse_meetings(task)
         return report
 
-    def window(self) -> Window:
+    def window(self, state: Mapping[str, Any] | None = None) -> Window:
         """Open a window for a loop that brings micro-batches itself.
 
         Weights of the whole batch are not known beforehand, so the gradient is divided once, at the end.
+
+        Args:
+            state: of a window that was saved half-way (`Window.state`), which goes on from there; restore
+                model, optimizer and random streams first. None for an empty one.
+
+        Raises:
+            CheckpointError: the state is of another model, loss or precision; nothing was changed.
 
         Example:
             >>> model = nn.Linear(3, 1)
@@ -230,7 +237,7 @@ class Step:
         self._refuse_open_window()
         task = self._task()
         task.streams.begin(task.modules)
-        self.open_window = Window(self, task)
+        self.open_window = Window(self, task, state)
         return self.open_window
 
     @property

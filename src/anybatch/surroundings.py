@@ -3,10 +3,10 @@
 import math
 import random
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ class Surroundings:
     Args:
         modules: those whose own buffers are noted; their children's are not.
         streams: random streams besides torch's, noted too.
+        tensors: noted with the buffers.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -38,21 +39,27 @@ class Surroundings:
         tensor([0., 0.])
     """
 
-    def __init__(self, modules: Sequence[nn.Module], *, streams: Sequence[Stream] = ()) -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], *, streams: Sequence[Stream] = (), tensors: Iterable[Tensor] = ()
+    ) -> None:
         self._tables = [module._buffers for module in modules]  # pyright: ignore[reportPrivateUsage]
+        self._tensors = tuple(tensors)
         self._note({}, streams, rng.capture())
 
-    def renewed(self, *, streams: Sequence[Stream] = (), torchs: bool = True) -> "Surroundings":
+    def renewed(
+        self, *, streams: Sequence[Stream] = (), torchs: bool = True, tensors: Iterable[Tensor] = ()
+    ) -> "Surroundings":
         """The same noted anew, as things stand now; large buffers that have not changed are not copied again.
 
         Args:
             streams: random streams besides torch's, noted too.
             torchs: whether torch's is; if not, it is taken to stand where it stood.
+            tensors: noted with the buffers.
         """
-        if not (torchs or streams or any(self._tables)):  # nothing that could change
+        if not (torchs or streams or tensors or any(self._tables)):  # nothing that could change
             return self
         now = object.__new__(Surroundings)
-        now._tables = self._tables
+        now._tables, now._tensors = self._tables, tuple(tensors)
         now._note(self._copies, streams, rng.capture() if torchs else self._random)
         return now
 
@@ -64,8 +71,8 @@ class Surroundings:
         self._slots = [(slots, slots.copy()) for slots in self._tables if slots]
         self._copies = {
             buffer: _copied(buffer, known.get(buffer))
-            for slots, _ in self._slots
-            for buffer in slots.values()
+            for buffers in (*[slots.values() for slots, _ in self._slots], self._tensors)
+            for buffer in buffers
             if buffer is not None and not is_lazy(buffer)
         }
 
@@ -75,6 +82,10 @@ class Surroundings:
         for (_, put), state in self._streams:
             put(state)
         self.put_buffers_back()
+
+    def holds(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of these were noted."""
+        return all(tensor in self._copies for tensor in tensors)
 
     def is_moved(self) -> bool:
         """Whether torch's stream stands elsewhere now."""
@@ -109,6 +120,25 @@ def _copied(buffer: Tensor, known: _Copy | None) -> _Copy:
     return buffer.clone(), version
 
 
+class Untouched:
+    """The note of a micro-batch before which nothing could be noted: it has not begun, so all stands.
+
+    Example:
+        >>> Untouched().put_back()
+        >>> Untouched().is_moved()
+        False
+    """
+
+    def put_back(self) -> None:
+        """Nothing to do."""
+
+    def is_moved(self) -> bool:
+        """It is not."""
+        return False
+
+    is_process_moved = is_moved
+
+
 class Streams:
     """Which streams a step has to note before each micro-batch, so that one that is undone draws the same.
 
@@ -121,6 +151,8 @@ class Streams:
         is_looking: whether this step is one of those that look.
         are_moved: whether a forward has drawn from Python's or NumPy's.
         is_torchs_moved: whether one has drawn from torch's.
+        written: parameters that a forward has written to, as a momentum encoder's or an embedding's with a
+            largest norm: noted from then on.
 
     Example:
         >>> streams = Streams()
@@ -133,6 +165,7 @@ class Streams:
         self._steps = 0
         self._held: tuple[Stream, ...] = ()
         self.is_looking = self.are_moved = self.is_torchs_moved = False
+        self.written: tuple[Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[type["Streams"], tuple[()]]:
         """A copy looks afresh: it goes with copies of the modules, which hold other generators."""
@@ -142,8 +175,10 @@ class Streams:
         """The next step, with these modules."""
         self.is_looking = self._steps < FIRST or self._steps % EVERY == 0
         self._steps += 1
-        if self.is_looking:
-            self._held = held(modules)
+        self._held = held(modules)
+        if self._steps == 1:  # the one case of torch's own
+            embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+            self.write([one.weight for one in embeddings if one.max_norm is not None])
 
     def to_note(self, *, draws: bool) -> tuple[Stream, ...]:
         """The streams to be noted now.
@@ -158,7 +193,11 @@ class Streams:
         """Whether torch's is to be noted now."""
         return self.is_looking or self.is_torchs_moved
 
-    def look(self, since: Surroundings) -> None:
+    def write(self, tensors: Iterable[Tensor]) -> None:
+        """A forward writes to these."""
+        self.written = tuple(dict.fromkeys((*self.written, *tensors)))
+
+    def look(self, since: Surroundings | Untouched) -> None:
         """After a micro-batch, in a step that looks.
 
         Args:
@@ -182,7 +221,7 @@ def of_process() -> tuple[Stream, ...]:
 
 
 def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
-    """The generators that modules hold as attributes: torch's, NumPy's and Python's.
+    """The generators of torch, NumPy and Python that modules hold, also in lists, tuples and dicts.
 
     Example:
         >>> model = nn.Dropout()
@@ -190,8 +229,16 @@ def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
         >>> len(held([model]))
         1
     """
-    values = [value for module in modules for value in vars(module).values()]
-    return tuple(stream for value in values for stream in _stream(value))
+    found: list[Stream] = []
+    for module in modules:
+        for name, value in vars(module).items():
+            if type(value) in _PLAIN or name in _OF_MODULES:
+                continue
+            if isinstance(value, dict):
+                value = [*cast("dict[Any, Any]", value).values()]
+            inner = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
+            found += [stream for one in inner if type(one) not in _PLAIN for stream in _stream(one)]
+    return tuple(found)
 
 
 def _stream(value: Any) -> list[Stream]:
@@ -224,6 +271,8 @@ def _set_numpy_state(state: tuple[Any, ...]) -> None:
     numpy.random.set_state((name, numpy.frombuffer(keys, dtype="uint32"), *rest))
 
 
+_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
+_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, Tensor})
 _PYTHON: Stream = (random.getstate, random.setstate)
 _NUMPY: Stream = (_numpy_state, _set_numpy_state)
 

@@ -1,6 +1,7 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from anybatch.ledger import Ledger
 from anybatch.meter import Meter
 from anybatch.plan import Plan
 from anybatch.recording import Mark, Recording, continued, joined
+from anybatch.surroundings import Streams
 from anybatch.task import Task
 from anybatch.tree import tensors_in
 
@@ -146,6 +148,7 @@ def _run(
     with stand_ins(mode, modules, task.optimizers) as fakes:
         fake = _faked(task, fakes)
         own = [(parameter, fakes.of(parameter)) for parameter in task.parameters]
+        everyone = [(parameter, fakes.of(parameter)) for parameter in (*task.parameters, *task.others)]
         lacks = {fakes.of(parameter) for parameter in idle}
         del fakes  # and with it what a forward may replace
         updated: set[Tensor] = set()
@@ -168,6 +171,8 @@ def _run(
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
                 execute(plan, fake, logical)
+        written = set(fake.streams.written)
+        task.streams.write([parameter for parameter, twin in everyone if twin in written])
         found = frozenset(parameter for parameter, twin in own if twin not in updated)
         wrongly = any(twin in made and twin not in updated for _, twin in own)
         return meter.recording, found, wrongly
@@ -208,7 +213,11 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
     update, state, made = _trace_update(plan, task, idle, leaves_of(head))
     known = [one for optimizer in task.optimizers for one in tensors_in(list(optimizer.state.values()))]
     parameters, watcher = [*task.parameters, *task.others], _Watcher(task.parameters)
-    with rows_kept(head), undisturbed(parameters, task.modules, roots=_roots(task, batch), is_real=True):
+    with (
+        rows_kept(head),
+        _weights_kept(parameters),
+        undisturbed(parameters, task.modules, roots=_roots(task, batch), is_real=True),
+    ):
         meter = Meter(
             task.model,
             task.optimizers,
@@ -216,9 +225,13 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
             batch_leaves=leaves_of(head),
             state=(*task.masters.tensors, *(() if known else state)),
         )
-        quiet = replace(task, optimizers=(watcher,), schedulers=(), listeners=(), scale=task.scale.copy())
+        streams = Streams()
+        streams.begin(task.modules)
+        quiet = replace(task, optimizers=(watcher,), schedulers=(), listeners=(), streams=streams)
+        quiet = replace(quiet, scale=task.scale.copy())
         with meter:
             execute(small, quiet, head)
+        task.streams.write(streams.written)
     if watcher.idle & made:
         return probe(plan, task, batch, idle=watcher.idle)
     device = _device(task, None)
@@ -231,6 +244,19 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         micro_batches=small.micro_batches,
         idle=watcher.idle,
     )
+
+
+@contextmanager
+def _weights_kept(parameters: Iterable[nn.Parameter]) -> Generator[None]:
+    """Afterwards parameters hold what they did, though a forward has written to them."""
+    copies = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in copies:
+                if not torch.equal(parameter, value):
+                    parameter.copy_(value)
 
 
 class _Watcher(Optimizer):
@@ -297,8 +323,12 @@ def _device(task: Task, device: torch.device | str | None) -> torch.device:
 
 
 def _faked(task: Task, fakes: Fakes) -> Task:
-    def of(parameters: Iterable[nn.Parameter]) -> list[Any]:
+    def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
+
+    streams = Streams()
+    streams.begin(task.modules)
+    streams.write(of(task.streams.written))
 
     return replace(
         task,
@@ -307,6 +337,7 @@ def _faked(task: Task, fakes: Fakes) -> Task:
         others=of(task.others),
         schedulers=(),
         listeners=(),
+        streams=streams,
         masters=task.masters.stand_in(fakes.of),
         scale=task.scale.copy(),
     )

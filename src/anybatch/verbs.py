@@ -93,6 +93,8 @@ def _prepare(
         micro_batch=options.micro_batch,
         memory=options.memory,
         clip_norm=options.clip_norm,
+        precision=options.precision,
+        non_finite=options.non_finite,
         scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
     )
     train, validation = split.train, None

@@ -1,15 +1,17 @@
 """The window: one update from micro-batches that the caller brings."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
+from anybatch import halfway
 from anybatch.batch import Batch, Collate, OpenBatch
 from anybatch.course import Course, Skipped
 from anybatch.door import Guard, admit
-from anybatch.errors import NonFinite, NonFiniteLossError, WindowError
+from anybatch.errors import NonFiniteLossError, WindowError
 from anybatch.events import StepReport
-from anybatch.plan import Plan
+from anybatch.gradients import NonFinite
 from anybatch.planning import Planning
 from anybatch.run import Run, too_large
 from anybatch.task import Task
@@ -22,6 +24,7 @@ class Opener(Protocol):
     guard: Guard
     planning: Planning
     open_window: "Window | None"
+    loss: object
 
 
 class Window:
@@ -47,17 +50,21 @@ class Window:
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
 
-    def __init__(self, step: Opener, task: Task) -> None:
-        batch = OpenBatch()
+    def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
+        batch, settings = OpenBatch(), step.planning.settings
         with task.loss.along(batch, (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
+        found = None if state is None else halfway.read(state, task, settings, step.loss)
         self._step, self._task, self._share = step, task, share
-        self._run = Run(step.planning.settings, task, batch, task.loss)
-        self._run.mark()
+        self._run = Run(settings, task, batch, task.loss)
         self._phase = "open"
-        self._precision = step.planning.settings.precision
+        self._precision = settings.precision
         self._is_skipped = False
         self.rows = 0
+        if found is not None:
+            found.into(self._run, task, settings)
+            self.rows, self._is_skipped = found.rows, found.is_skipped
+        self._run.mark()
 
     def add(self, micro: Any) -> None:
         """Forward, backward, accumulate one micro-batch.
@@ -75,28 +82,40 @@ class Window:
         if self.rows:
             self._step.guard.refuse_meetings(self._task)
         self._step.guard.check_loss(self._task, batch, batch.rows)
-        plan = self._step.planning.of_window(self._task, batch)
-        if plan.is_cut:
-            self._step.guard.refuse_meetings(self._task)
-        done = len(self._run.rows)
+        done, noted = len(self._run.rows), self._run.noted
         try:
             if not self._is_skipped:
                 with self._precision.arithmetic():
-                    self._go(batch, plan)
+                    self._go(batch)
         except Skipped:  # what else comes in this window is not even looked at
             self._is_skipped = True
         except BaseException:
-            if self._run.gradients.holds_part or len(self._run.rows) > done:
-                self.discard()
-            else:
-                self._run.noted.put_back()
+            self._undo(done, noted)
             raise
         self.rows += batch.rows
         self._run.mark()
 
-    def _go(self, batch: Batch, plan: Plan) -> None:
+    def _undo(self, done: int, noted: object) -> None:
+        """Undo a micro-batch that failed; the window with it, if a part of it is in the sums.
+
+        Args:
+            done: micro-batches in the sums before it.
+            noted: what was noted last before it.
+        """
+        run = self._run
+        if run.noted is noted:  # it had not begun
+            return
+        if run.gradients.holds_part or len(run.rows) > done:
+            self.discard()
+        else:
+            run.noted.put_back()
+
+    def _go(self, batch: Batch) -> None:
         """All rows of a micro-batch at once; where memory runs out, in parts."""
         run, planning = self._run, self._step.planning
+        plan = planning.of_window(self._task, batch)
+        if plan.is_cut:
+            self._step.guard.refuse_meetings(self._task)
         done, failed = len(run.rows), len(run.redone)
         with planning.enforced(self._task):
             Course(
@@ -111,6 +130,38 @@ class Window:
             ).go()
         largest = replace(plan, micro_batch=max(run.rows[done:]))
         planning.learn(batch, largest, failed=too_large(run.redone[failed:]), in_window=True)
+
+    def state(self) -> dict[str, Any]:
+        """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
+
+        These are the sums, with their rounding errors, counts and weights, what `discard` puts back, and the
+        loss scale. The model, the optimizer and where random streams stand now are none of it:
+        `anybatch.train.checkpoint.save` keeps them, and this as its `progress`. `Step.window` takes it.
+
+        Raises:
+            WindowError: the window is not open any more, or somebody else changed gradients meanwhile.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from anybatch import Step
+            >>> model = nn.Linear(2, 1)
+            >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> window = step.window()
+            >>> window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+            >>> state = window.state()
+            >>> window.discard()
+            >>> again = step.window(state)
+            >>> again.add((torch.zeros(2, 2), torch.zeros(2, 1)))
+            >>> again.close().cut
+            (3, 2)
+        """
+        self._expect("open", "be saved")
+        self._refuse_changed_gradients()
+        settings, loss = self._step.planning.settings, self._step.loss
+        return halfway.write(
+            self._run, self._task, settings, loss, rows=self.rows, is_skipped=self._is_skipped
+        )
 
     def update(self) -> StepReport:
         """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.

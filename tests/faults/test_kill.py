@@ -15,6 +15,8 @@ import pytest
 
 from anybatch.train import checkpoint
 from anybatch.train.trainer import BEST, LAST
+from tests.faults.midway import SAVED
+from tests.halves import CASES
 from tests.snapshots import changes
 from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
 
@@ -39,8 +41,8 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "tests.faults.mortal", *map(str, arguments)]
+def command(*arguments: object, program: str = "mortal") -> list[str]:
+    return [sys.executable, "-m", f"tests.faults.{program}", *map(str, arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +135,40 @@ def test_program_that_is_asked_to_stop_finishes_its_update(
     assert trainer.updates == UPDATES + 1
     trainer.fit(epochs=EPOCHS)
     assert changes(undisturbed().state, state(trainer)) == []
+
+
+# ---- in the middle of a window
+
+PARTS = ("model", "optimizers", "schedulers", "progress", "random")
+
+
+@pytest.fixture(scope="module")
+def windows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """All cases, played by one program."""
+    folder = tmp_path_factory.mktemp("windows")
+    asked = command(folder, program="midway")
+    done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(
+    name: str, windows: tuple[Path, dict[str, list[int]]]
+) -> None:
+    """Parameters, short and long, optimizer, scheduler, random streams, reports and the loss scale."""
+    folder, ends = windows[0] / name, windows[1]
+    assert ends[name] == [0, -signal.SIGKILL, 0]
+    undisturbed, resumed = (
+        {part: getattr(checkpoint.load(folder / one), part) for part in PARTS}
+        for one in ("undisturbed", "resumed")
+    )
+    assert changes(undisturbed, resumed) == []
+    saved = checkpoint.load(folder / SAVED)
+    assert changes(undisturbed["model"], saved.model) != []  # there was something left to do
+    window, report = saved.progress["window"], undisturbed["progress"]["reports"][0]
+    assert window["cut"] == list(report["cut"])[:2]
+    assert window["scale"]["value"] >= undisturbed["progress"]["scale"]["value"]
+    if "fp16" in name or name == "drop":
+        assert report["redone"] >= window["rescaled"] > 0
+        assert window["scale"]["value"] not in (1.0, 2.0**16)

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from torch import Tensor
 
 from anybatch import StepReport, gradients, run
 from anybatch.batch import TensorBatch
-from anybatch.course import Course
+from anybatch.course import Course, Skipped
 from anybatch.gradients import Gradients
 from anybatch.losses import kinds
 from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.summed import SummedLoss
+from anybatch.masters import Masters
 from anybatch.run import Run
+from anybatch.surroundings import Surroundings
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -225,9 +227,9 @@ def memory_left_shared(patch: Patch) -> None:
 def gradients_of_the_step_before_left_over(patch: Patch) -> None:
     begin = Run.__init__
 
-    def begin_with_leftovers(self: Run, plan: Any, task: Any, batch: Any, loss: Any) -> None:
+    def begin_with_leftovers(self: Run, plan: Any, task: Any, batch: Any, loss: Any, **more: Any) -> None:
         left = [parameter.grad for parameter in task.parameters]
-        begin(self, plan, task, batch, loss)
+        begin(self, plan, task, batch, loss, **more)
         for parameter, gradient in zip(task.parameters, left, strict=True):
             parameter.grad = gradient
 
@@ -283,3 +285,46 @@ def masked_batches_update_too(patch: Patch) -> None:
         "_whole_weights",
         lambda self: {name: weight or 1.0 for name, weight in whole_weights(self).items()},
     )
+
+
+# ---- precision
+
+
+def scale_left_in_the_gradient(patch: Patch) -> None:
+    add = Gradients.add
+
+    def scaled(self: Gradients, *args: Any, unscale: float = 1.0, **options: Any) -> None:
+        add(self, *args, **options)
+
+    patch.setattr(Gradients, "add", scaled)
+
+
+def an_overflow_loses_the_update(patch: Patch) -> None:
+    """As with torch's own scaler."""
+
+    def skip(self: Course, *_: Any) -> bool:
+        raise Skipped
+
+    patch.setattr(Course, "_is_given_up", skip)
+
+
+def redone_with_another_mask(patch: Patch) -> None:
+    patch.setattr(Surroundings, "put_back", lambda self: None)
+
+
+def what_was_accepted_comes_again(patch: Patch) -> None:
+    patch.setattr(Gradients, "holds_part", False)
+
+
+def dropped_rows_keep_their_weight(patch: Patch) -> None:
+    leave_out = Run.leave_out
+
+    def weighed(self: Run, rows: int) -> None:
+        leave_out(self, rows)
+        self._weights.append({"loss": rows})
+
+    patch.setattr(Run, "leave_out", weighed)
+
+
+def no_weight_backup(patch: Patch) -> None:
+    patch.setattr(Masters, "raised", lambda self, parameters: nullcontext())

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from anybatch import AnybatchError
+from tests import test_masters
+from tests.faults import test_not_finite, test_overflow
 from tests.laws import mutations, test_masked, test_models, test_precision, test_uncut, test_updates
 from tests.laws.check import ADVICE, check, cut, reference, windowed
 from tests.laws.losses import CASES
@@ -70,6 +72,23 @@ def kahan_law() -> None:
     test_precision.test_compensation_keeps_what_one_addition_rounds_away(True)
 
 
+def float16_law() -> None:
+    test_precision.test_by_name(BY_NAME["mse-reduction=mean"], "fp16-mixed")
+
+
+def overflow_law() -> None:
+    test_overflow.test_the_update_is_the_one_without_overflow("dropout", "mixed", windowed=False, halvings=2)
+
+
+def once_law() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_overflow.test_what_was_finite_is_not_added_twice("dropout", "true", patch)
+
+
+def drop_law() -> None:
+    test_not_finite.test_drop_is_the_step_on_the_other_rows("divided early", [3], "loss", windowed=False)
+
+
 MUTATIONS: dict[str, tuple[Mutation, Law]] = {
     "mean of means": (mutations.mean_of_means, cut_law(TOKENS)),
     "mean of means, in rows": (mutations.mean_of_means, cut_law("mse-reduction=mean")),
@@ -110,6 +129,12 @@ MUTATIONS: dict[str, tuple[Mutation, Law]] = {
     "update per micro batch": (mutations.update_per_micro_batch, update_law),
     "schedule per micro batch": (mutations.schedule_per_micro_batch, update_law),
     "masked batches update too": (mutations.masked_batches_update_too, masked_law),
+    "scale left in the gradient": (mutations.scale_left_in_the_gradient, float16_law),
+    "an overflow loses the update": (mutations.an_overflow_loses_the_update, overflow_law),
+    "redone with another mask": (mutations.redone_with_another_mask, overflow_law),
+    "what was accepted comes again": (mutations.what_was_accepted_comes_again, once_law),
+    "dropped rows keep their weight": (mutations.dropped_rows_keep_their_weight, drop_law),
+    "no weight backup": (mutations.no_weight_backup, test_masters.test_a_thousand_small_updates_arrive),
 }
 
 

@@ -1,12 +1,15 @@
 """The law in lower precision: against the float64 reference, within the one table of tolerances."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.testing import relative_error, tolerance
+from anybatch import Step, Total, tree
+from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.laws.cases import Case, Problem
 from tests.laws.check import ADVICE, check, cut, reference, windowed
 from tests.laws.losses import CASES
@@ -115,6 +118,89 @@ def test_compensation_keeps_what_one_addition_rounds_away(compensated: bool) -> 
     _, gradients = cut(problem, 1, compensated=compensated)
     error = relative_error(gradients, reference(problem).gradients)
     assert (error <= torch.finfo(torch.float32).eps) == compensated
+
+
+def mean_output(model: nn.Module, micro: Any) -> Total:
+    outputs = model(*micro)
+    return Total(outputs.float().sum(), len(outputs))
+
+
+def micro_gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What autograd gives for each row, in the weights' dtype."""
+    return [torch.autograd.grad(model(row[None]).float().sum(), model.weight)[0] for row in x]
+
+
+def recorded(step: Step, x: Tensor, *, windowed: bool) -> Tensor:
+    if windowed:
+        with step.window() as window:
+            for row in x:
+                window.add((row[None],))
+    else:
+        step((x,))
+    (recorder,) = step.optimizers
+    assert isinstance(recorder, GradientRecorder)
+    return recorder.gradients["weight"]
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("stored", ["by us", "by the caller"])
+def test_a_thousand_bfloat16_gradients_add_up_as_in_float32(stored: str, windowed: bool) -> None:
+    """Where `.grad` itself, in bfloat16, is about half off."""
+    model = nn.Linear(8, 1, bias=False)
+    if stored == "by the caller":
+        model.bfloat16()
+    recorder = GradientRecorder(model)
+    options = {} if stored == "by the caller" else {"precision": "bf16-true"}
+    step = Step(model, mean_output, recorder, micro_batch=1, check=False, **options)
+    x = (0.001 * torch.linspace(0.8, 1.2, 8 * 1024)[torch.randperm(8 * 1024)]).reshape(1024, 8).bfloat16()
+    each = micro_gradients(model, x)
+    assert each[0].dtype == torch.bfloat16
+    expected = torch.stack(each).float().sum(0) / 1024
+    model.weight.grad = None
+    for row in x:
+        model(row[None]).float().sum().backward()
+    plain = model.weight.grad.float() / 1024
+    found = recorded(step, x, windowed=windowed)
+    assert 0.4 <= relative_error(plain, expected) <= 0.6
+    assert relative_error(found, expected) <= (1e-3 if stored == "by us" else torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("policy", ["raise", "drop"], ids=["nobody looks", "looked at"])
+def test_compensated_sums_are_those_of_float64(policy: str, windowed: bool) -> None:
+    """To the last digit of float32, where plain sums of 1,024 numbers of one sign are not."""
+    x = torch.rand(1024, 8) + 0.5
+    expected = x.double().mean(0, keepdim=True)
+    error = {}
+    for compensated in (False, True):
+        model = nn.Linear(8, 1, bias=False)
+        options = {"compensated": compensated, "non_finite": policy, "check": False}
+        step = Step(model, mean_output, GradientRecorder(model), micro_batch=1, **options)
+        error[compensated] = relative_error(recorded(step, x, windowed=windowed), expected)
+    assert error[True] <= 1e-7 < error[False]
+
+
+@pytest.mark.parametrize("name", ["fp16-mixed", "fp16-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("case", [*HALF, *TOTALS], ids=lambda case: case.name)
+def test_by_name(case: Case, name: str) -> None:
+    """Each precision gives the gradient of float64 as well as its dtype can."""
+    dtype = torch.float16 if name.startswith("fp16") else torch.bfloat16
+    for seed, form in enumerate(case.forms):
+        problem = case.problem(form, ROWS, seed=seed, dtype=torch.float32)
+        problem = replace(problem, batch=tree.map_leaves(partial(rounded, dtype=dtype), problem.batch))
+        for parameter in problem.model.parameters():
+            parameter.data = rounded(parameter.data, dtype=dtype)
+        whole = reference(problem)
+        options: dict[str, Any] = {"precision": name}
+        check(cut(problem, 4, **options), whole, dtype=dtype, terms=ROWS)
+        check(cut(problem, 4, **options, non_finite="drop"), whole, dtype=dtype, terms=ROWS)
+        if not case.is_per_row:
+            check(windowed(problem, [3, 1, 2], **options), whole, dtype=dtype, terms=ROWS)
+
+
+def rounded(value: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """What the short dtype makes of it, so that the reference starts from the same numbers."""
+    return value.to(dtype).to(value.dtype) if value.is_floating_point() else value
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

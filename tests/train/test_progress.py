@@ -1,8 +1,10 @@
 """The progress bar: figures while it runs, a line per epoch, and nothing left on the screen."""
 
+import math
 import random
 import re
 import sys
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -105,6 +107,13 @@ def test_figures_are_refreshed_at_most_ten_times_a_second(monkeypatch: pytest.Mo
     assert asked == [CPU, CPU]
     figures = bar._bar.tasks[0].fields["figures"]
     assert figures == "loss 0.5000  2,500 samples/s  2 B"  # 3 updates of 100 rows in 0.12 s
+    bar.stop()
+
+
+def test_a_step_without_update_has_no_loss_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = run_bar(make_console(terminal=True), tick=0.25, steps=2, monkeypatch=monkeypatch)
+    bar.step(replace(STEP, loss=math.nan, terms={}, weights={}, updated=False))
+    assert bar._bar.tasks[0].fields["figures"].startswith("loss 0.5000  ")
     bar.stop()
 
 

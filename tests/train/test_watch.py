@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,21 @@ def test_json_log_is_for_programs_and_has_null_for_what_json_cannot_say(tmp_path
     assert epoch["validation"] == {"loss": None, "accuracy": 0.5}
     assert (epoch["event"], epoch["loss"], epoch["learning_rate"]) == ("epoch", None, 1e-4)
     assert stop == {"event": "stop"}
+
+
+def test_json_log_tells_what_is_out_of_the_ordinary_only_where_it_is(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "log.jsonl")
+    for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
+        log.step(replace(STEP, **told))
+    log.stop()
+    plain, scaled, mended, _ = strict(tmp_path / "log.jsonl")
+    assert scaled == plain | {"scale": 1024.0}
+    assert mended == plain | {"redone": 1, "dropped": 3}
+
+
+def test_an_epoch_says_in_words_what_was_lost() -> None:
+    assert str(replace(NOWHERE, dropped=1200)).removeprefix(str(NOWHERE)) == "  1,200 rows left out"
+    assert str(replace(NOWHERE, skipped=2)).removeprefix(str(NOWHERE)) == "  2 steps without update"
 
 
 def test_json_log_is_written_once_a_second_and_before_it_is_left(

@@ -5,7 +5,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -14,14 +14,17 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, equal, nn
+from torch import Tensor, equal, float32, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.errors import CheckpointError
+from anybatch.masters import Masters
+from anybatch.total import SHORT_DTYPES
 from anybatch.train.pack import Packer, digest_of, unpack
 
 FORMAT = "checkpoint 1"
+_NO_MASTERS = Masters()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,7 +33,7 @@ class Checkpoint:
 
     Attributes:
         path: where it was read.
-        model: the model's state dict.
+        model: the model's state dict, with float32 weights in the place of those that are stored short.
         loss: the loss's state dict, empty where it is no module.
         optimizers: `(class name, state dict, names of the parameters of each group)` of each optimizer.
         schedulers: `(class name, state dict)` of each scheduler.
@@ -54,6 +57,7 @@ def save(
     loss: nn.Module | None = None,
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[LRScheduler] = (),
+    masters: Masters = _NO_MASTERS,
     progress: Mapping[str, Any] | None = None,
     random: Mapping[str, Any] | None = None,
 ) -> None:
@@ -68,8 +72,11 @@ def save(
         loss: a loss that is a module, whose state dict is kept too: it may hold trained parameters.
         optimizers: whose state dicts are kept.
         schedulers: whose state dicts are kept.
+        masters: the float32 weights behind those that are stored short (`Step.masters`), kept in their place.
         progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's.
         random: the same, as `anybatch.rng.capture_process` gives it.
+
+    A window that is open goes along as a part of `progress` (`Window.state`).
 
     Raises:
         CheckpointError: a value that cannot be written without pickle, or a file that cannot be written. An
@@ -87,8 +94,8 @@ def save(
     path = Path(path)
     packer = Packer()
     document = {
-        "model": packer.pack(dict(model.state_dict()), "model"),
-        "loss": packer.pack({} if loss is None else dict(loss.state_dict()), "loss"),
+        "model": packer.pack(masters.state_dict(model), "model"),
+        "loss": packer.pack({} if loss is None else masters.state_dict(loss), "loss"),
         "optimizers": packer.pack(
             [(type(o).__name__, o.state_dict(), _parameter_names(model, loss, o)) for o in optimizers],
             "optimizers",
@@ -160,8 +167,12 @@ def restore(
     loss: nn.Module | None = None,
     optimizers: Sequence[Optimizer] = (),
     schedulers: Sequence[LRScheduler] = (),
+    masters: Masters = _NO_MASTERS,
 ) -> None:
     """Put a checkpoint into a model, optimizers and schedulers; everything is checked before any is touched.
+
+    Weights that were stored short are float32 in a checkpoint, so it can be put into a float32 model too.
+    Where that is all, without optimizers, what else was short may be float32 there: no digit is lost.
 
     Args:
         checkpoint: what `load` gave; it stays as it is.
@@ -169,13 +180,15 @@ def restore(
         loss: the same of a loss that is a module; None to leave it out.
         optimizers: of the same classes and parameter groups; none to leave them out.
         schedulers: of the same classes; none to leave them out.
+        masters: the float32 weights behind those that are stored short (`Step.masters`); they are filled as
+            they were, and the short ones rounded from them.
 
     Raises:
         CheckpointError: it is of another model, optimizer or scheduler; nothing was changed.
     """
-    _check_module(checkpoint, checkpoint.model, model)
+    _check_module(checkpoint, checkpoint.model, model, masters, may_widen=not optimizers)
     if loss is not None:
-        _check_module(checkpoint, checkpoint.loss, loss)
+        _check_module(checkpoint, checkpoint.loss, loss, masters, may_widen=not optimizers)
     if optimizers:
         _check_classes(checkpoint, "optimizers", [name for name, *_ in checkpoint.optimizers], optimizers)
         for (_, _, names), optimizer in zip(checkpoint.optimizers, optimizers, strict=True):
@@ -192,8 +205,8 @@ def restore(
         for (_, state, _), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
             _load_optimizer(optimizer, copy.deepcopy(state))
         if loss is not None:
-            loss.load_state_dict(checkpoint.loss)
-        model.load_state_dict(checkpoint.model)
+            masters.load_state_dict(loss, checkpoint.loss)
+        masters.load_state_dict(model, checkpoint.model)
     except Exception as error:
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
             optimizer.__setstate__({"state": state, "param_groups": groups})
@@ -246,8 +259,12 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _check_module(checkpoint: Checkpoint, state: Mapping[str, Any], module: nn.Module) -> None:
-    there, here = _forms(state), _forms(module.state_dict())
+def _check_module(
+    checkpoint: Checkpoint, state: Mapping[str, Any], module: nn.Module, masters: Masters, *, may_widen: bool
+) -> None:
+    own = masters.state_dict(module)
+    wide = {name for name, value in own.items() if isinstance(value, Tensor) and value.dtype == float32}
+    there, here = _forms(state, widened=wide if may_widen else ()), _forms(own)
     differences = [
         f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
         for name in sorted(there.keys() | here.keys())
@@ -270,11 +287,15 @@ def _equal(state: Mapping[str, Any], one: str, other: str) -> bool:
     return state[one] is state[other] or equal(state[one], state[other])
 
 
-def _forms(state: Mapping[str, Any]) -> dict[str, str]:
+def _forms(state: Mapping[str, Any], *, widened: Container[str] = ()) -> dict[str, str]:
+    """Dtype and shape of each tensor; the short ones among `widened` count as float32."""
+
+    def dtype(name: str, value: Tensor) -> str:
+        found = float32 if value.dtype in SHORT_DTYPES and name in widened else value.dtype
+        return str(found).removeprefix("torch.")
+
     return {
-        name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        if isinstance(value, Tensor)
-        else "a value"
+        name: f"{dtype(name, value)} {tuple(value.shape)}" if isinstance(value, Tensor) else "a value"
         for name, value in state.items()
     }
 

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ def evaluate(
     """The loss terms and metrics of all rows, in evaluation mode, without gradient.
 
     Model modes and every random state (torch's, Python's, NumPy's) are as before. The result does not depend
-    on the cut. A whole-batch loss is taken of each batch, and its mean is over rows.
+    on the cut. Model and loss compute in the step's precision. A whole-batch loss is taken of each batch, and
+    its mean is over rows.
 
     Args:
         step: whose model and loss are evaluated.
@@ -87,19 +89,25 @@ def _totals(
 ) -> Iterator[tuple[dict[str, Total], bool, Any]]:
     """Of each micro-batch: its totals, whether they are sums that nothing divides, and its rows."""
     loss = resolve(step.loss)
+    kinds = {parameter.device.type for parameter in step.model.parameters()} - {"meta"}
+    computing = partial(step.precision.computing, kinds)
     for group in rows.in_order(batch_size if loss.divided else micro_batch):  # rows may meet in the loss
         batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
         sizes = cut_sizes(batch.rows, micro_batch)
         whole = loss.along(batch, sizes, step.model, lambda: None) if loss.divided else nullcontext()
-        with whole as share:
+        with ExitStack() as stack:
+            with step.precision.arithmetic(), computing():  # a first pass of the loss, too
+                share = stack.enter_context(whole)
             start = 0
             for micro, size in zip(batch.parts(sizes), sizes, strict=True):
-                yield *_measured(step, loss if share is None else share(start, start + size), micro), micro
+                part = loss if share is None else share(start, start + size)
+                with step.precision.arithmetic(), computing():
+                    terms = part.evaluate(step.model, micro)
+                yield *_measured(part, terms), micro
                 start += size
 
 
-def _measured(step: Step, part: Any, micro: Any) -> tuple[dict[str, Total], bool]:
-    terms = part.evaluate(step.model, micro)
+def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:
     fixed = {} if part.divided else part.divisors(OpenBatch(), terms, 1) or {}
     weights = fixed or terms.weigh()
     sums = dict(terms.sums)
@@ -111,8 +119,15 @@ def _measured(step: Step, part: Any, micro: Any) -> tuple[dict[str, Total], bool
 class RunningLoss:
     """The loss over the updates of an epoch: each term a sum of sums over a sum of weights.
 
+    A step without update has no terms and adds nothing; it is counted, and so are rows that were left out.
+
     Args:
         totals: sum and weight of each term so far, as `totals` gives them.
+        dropped: rows left out so far, because they were not finite.
+        skipped: steps without update so far.
+
+    Attributes:
+        counts: the two, as they stand, to be kept in a checkpoint.
 
     Example:
         >>> from anybatch.events import StepReport
@@ -124,8 +139,11 @@ class RunningLoss:
         1.25
     """
 
-    def __init__(self, totals: Mapping[str, Sequence[float]] | None = None) -> None:
+    def __init__(
+        self, totals: Mapping[str, Sequence[float]] | None = None, *, dropped: int = 0, skipped: int = 0
+    ) -> None:
         self._totals = {name: Total(*pair) for name, pair in (totals or {}).items()}
+        self.counts = {"dropped": dropped, "skipped": skipped}
 
     @property
     def totals(self) -> dict[str, list[float]]:
@@ -134,6 +152,8 @@ class RunningLoss:
 
     def add(self, report: StepReport) -> None:
         """Add an update; terms without weight have nothing to add."""
+        self.counts["dropped"] += report.dropped
+        self.counts["skipped"] += not report.updated
         for name, weight in report.weights.items():
             if weight:
                 total = Total(report.terms[name] * weight, weight)

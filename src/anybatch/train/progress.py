@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import time
@@ -35,6 +36,7 @@ class ProgressBar:
         self._epochs = 0
         self._last = 0.0
         self._rows = 0
+        self._loss = math.nan
 
     def start(self, course: Course) -> None:
         """Draw the bar where training starts or goes on."""
@@ -62,13 +64,14 @@ class ProgressBar:
         """Move the bar, at most ten times a second."""
         self._done += 1
         self._rows += report.rows
+        self._loss = report.loss if report.updated else self._loss  # a step without update has none
         now = time.perf_counter()
         if now - self._last < 0.1:
             return
         speed = self._rows / (now - self._last)
         self._last, self._rows = now, 0
         memory = format_bytes(current_bytes(self._device))
-        figures = f"loss {report.loss:.4f}  {format_count(speed)} samples/s  {memory}"
+        figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s  {memory}"
         self._bar.update(self._task, completed=self._done, figures=figures)
 
     def epoch(self, report: EpochReport) -> None:

@@ -26,8 +26,10 @@ LAST, BEST = "last.safetensors", "best.safetensors"
 class Trainer:
     """Trains for epochs over rows held in memory, one exact step per logical batch.
 
-    The same seed gives the same run to the last bit, also when it is stopped and resumed. The model stays in
-    the mode it is in (a frozen BatchNorm stays frozen); validation runs in evaluation mode and puts it back.
+    The same seed gives the same run to the last bit, also when it is stopped and resumed. Validation computes
+    in the precision of the training, and checkpoints hold the float32 weights behind short ones. The model
+    stays in the mode it is in (a frozen BatchNorm stays frozen); validation runs in evaluation mode and puts
+    it back.
 
     Args:
         step: the model, loss, optimizer and cut.
@@ -155,19 +157,13 @@ class Trainer:
             "seconds": self.seconds,
             "best": self.best,
             "totals": self._loss.totals,
+            "counts": self._loss.counts,
+            "scale": self.step.scale.state(),
             "run": _identity(self),
             "config": self.config,
             "plans": _plans(self.step),
         }
-        checkpoint.save(
-            path,
-            model=self.step.model,
-            loss=self.step.loss_module,
-            optimizers=self.step.optimizers,
-            schedulers=self.step.schedulers,
-            progress=progress,
-            random=rng.capture_process(),
-        )
+        checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, scheduler, random state and place in the epoch.
@@ -181,16 +177,12 @@ class Trainer:
         path = Path(path) / LAST if Path(path).is_dir() else Path(path)
         found = checkpoint.load(path)
         _check_run(path, found.progress.get("run", {}), _identity(self))
-        checkpoint.restore(
-            found,
-            model=self.step.model,
-            loss=self.step.loss_module,
-            optimizers=self.step.optimizers,
-            schedulers=self.step.schedulers,
-        )
+        checkpoint.restore(found, **_parts(self.step))
         then = found.progress
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
-        self.seconds, self.best, self._loss = then["seconds"], then["best"], RunningLoss(then["totals"])
+        self.seconds, self.best = then["seconds"], then["best"]
+        self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
+        self.step.scale.load(then.get("scale", self.step.scale.state()))
         _take_plans(self.step, then.get("plans", ()))
         rng.restore_process(found.random)
         self._is_ours = self.out is not None and path.resolve().parent == self.out.resolve()
@@ -203,7 +195,7 @@ class Trainer:
         with self._saved_upon(Exception):  # nothing is under way; a resume validates again
             validation = {} if self.validation is None else self._evaluate(self.validation)
             is_best = self._is_best(validation)
-        loss = self._loss.value(self.step.coefficients)
+        running = self._loss
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
         if is_best:
             self._save(BEST)  # first, so that no last checkpoint tells of a best one that is not there
@@ -211,11 +203,12 @@ class Trainer:
         done = EpochReport(
             epoch=self.epoch,
             updates=self.updates,
-            loss=loss,
+            loss=running.value(self.step.coefficients),
             validation=validation,
             learning_rate=float(self.step.optimizers[0].param_groups[0]["lr"]),
             seconds=seconds,
             samples_per_second=rows / seconds if rows else 0.0,
+            **running.counts,
         )
         for watcher in self.watchers:
             watcher.epoch(done)
@@ -275,6 +268,17 @@ class Trainer:
             self._is_ours = True
 
 
+def _parts(step: Step) -> dict[str, Any]:
+    """What of a step a checkpoint keeps."""
+    return {
+        "model": step.model,
+        "loss": step.loss_module,
+        "optimizers": step.optimizers,
+        "schedulers": step.schedulers,
+        "masters": step.masters,
+    }
+
+
 def _identity(trainer: Trainer) -> dict[str, Any]:
     """What determines the result besides the cut; a resumed run must agree in it."""
     loss = getattr(trainer.step.loss, "function", trainer.step.loss)  # of ab.Terms or ab.WholeBatch
@@ -286,14 +290,17 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         "seed": trainer.seed,
         "schedulers": len(trainer.step.schedulers),
         "loss": getattr(loss, "__qualname__", type(loss).__name__),
+        "precision": str(trainer.step.precision),
+        "non_finite": trainer.step.planning.settings.non_finite,
     }
 
 
 def _check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    was = {"precision": "float32", "non_finite": "raise"} | dict(was)  # which older ones do not say
     changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
     if changed:
         raise CheckpointError(
-            f"{path}: expected a run with the same rows, sizes, seed and config, got "
+            f"{path}: expected a run with the same rows, sizes, seed, precision and config, got "
             + ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
             + ". Start it with the same values, or start a new run."
         )

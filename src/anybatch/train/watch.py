@@ -41,6 +41,8 @@ class EpochReport:
         learning_rate: that of the first parameter group after the epoch.
         seconds: wall time of this epoch's training, without validation.
         samples_per_second: rows trained per second of it.
+        dropped: rows that were left out, because they were not finite.
+        skipped: steps without an update: fully masked, left out as a whole, or skipped.
     """
 
     epoch: int
@@ -50,12 +52,16 @@ class EpochReport:
     learning_rate: float
     seconds: float
     samples_per_second: float
+    dropped: int = 0
+    skipped: int = 0
 
     def __str__(self) -> str:
         held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
+        lost = f"  {format_count(self.dropped)} rows left out" if self.dropped else ""
+        lost += f"  {format_count(self.skipped)} steps without update" if self.skipped else ""
         return (
             f"epoch {self.epoch:3}  loss {self.loss:.4f}{held_out}  lr {self.learning_rate:.3g}  "
-            f"{format_count(self.samples_per_second)} samples/s  {format_seconds(self.seconds)}"
+            f"{format_count(self.samples_per_second)} samples/s  {format_seconds(self.seconds)}{lost}"
         )
 
 
@@ -112,8 +118,15 @@ class TextLog:
             file.write(line + "\n")
 
 
+_FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated")
+_TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0}  # told only where they are something else
+
+
 class JsonLog:
     """One JSON object per update and per epoch, appended to a file, for programs and plots.
+
+    An update's line has the loss scale, the micro-batches that were done again and the rows that were left
+    out only where there is something to tell.
 
     Args:
         path: the file; made if missing. NaN and infinity are written as null, because JSON has none.
@@ -131,8 +144,9 @@ class JsonLog:
 
     def step(self, report: StepReport) -> None:
         """Keep the update's line; lines are written once a second, so that small steps stay fast."""
-        fields = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated")
-        self._add("step", {name: getattr(report, name) for name in fields})
+        values = {name: getattr(report, name) for name in _FIELDS}
+        told = {name: getattr(report, name) for name in _TRIVIAL}
+        self._add("step", values | {name: told[name] for name in told if told[name] != _TRIVIAL[name]})
         if time.monotonic() - self._flushed > 1:
             self._flush()
 

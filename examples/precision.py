@@ -1,0 +1,75 @@
+"""Train LeNet-5 on digits with float16's speed and float32's result, and look at what a loss scale saves.
+
+Run it with `python examples/precision.py`; the picture needs `anybatch[plot]`, the digits `anybatch[digits]`.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.data import load
+from anybatch.observe.exponents import draw, gradient_exponents
+from anybatch.recipes import find
+
+PICTURE = Path("runs/precision.png")
+
+
+def main() -> None:
+    """Train in two precisions, survive an overflow and a damaged row, and draw the gradients' exponents."""
+    digits = load("digits").train
+    rows = digits.inputs, digits.targets
+
+    for precision in ("bf16-true", "fp16-mixed"):
+        step = make(precision)
+        train(step, rows, epochs=1)
+        print(f"{precision}: loss {step(first(rows, 512)).loss:.3f} after an epoch")
+
+    # Rows 200 times as bright, and their gradient is too large for float16 at this loss scale.
+    bright = rows[0].clone()
+    bright[130:140] *= 200
+    report = step((bright[:512], rows[1][:512]))
+    print(f"overflow: {report.redone} done again of {report.micro_batches}, scale {report.scale:,g}")
+
+    step = make("fp16-mixed", non_finite="drop")
+    bright[130:140] = torch.nan
+    report = step((bright[:512], rows[1][:512]))
+    print(f"damaged rows: {report.dropped} left out, loss {report.loss:.3f} of the others")
+
+    step = make("float32")
+    train(step, rows, epochs=12)
+    records = [
+        gradient_exponents(step, first(rows, 512), precision=precision, scale=scale)
+        for precision, scale in (("float32", 1.0), ("fp16-mixed", 1.0), ("fp16-mixed", 2.0**16))
+    ]
+    print(*records, sep="\n")
+    if find_spec("matplotlib"):
+        PICTURE.parent.mkdir(exist_ok=True)
+        print("see", draw(records, PICTURE, title="Gradients of LeNet-5 on digits, after 12 epochs"))
+
+
+def make(precision: str, non_finite: str = "raise") -> ab.Step:
+    """LeNet-5 in a step that takes 64 rows at a time."""
+    model = find("lenet5").build_model(load("digits").train, torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    loss = nn.CrossEntropyLoss()
+    return ab.Step(model, loss, optimizer, micro_batch=64, precision=precision, non_finite=non_finite)
+
+
+def train(step: ab.Step, rows: tuple[torch.Tensor, torch.Tensor], epochs: int) -> None:
+    """Updates of 64 rows, in an order of their own."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(rows[0]), generator=generator).split(64):
+            step((rows[0][chosen], rows[1][chosen]))
+
+
+def first(rows: tuple[torch.Tensor, torch.Tensor], count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first ones."""
+    return rows[0][:count], rows[1][:count]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,268 @@
+"""How large gradients are, in powers of two, and what 16 bits make of them: counted, and as a picture."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.errors import PlanError
+from anybatch.observe.backward import show_gradients
+from anybatch.observe.picture import checked, new_figure, save
+from anybatch.precision import Precision, find
+
+DTYPES = ("float16", "bfloat16")
+_LEAST, _MOST = -1074, 1023  # exponents of float64
+
+#: One colour for each fate, told apart by people who do not see all colours (Okabe and Ito 2008).
+COLOURS = {"vanish": "#D55E00", "subnormal": "#E69F00", "normal": "#0072B2", "overflow": "#CC79A7"}
+_WORDS = {
+    "vanish": "would vanish in {}",
+    "subnormal": "subnormal in {}",
+    "normal": "normal in {}",
+    "overflow": "would overflow in {}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fates:
+    """What becomes of numbers other than zero when they are rounded to a 16-bit dtype.
+
+    Attributes:
+        normal: keep all digits of the dtype.
+        subnormal: keep fewer, the fewer the smaller they are.
+        vanish: become zero.
+        overflow: become infinite.
+    """
+
+    normal: int
+    subnormal: int
+    vanish: int
+    overflow: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exponents:
+    """How large gradients are as they arrive from backward, the loss scale included.
+
+    Attributes:
+        counts: how many numbers there are of each exponent e: of at least 2^e and less than 2^(e + 1).
+        zeros: how many are zero: never reached by a gradient, or vanished on the way.
+        not_finite: how many are infinite or NaN.
+        fates: what float16 and bfloat16 would make of those in `counts`, by name of the dtype.
+        scale: what the loss was multiplied by.
+        precision: in which was computed.
+    """
+
+    counts: Mapping[int, int]
+    zeros: int
+    not_finite: int
+    fates: Mapping[str, Fates]
+    scale: float
+    precision: str
+
+    @property
+    def numbers(self) -> int:
+        """How many there are in all."""
+        return sum(self.counts.values()) + self.zeros + self.not_finite
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.numbers:,} gradients, computed in {self.precision} at a loss scale of {self.scale:,g}"
+        ]
+        rows = [("zero", self.zeros), ("infinite or NaN", self.not_finite)]
+        for dtype, fates in self.fates.items():
+            rows += [
+                (_WORDS[fate].format(dtype), getattr(fates, fate)) for fate in _WORDS if fate != "normal"
+            ]
+        lines += [f"  {name:<27} {count:>12,}  {count / self.numbers:6.1%}" for name, count in rows if count]
+        return "\n".join(lines)
+
+
+def gradient_exponents(
+    step: Any,
+    batch: Any,
+    *,
+    scale: float = 1.0,
+    precision: str | Precision | None = None,
+    micro_batch: int | None = None,
+) -> Exponents:
+    """Count the exponents of the gradients that a step would get from a batch; nothing is changed.
+
+    The step's own loss is sent through forward and backward, micro-batch by micro-batch, and each gradient is
+    counted before it is divided by the scale and added: there it has the dtype in which it can vanish.
+
+    Args:
+        step: an `anybatch.Step`.
+        batch: as for the step.
+        scale: what the loss is multiplied by, a power of two.
+        precision: another one to compute in, which leaves the weights stored as they are: what the gradients
+            would be in "fp16-mixed", or in "float32"; None for the step's own.
+        micro_batch: rows that go through together; None for the step's own, or all where it has none.
+
+    Raises:
+        PlanError: a precision that stores weights otherwise, or a scale that is no power of two.
+        BatchError: the batch cannot be cut, or is not where the model is.
+
+    Example:
+        >>> from anybatch.step import Step
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> step = Step(model, torch.nn.L1Loss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> batch = torch.tensor([[1.0, 2.0**-30]]), torch.tensor([[1e6]])  # the gradient is minus the input
+        >>> found = gradient_exponents(step, batch)
+        >>> found.counts, found.fates["float16"].vanish
+        ({-30: 1, 0: 1}, 1)
+        >>> gradient_exponents(step, batch, scale=2.0**10).fates["float16"].vanish
+        0
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 and figure 3.
+    """
+    chosen = step.precision if precision is None else find(precision)
+    if chosen.store != step.precision.store:
+        raise PlanError(
+            f"Expected a precision that leaves weights stored as in {step.precision}, got {chosen}. "
+            "Make a step of that precision, on a copy of the model."
+        )
+    tally = _Tally()
+    show_gradients(step, batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
+    return tally.record(scale, str(chosen))
+
+
+class _Tally:
+    """Counts numbers by exponent, as they come."""
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(_MOST - _LEAST + 1, dtype=torch.int64)
+        self._fates = {dtype: torch.zeros(4, dtype=torch.int64) for dtype in DTYPES}
+        self._zeros = self._not_finite = 0
+
+    def see(self, gradient: Tensor) -> None:
+        """Count one tensor's numbers; those that a sparse one does not hold are nobody's."""
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        values = torch.view_as_real(values) if values.is_complex() else values
+        values = values.flatten()
+        values = values if values.dtype == torch.float64 else values.float()  # which changes no number
+        is_finite = values.isfinite()
+        self._not_finite += int((~is_finite).sum())
+        self._zeros += int((values == 0).sum())
+        values = values[is_finite & (values != 0)]
+        exponents = torch.frexp(values).exponent.long() - 1  # it gives a mantissa of at least 1/2
+        self._counts += torch.bincount(exponents - _LEAST, minlength=len(self._counts)).cpu()
+        for dtype, fates in self._fates.items():
+            fates += _fates(values, getattr(torch, dtype))
+
+    def record(self, scale: float, precision: str) -> Exponents:
+        """What was counted."""
+        found = {_LEAST + index: count for index, count in enumerate(self._counts.tolist()) if count}
+        names = ("normal", "subnormal", "vanish", "overflow")
+        return Exponents(
+            counts=found,
+            zeros=self._zeros,
+            not_finite=self._not_finite,
+            fates={
+                dtype: Fates(**dict(zip(names, counts.tolist(), strict=True)))
+                for dtype, counts in self._fates.items()
+            },
+            scale=scale,
+            precision=precision,
+        )
+
+
+def _fates(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """How many are normal, subnormal, zero and infinite once they are rounded; by rounding them."""
+    rounded = values.to(dtype).abs()
+    vanish, overflow = rounded == 0, rounded.isinf()
+    subnormal = (rounded < torch.finfo(dtype).tiny) & ~vanish
+    kinds = torch.stack([vanish | subnormal | overflow, subnormal, vanish, overflow]).sum(1).cpu()
+    kinds[0] = len(values) - kinds[0]
+    return kinds
+
+
+def draw(
+    records: Exponents | Sequence[Exponents], path: str | Path, *, dtype: str = "float16", title: str = ""
+) -> Path:
+    """Draw a histogram of exponents for each record, side by side, coloured by what a dtype makes of them.
+
+    The outline of the first one is drawn over the others, moved by their loss scale, so that what has
+    vanished there shows.
+
+    Args:
+        records: from `gradient_exponents`, the one to compare with first.
+        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html (one file that
+            needs nothing else).
+        dtype: "float16" or "bfloat16".
+        title: above all.
+
+    Returns:
+        The path.
+
+    Raises:
+        PlanError: another ending or dtype, no record, or matplotlib is not installed.
+    """
+    shown = (records,) if isinstance(records, Exponents) else tuple(records)
+    path = checked(path)
+    if dtype not in DTYPES or not shown:
+        raise PlanError(
+            f"Expected records and one of {DTYPES}, got {len(shown)} records and {dtype!r}. Name one of them."
+        )
+    title = title or "gradients by exponent"
+    figure = new_figure(0.5 + 3.8 * len(shown), 4)
+    figure.suptitle(title)
+    panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
+    for panel, record in zip(panels, shown, strict=True):
+        _histogram(panel, record, dtype)
+        if record is not shown[0]:
+            _outline(panel, shown[0], record)
+    exponents = [exponent for record in shown for exponent in record.counts] or [0]
+    panels[0].set_xlim(min(exponents) - 1, max(*exponents, _ends(dtype)["normal"]) + 2)
+    panels[0].set_ylabel("share of all gradients")
+    panels[0].yaxis.set_major_formatter("{x:.1%}")
+    handles = {
+        label: one for panel in panels for one, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), frameon=False
+    )
+    return save(figure, path, title=title, text="\n\n".join(map(str, shown)))
+
+
+def _histogram(panel: Any, record: Exponents, dtype: str) -> None:
+    start, all_ = _LEAST, max(1, record.numbers)
+    for fate, end in _ends(dtype).items():
+        held = {e: count for e, count in record.counts.items() if start <= e < end}
+        if held:
+            places, shares = [e + 0.5 for e in held], [count / all_ for count in held.values()]
+            panel.bar(places, shares, width=0.9, color=COLOURS[fate], label=_WORDS[fate].format(dtype))
+        start = end
+    panel.set(title=f"{record.precision}, loss scale {record.scale:,g}", xlabel="exponent, base 2")
+    found = record.fates[dtype]
+    said = [("zero", record.zeros), ("infinite or NaN", record.not_finite)]
+    said += [
+        (_WORDS[fate].format(dtype), getattr(found, fate)) for fate in ("vanish", "subnormal", "overflow")
+    ]
+    text = "\n".join(f"{count / all_:.1%} {words}" for words, count in said if count)
+    panel.text(0.03, 0.97, text, transform=panel.transAxes, va="top", fontsize="small")
+
+
+def _outline(panel: Any, first: Exponents, record: Exponents) -> None:
+    """The first record's counts, as if its loss had been multiplied by this one's scale."""
+    moved = round(math.log2(record.scale / first.scale))
+    edges = list(range(min(first.counts, default=0), max(first.counts, default=0) + 2))
+    shares = [first.counts.get(e, 0) / max(1, first.numbers) for e in edges[:-1]]
+    label = f"{first.precision}, times the loss scale"
+    panel.stairs(shares, [e + moved for e in edges], color="black", linewidth=0.8, label=label)
+
+
+def _ends(dtype: str) -> dict[str, int]:
+    """The first exponent beyond each fate."""
+    limits = torch.finfo(getattr(torch, dtype))
+    least = round(math.log2(limits.tiny * limits.eps))
+    return {
+        "vanish": least - 1,  # from half the least number on all is rounded up to it
+        "subnormal": round(math.log2(limits.tiny)),
+        "normal": round(math.log2(limits.max)),
+        "overflow": _MOST + 1,
+    }

@@ -1,0 +1,320 @@
+"""A gradient overflows float16: only its micro-batch comes again, and no update is lost."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Plan, Precision, Step
+from anybatch.errors import NonFiniteLossError
+from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
+from anybatch.gradients import Gradients
+from anybatch.run import Run
+from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+from tests.faults.overflowing import (
+    FIRST,
+    MIXED,
+    OPTIONS,
+    PRECISIONS,
+    ROWS,
+    SIZE,
+    TRUE,
+    Net,
+    make,
+    make_batch,
+    moved,
+    parts,
+    plant,
+    take,
+    weights,
+)
+from tests.faults.scarce import scarce
+from tests.snapshots import changes, snapshot
+
+BOUND = tolerance(torch.float16, ROWS // SIZE)
+ONCE = [SIZE] * (ROWS // SIZE)
+
+
+def ran(halvings: int, at: int = 2) -> list[int]:
+    """Rows of each forward where one micro-batch came again."""
+    return ONCE[:at] + [SIZE] * halvings + ONCE[at:]
+
+
+def twins(name: str, precision: Any, halvings: int, **ways: Any) -> tuple[Step, Step, Any]:
+    """A step in which the third micro-batch will overflow, and one that has gone without."""
+    batch = make_batch()
+    twin, step = make(name, precision=precision), make(name, precision=precision)
+    assert take(twin, batch, **ways).redone == 0
+    plant(step, twin.model.largest, halvings)
+    return step, twin, batch
+
+
+@pytest.mark.parametrize("halvings", [1, 4])
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_update_is_the_one_without_overflow(
+    name: str, precision: str, windowed: bool, halvings: int
+) -> None:
+    step, twin, batch = twins(name, PRECISIONS[precision], halvings, windowed=windowed)
+    start = weights(step)
+    report = take(step, batch, windowed=windowed)
+    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+    differ = changes(snapshot(twin), snapshot(step))
+    assert all(
+        name.startswith(("parameter", "optimizer")) for name in differ
+    )  # buffers and random state do not
+    assert (report.updated, report.redone, report.dropped) == (True, halvings, 0)
+    assert report.cut == tuple(ONCE)
+    assert step.model.ran == ran(halvings)
+    is_fixed = "fixed" in precision
+    assert report.scale == step.scale.value == (FIRST if is_fixed else FIRST / 2**halvings)
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", "fp16-true"])
+def test_the_gradient_is_that_of_the_whole_batch_in_float64(precision: str) -> None:
+    step, _, batch = twins("divided early", precision, 3)
+    recorder = GradientRecorder(step.model)
+    power = step.model.power
+    step = Step(step.model, nn.CrossEntropyLoss(), recorder, precision=precision, micro_batch=SIZE)
+    step.scale.load({"value": FIRST, "clean": 0})
+    step.model.power = 0
+    whole = reference_step(step.model, nn.CrossEntropyLoss(), batch)
+    step.model.power = power
+    assert step(batch).redone == 3
+    assert relative_error(recorder.gradients, whole.gradients) <= tolerance(torch.float16, ROWS)
+
+
+def test_torchs_own_scaler_loses_what_we_keep() -> None:
+    step, twin, batch = twins("divided early", "fp16-mixed", 1)
+    theirs = make()
+    theirs.model.power = step.model.power
+    start = weights(theirs)
+    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST)
+    for x, y in parts(batch, ONCE):
+        with torch.autocast("cpu", torch.float16):
+            loss = F.cross_entropy(theirs.model(x), y) / len(ONCE)
+        scaler.scale(loss).backward()
+    scaler.step(theirs.optimizers[0])
+    assert relative_error(weights(theirs), start) == 0
+    take(step, batch)
+    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+
+
+def test_a_dynamic_scale_stays_where_it_has_come_to() -> None:
+    step, _, batch = twins("divided early", "fp16-mixed", 3)
+    assert take(step, batch).redone == 3
+    step.model.ran.clear()
+    report = take(step, batch)
+    assert (report.redone, report.scale, step.model.ran) == (0, FIRST / 8, ONCE)
+
+
+def test_a_fixed_scale_is_itself_again_in_the_next_micro_batch() -> None:
+    step, _, _ = twins("divided early", MIXED, 2)
+    scales: list[float] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, MicroBatchDone):
+            scales.append(step.scale.value)
+
+    step.listeners = (note,)
+    for redone in (2, 2):
+        assert take(step, make_batch()).redone == redone
+    assert scales == 2 * [FIRST, FIRST, FIRST / 4, *[FIRST] * 5]
+
+
+@pytest.mark.parametrize("index", [0, 7])
+def test_any_micro_batch_may_overflow(index: int) -> None:
+    batch = make_batch(range(SIZE * index, SIZE * index + SIZE))
+    twin, step = make(precision="fp16-true"), make(precision="fp16-true")
+    take(twin, batch)
+    plant(step, twin.model.largest, 2)
+    start = weights(step)
+    assert take(step, batch).redone == 2
+    assert step.model.ran == ran(2, index)
+    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_an_uncut_batch_comes_again_whole(precision: str) -> None:
+    options = {"precision": PRECISIONS[precision], "micro_batch": None}
+    twin, step, batch = make(**options), make(**options), make_batch()
+    take(twin, batch)
+    plant(step, twin.model.largest, 2)
+    start = weights(step)
+    report = take(step, batch)
+    assert (report.redone, step.model.ran) == (2, [ROWS] * 3)
+    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["dropout", "several terms", "compensated", "divided late"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_was_finite_is_not_added_twice(
+    name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at one by one, gradients of the last layer are in the sums before the first one's overflow."""
+    step, twin, batch = twins(name, PRECISIONS[precision], 3)
+    monkeypatch.setattr(Plan, "bucket", 1)
+    start = weights(step)
+    halves: list[bool] = []
+
+    def note(event: Event) -> None:
+        if isinstance(event, MicroBatchRedone):
+            halves.append(step_run[-1].gradients.holds_part)
+
+    step_run: list[Run] = []
+    begin = Run.begin
+    monkeypatch.setattr(Run, "begin", lambda self, **how: (step_run.append(self), begin(self, **how))[1])
+    step.listeners = (note,)
+    assert take(step, batch).redone == 3
+    assert halves == [True] * 3
+    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+
+
+def test_a_redone_micro_batch_is_told() -> None:
+    step, _, batch = twins("divided early", "fp16-mixed", 2)
+    told: list[Event] = []
+    step.listeners = (told.append,)
+    take(step, batch)
+    redone = [event for event in told if isinstance(event, MicroBatchRedone)]
+    assert [(event.index, event.rows) for event in redone] == [(2, SIZE)] * 2
+    assert [event.reason for event in redone] == [
+        f"the gradient overflowed at a loss scale of {scale}" for scale in (1024, 512)
+    ]
+
+
+class Late(nn.Module):
+    """Begins to draw in its third forward, without a module that would tell."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.net(x)
+        return outputs if x[:, -1].any().logical_not() else outputs * (1 + torch.rand(1) / 4)
+
+
+def test_a_micro_batch_that_draws_unannounced_draws_the_same_again() -> None:
+    made: list[Step] = []
+    for _ in range(2):
+        inner = make()
+        model = Late(inner.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"precision": "fp16-mixed", "micro_batch": SIZE, "check": False}
+        made.append(Step(model, nn.CrossEntropyLoss(), optimizer, **options))
+        made[-1].scale.load({"value": FIRST, "clean": 0})
+    twin, step = made
+    batch = make_batch()
+    take(twin, batch)
+    step.model.net.power = math.floor(math.log2(65504 / twin.model.net.largest)) + 2
+    start = weights(step)
+    report = take(step, batch)
+    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+    assert changes({"r": snapshot(twin)["random state"]}, {"r": snapshot(step)["random state"]}) == []
+    assert report.scale == FIRST / 4
+
+
+# ---- together with memory that runs out
+
+
+def places(step: Step, batch: Any, windowed: bool) -> int:
+    with scarce(Gradients, "_take") as counted:
+        take(step, batch, windowed=windowed)
+    return counted.count
+
+
+@pytest.mark.parametrize(
+    ("owner", "bucket"), [("_take", 1), ("_close_micro_batch", math.inf)], ids=["in backward", "after it"]
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["dropout", "several terms", "compensated"])
+def test_memory_runs_out_while_gradients_are_looked_at_and_added(
+    name: str, precision: str, owner: str, bucket: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "bucket", bucket)
+    step, twin, batch = twins(name, PRECISIONS[precision], 2)
+    with scarce(Gradients, owner) as counted:
+        other = make(name, precision=PRECISIONS[precision])
+        other.model.power = step.model.power
+        assert take(other, batch).redone == 2
+    for place in range(0, counted.count, max(1, counted.count // 4)):
+        step = make(name, precision=PRECISIONS[precision])
+        step.model.power = other.model.power
+        start = weights(step)
+        with scarce(Gradients, owner, {place}) as memory:
+            report = take(step, batch)
+        assert memory.refused == 1
+        assert report.redone >= 3
+        if name == "dropout" and report.cut != tuple(ONCE):  # other masks
+            continue
+        assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+        if report.cut == tuple(ONCE) and "fixed" in precision:
+            assert changes(snapshot(other), snapshot(step)) == []
+
+
+@pytest.mark.parametrize("precision", [MIXED, TRUE, "fp16-mixed"], ids=["mixed", "true", "dynamic"])
+def test_memory_runs_out_in_a_window(precision: Any) -> None:
+    step, twin, batch = twins("dropout", precision, 2, windowed=True)
+    count = places(make("dropout", precision=precision), batch, windowed=True)
+    power = step.model.power
+    for place in range(0, count, max(1, count // 4)):
+        step = make("dropout", precision=precision)
+        step.model.power = power
+        start = weights(step)
+        with scarce(Gradients, "_take", {place}):
+            report = take(step, batch, windowed=True)
+        assert report.redone >= 3
+        if report.cut == tuple(ONCE):
+            assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+
+
+# ---- sums that overflow though nothing in them does
+
+
+class Slope(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.slope
+
+
+@pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
+def test_a_sum_that_overflows_makes_no_update(policy: str) -> None:
+    """Four gradients of 1e38, each of which float32 can hold."""
+    model = Slope()
+    step = Step(
+        model,
+        nn.SoftMarginLoss(reduction="sum"),
+        torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
+        micro_batch=1,
+        non_finite=policy,
+    )
+    before = snapshot(step)
+    batch = torch.full((4, 1), 2e38), -torch.ones(4, 1)
+    if policy == "skip":
+        assert not step(batch).updated
+    else:
+        with pytest.raises(NonFiniteLossError):
+            step(batch)
+    assert changes(before, snapshot(step)) == []
+
+
+def test_where_an_accumulator_is_short_a_sum_may_overflow_too() -> None:
+    model = Slope()
+    step = Step(
+        model,
+        nn.SoftMarginLoss(reduction="sum"),
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        micro_batch=1,
+        precision=Precision(compute="float16", accumulate="float16", loss_scale=1.0),
+    )
+    before = snapshot(step)
+    with pytest.raises(NonFiniteLossError):
+        step((torch.full((4, 1), 60000.0), -torch.ones(4, 1)))
+    assert changes(before, snapshot(step)) == []

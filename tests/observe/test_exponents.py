@@ -1,0 +1,235 @@
+"""Exponents of gradients, against a slow count of each number by itself."""
+
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.errors import PlanError
+from anybatch.observe.exponents import COLOURS, Exponents, Fates, draw, gradient_exponents
+from anybatch.observe.picture import FORMATS
+
+# Bits of the fraction, least normal exponent, largest exponent.
+LAYOUTS = {"float16": (10, -14, 15), "bfloat16": (7, -126, 127)}
+
+
+def fate(number: float, dtype: str) -> str:
+    """What becomes of a number by IEEE 754: to the nearest multiple of its last digit, ties to even."""
+    fraction, least, largest = LAYOUTS[dtype]
+    digit = math.ldexp(1.0, max(math.frexp(number)[1] - 1, least) - fraction)
+    rounded = abs(round(number / digit) * digit)
+    if rounded == 0:
+        return "vanish"
+    if rounded >= math.ldexp(1.0, largest + 1):
+        return "overflow"
+    return "normal" if rounded >= math.ldexp(1.0, least) else "subnormal"
+
+
+def slowly(gradients: list[Tensor], scale: float = 1.0, precision: str = "float32") -> Exponents:
+    """One number after the other."""
+    numbers = [number for gradient in gradients for number in gradient.flatten().double().tolist()]
+    held = [number for number in numbers if number and math.isfinite(number)]
+    return Exponents(
+        counts=dict(sorted(Counter(math.frexp(number)[1] - 1 for number in held).items())),
+        zeros=numbers.count(0.0),
+        not_finite=sum(not math.isfinite(number) for number in numbers),
+        fates={
+            dtype: Fates(
+                **{
+                    name: sum(fate(number, dtype) == name for number in held)
+                    for name in ("normal", "subnormal", "vanish", "overflow")
+                }
+            )
+            for dtype in LAYOUTS
+        },
+        scale=scale,
+        precision=precision,
+    )
+
+
+def of_gradient(gradient: Tensor, **options: Any) -> Exponents:
+    """Counted where the gradient is this one: that of a sum of products with the weights."""
+    model = nn.Linear(len(gradient), 1, bias=False, dtype=gradient.dtype)
+    nn.init.zeros_(model.weight)
+    step = ab.Step(model, total, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    return gradient_exponents(step, gradient[None], **options)
+
+
+def total(model: nn.Module, rows: Tensor) -> ab.Total:
+    return ab.Total((model.get_parameter("weight") * rows).sum(), 1)
+
+
+EDGES = [
+    *[
+        sign * math.ldexp(1.0, e)
+        for e in (-149, -134, -133, -126, -26, -25, -24, -15, -14, 15, 16, 127)
+        for sign in (1, -1)
+    ],
+    *[math.ldexp(1.5, e) for e in (-134, -25, -26)],
+    math.ldexp(1 + 2**-23, -25),
+    math.ldexp(2 - 2**-10, -15),
+    math.ldexp(2 - 2**-12, -15),
+    65504.0,
+    65519.0,
+    65520.0,
+    3.4e38,
+    0.0,
+    -0.0,
+    math.inf,
+    -math.inf,
+    math.nan,
+]
+
+
+def test_edges_are_counted_as_one_by_one() -> None:
+    gradient = torch.tensor(EDGES)
+    found = of_gradient(gradient)
+    assert found == slowly([gradient])
+    assert found.numbers == len(EDGES)
+    assert (found.zeros, found.not_finite) == (2, 3)
+    assert min(found.counts) == -149
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=20), st.integers(0, 24))
+def test_any_numbers_are_counted_as_one_by_one(numbers: list[float], power: int) -> None:
+    gradient, scale = torch.tensor(numbers), 2.0**power
+    assert of_gradient(gradient, scale=scale) == slowly([gradient * scale], scale)
+
+
+def test_float64_is_counted_in_float64() -> None:
+    gradient = torch.tensor([5e-324, 1e-300, 1e300, 1.0], dtype=torch.float64)
+    found = of_gradient(gradient)
+    assert list(found.counts) == [-1074, -997, 0, 996]
+    assert found.fates["bfloat16"] == Fates(normal=1, subnormal=0, vanish=2, overflow=1)
+
+
+def test_a_model_is_counted_as_its_gradients_are_one_by_one() -> None:
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, targets = 1e-5 * torch.randn(12, 6), torch.randint(5, (12,))
+    gradients: list[Tensor] = []
+    for start in (0, 5, 10):
+        rows = slice(start, start + 5)
+        loss = nn.functional.cross_entropy(model(inputs[rows]), targets[rows], reduction="sum") / 12
+        gradients += torch.autograd.grad(4 * loss, list(model.parameters()))
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=5)
+    found = gradient_exponents(step, (inputs, targets), scale=4.0)
+    reference = slowly(gradients, 4.0)
+    assert found.numbers == reference.numbers
+    # The last digit of a sum may differ, and with it the exponent of a number next to a power of two.
+    places = found.counts.keys() | reference.counts.keys()
+    assert sum(abs(found.counts.get(e, 0) - reference.counts.get(e, 0)) for e in places) <= 2
+    assert found.fates["float16"].vanish > 0
+    assert abs(found.fates["float16"].vanish - reference.fates["float16"].vanish) <= 1
+
+
+def test_a_loss_scale_brings_back_what_float16_loses() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 5))
+    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = 1e-6 * torch.randn(12, 6), torch.randint(5, (12,))
+    real, lossy, scaled = [
+        gradient_exponents(step, batch, precision=precision, scale=scale)
+        for precision, scale in (("float32", 1.0), ("fp16-mixed", 1.0), ("fp16-mixed", 2.0**16))
+    ]
+    assert real.fates["float16"].vanish > 20
+    assert lossy.zeros > real.zeros + 20
+    assert lossy.fates["float16"].vanish == 0  # they are zero already
+    assert scaled.zeros <= real.zeros + 1
+    assert (real.precision, lossy.precision) == ("float32", "fp16-mixed")
+
+
+def test_too_large_a_scale_overflows_and_is_counted() -> None:
+    step = ab.Step(linear := nn.Linear(2, 1), nn.MSELoss(), torch.optim.SGD(linear.parameters(), lr=0.1))
+    batch = 100 * torch.ones(4, 2), torch.zeros(4, 1) - 1000
+    found = gradient_exponents(step, batch, precision="fp16-mixed", scale=2.0**24)
+    assert found.not_finite == 3
+
+
+def test_embeddings_with_sparse_gradients_are_counted() -> None:
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
+    optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
+    step = ab.Step(model, nn.MSELoss(), optimizers)
+    found = gradient_exponents(step, (torch.tensor([1, 1, 4]), torch.ones(3, 1)))
+    assert found.numbers == 2 * 3 + 4  # two rows of ten
+
+
+def test_a_precision_that_stores_otherwise_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    step = ab.Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(PlanError, match=r"stored as in float32, got fp16-true"):
+        gradient_exponents(step, (torch.ones(1, 2), torch.ones(1, 1)), precision="fp16-true")
+
+
+# ---- the picture
+
+
+def record(counts: dict[int, int], scale: float = 1.0, zeros: int = 0) -> Exponents:
+    nothing = Fates(normal=sum(counts.values()), subnormal=0, vanish=0, overflow=0)
+    return Exponents(
+        counts=counts,
+        zeros=zeros,
+        not_finite=0,
+        fates=dict.fromkeys(LAYOUTS, nothing),
+        scale=scale,
+        precision="float32",
+    )
+
+
+def used(path: Path) -> set[str]:
+    page = path.read_text(encoding="utf-8").lower()
+    return {name for name, colour in COLOURS.items() if colour.lower() in page}
+
+
+@pytest.mark.parametrize("ending", FORMATS)
+def test_it_is_drawn_in_every_format(tmp_path: Path, ending: str) -> None:
+    path = draw([record({-30: 2, 0: 1}), record({-14: 2, 16: 1}, 2.0**16)], tmp_path / f"a{ending}")
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_size > 1000
+
+
+def test_each_exponent_has_the_colour_of_its_fate(tmp_path: Path) -> None:
+    for exponent, dtype, name in [
+        (-26, "float16", "vanish"),
+        (-25, "float16", "subnormal"),
+        (-15, "float16", "subnormal"),
+        (-14, "float16", "normal"),
+        (15, "float16", "normal"),
+        (16, "float16", "overflow"),
+        (-135, "bfloat16", "vanish"),
+        (-134, "bfloat16", "subnormal"),
+        (-126, "bfloat16", "normal"),
+        (127, "bfloat16", "normal"),
+        (128, "bfloat16", "overflow"),
+    ]:
+        assert used(draw(record({exponent: 1}), tmp_path / "a.svg", dtype=dtype)) == {name}, exponent
+
+
+def test_a_page_says_the_figures_too(tmp_path: Path) -> None:
+    found = record({-3: 30}, zeros=10)
+    page = draw(found, tmp_path / "a.html", title="of a model").read_text(encoding="utf-8")
+    assert "<title>of a model</title>" in page
+    assert "40 gradients, computed in float32 at a loss scale of 1" in page
+    assert "10   25.0%" in str(found)
+    assert all(line in page for line in str(found).splitlines())
+
+
+def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
+    assert draw([record({}), record({}, 2.0)], tmp_path / "a.png").exists()
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"got 0 records"):
+        draw([], tmp_path / "a.png")
+    with pytest.raises(PlanError, match=r"'float8'"):
+        draw(record({0: 1}), tmp_path / "a.png", dtype="float8")
+    with pytest.raises(PlanError, match=r"'a\.gif'"):
+        draw(record({0: 1}), tmp_path / "a.gif")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,238 @@
+"""Training in 16 bits: resumed to the same bits, checkpoints in float32, and nothing lost without a word."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step, Total, WholeBatch
+from anybatch.errors import CheckpointError
+from anybatch.train import checkpoint, trainer
+from anybatch.train.trainer import LAST, Trainer
+from tests.snapshots import changes, same
+from tests.train.runs import (
+    BATCH,
+    EPOCHS,
+    TRAIN,
+    UPDATES,
+    End,
+    assert_same_end,
+    make_rows,
+    make_step,
+    make_trainer,
+    state,
+    timeless,
+)
+
+SHORT = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
+
+
+def long_state(one: Trainer) -> dict[str, Any]:
+    """All that must be the same, float32 weights and the loss scale too."""
+    masters = {f"master {number}": value.clone() for number, value in enumerate(one.step.masters.tensors)}
+    return state(one) | masters | {"scale": one.step.scale.state()}
+
+
+def make(out: Path | None, precision: str, kind: str = "AdamW", **options: Any) -> Trainer:
+    return make_trainer(out, step=make_step(kind, precision=precision, **options))
+
+
+# ---- resume
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD with momentum"])
+@pytest.mark.parametrize("precision", SHORT)
+def test_resumed_run_is_identical(precision: str, kind: str, tmp_path: Path) -> None:
+    whole = make(None, precision, kind)
+    reports = timeless(whole.fit(epochs=EPOCHS))
+    end = End(state(whole), reports)
+    first = make(tmp_path, precision, kind)
+    first.fit(epochs=2)
+    torch.manual_seed(99)  # another process
+    again = make(tmp_path, precision, kind)
+    again.resume(tmp_path)
+    assert changes(long_state(first), long_state(again)) == []
+    assert_same_end(again, again.fit(epochs=EPOCHS), end)
+    assert changes(long_state(whole), long_state(again)) == []
+
+
+def test_the_loss_scale_goes_on_with_its_counter(tmp_path: Path) -> None:
+    first = make(tmp_path, "fp16-mixed")
+    first.step.scale.load({"value": 64.0, "clean": 1_990})
+    first.fit(epochs=1)
+    again = make(tmp_path, "fp16-mixed")
+    again.resume(tmp_path)
+    assert again.step.scale.state() == {"value": 64.0, "clean": 1_990 + UPDATES}
+    again.fit(epochs=4)
+    assert again.step.scale.value == 128.0  # after 2,000 updates without overflow
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "float32"}, "precision bf16-true there and float32 here"),
+        ({"precision": "bf16-mixed"}, "precision bf16-true there and bf16-mixed here"),
+        ({"precision": "bf16-true", "non_finite": "skip"}, "non_finite raise there and skip here"),
+    ],
+)
+def test_resume_in_another_precision_or_policy_is_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make(tmp_path, "bf16-true").fit(epochs=1)
+    other = make(None, **options)
+    before = long_state(other)
+    with pytest.raises(CheckpointError, match=words):
+        other.resume(tmp_path)
+    assert changes(before, long_state(other)) == []
+
+
+def test_a_checkpoint_that_does_not_say_its_precision_is_one_of_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = trainer._identity
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_identity", lambda one: dict(list(identity(one).items())[:-2]))
+        make_trainer(tmp_path).fit(epochs=1)
+    make_trainer().resume(tmp_path)
+    with pytest.raises(CheckpointError, match="precision float32 there and bf16-true here"):
+        make(None, "bf16-true", "SGD with momentum").resume(tmp_path)
+
+
+# ---- what a checkpoint holds
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
+def test_checkpoints_hold_the_float32_weights(precision: str, tmp_path: Path) -> None:
+    one = make(tmp_path, precision)
+    one.fit(epochs=1)
+    found = checkpoint.load(tmp_path / LAST)
+    assert {value.dtype for value in found.model.values()} == {torch.float32, torch.int64}
+    for name, parameter in one.step.model.named_parameters():
+        if name.startswith("1."):  # BatchNorm stays in float32
+            continue
+        assert parameter.dtype == getattr(torch, str(one.step.precision.store))
+        assert not torch.equal(found.model[name], parameter.float())  # there are more digits in it
+        assert torch.equal(found.model[name].to(parameter.dtype), parameter)
+    state = found.optimizers[0][1]["state"]
+    assert {value.dtype for entry in state.values() for value in entry.values()} == {torch.float32}
+
+
+def test_the_file_of_a_true_run_goes_into_a_float32_model(tmp_path: Path) -> None:
+    make(tmp_path, "bf16-true").fit(epochs=1)
+    found = checkpoint.load(tmp_path / LAST)
+    plain = make_step("AdamW").model
+    checkpoint.restore(found, model=plain)
+    assert same(dict(plain.state_dict()), found.model)
+
+
+class Frozen(nn.Module):
+    """A frozen layer and a buffer of numbers: both are stored short, and no float32 stands behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(3, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("factor", torch.full((4,), 1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.trained(x)) * self.factor
+
+
+def test_what_is_frozen_or_a_buffer_widens_where_only_the_model_is_restored(tmp_path: Path) -> None:
+    model, other = Frozen(), Frozen()
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.trained.parameters(), lr=0.1), precision="bf16-true"
+    )
+    checkpoint.save(tmp_path / "a", model=model, optimizers=step.optimizers, masters=step.masters)
+    found = checkpoint.load(tmp_path / "a")
+    assert found.model["frozen.weight"].dtype == found.model["factor"].dtype == torch.bfloat16
+    checkpoint.restore(found, model=other)
+    assert torch.equal(other.factor, model.factor.float())
+    assert torch.equal(other.trained.weight, step.masters.of(model.trained.weight))
+    optimizer = torch.optim.SGD(other.trained.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match=r"factor: bfloat16 \(4,\) there, float32 \(4,\) here"):
+        checkpoint.restore(found, model=other, optimizers=[optimizer])
+
+
+def test_float32_does_not_go_into_a_model_that_is_short_by_itself(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "a", model=nn.Linear(2, 1))
+    with pytest.raises(CheckpointError, match=r"weight: float32 \(1, 2\) there, bfloat16 \(1, 2\) here"):
+        checkpoint.restore(checkpoint.load(tmp_path / "a"), model=nn.Linear(2, 1).bfloat16())
+
+
+# ---- validation
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("float32", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.float32)],
+)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), "whole"])
+def test_validation_computes_as_training_does_and_metrics_as_they_like(
+    loss: Any, precision: str, dtype: torch.dtype
+) -> None:
+    found: list[tuple[torch.dtype, bool]] = []
+
+    def look(outputs: Tensor, targets: Tensor) -> Total:
+        found.append((outputs.dtype, torch.is_autocast_enabled("cpu")))
+        return Total(0.0, 1)
+
+    if loss == "whole":
+        loss = WholeBatch(lambda outputs, targets: nn.functional.cross_entropy(outputs.float(), targets))
+    step = make_step(precision=precision, loss=loss)
+    one = make_trainer(step=step, metrics={"look": look})
+    one.evaluate(make_rows(7, seed=1))
+    assert found
+    assert set(found) == {(dtype, False)}
+
+
+# ---- what was left out
+
+
+def spoiled(values: tuple[Tensor, Tensor], row: int) -> tuple[Tensor, Tensor]:
+    values[0][row] = math.nan
+    return values
+
+
+@pytest.mark.parametrize(("policy", "dropped", "skipped"), [("drop", 3, 0), ("skip", 0, 1)])
+def test_what_is_not_finite_is_counted_and_told(
+    policy: str, dropped: int, skipped: int, tmp_path: Path
+) -> None:
+    step = make_step(non_finite=policy, precision="fp16-mixed")
+    one = make_trainer(tmp_path, step=step, train=spoiled(make_rows(TRAIN), 4), save_every=1)
+    (report,) = one.fit(epochs=1)
+    assert (report.dropped, report.skipped) == (dropped, skipped)
+    assert report.updates == UPDATES - skipped
+    assert math.isfinite(report.loss)
+    assert all(map(math.isfinite, report.validation.values()))
+    text = (tmp_path / "log.txt").read_text()
+    assert (" rows left out" in text, " steps without update" in text) == (bool(dropped), bool(skipped))
+    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in steps if line["event"] == "step"]
+    assert sum(line.get("dropped", 0) for line in steps) == report.dropped
+    assert sum(not line["updated"] for line in steps) == skipped
+    assert all(line["scale"] > 1 for line in steps)
+
+
+def test_counts_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    rows = spoiled(make_rows(TRAIN), 4)
+    make_it = lambda out=None: make_trainer(  # noqa: E731
+        out, step=make_step(non_finite="drop"), train=rows, save_every=1
+    )
+    whole = make_it().fit(epochs=1)
+    first = make_it(tmp_path)
+    for batch in range(UPDATES):
+        first._batch = batch
+        report = first.step(next(first.train.batches(batch_size=BATCH, seed=5, epoch=0, start=batch)))
+        first._loss.add(report)
+        first.updates += report.updated
+    first._batch = UPDATES
+    first.save(tmp_path / LAST)
+    again = make_it(tmp_path)
+    again.resume(tmp_path)
+    (found,) = again.fit(epochs=1)
+    assert found.dropped == whole[0].dropped > 0
+    assert found.loss == whole[0].loss
