@@ -14,11 +14,12 @@ from anybatch.batch import Batch
 from anybatch.door import admit
 from anybatch.errors import TraceError
 from anybatch.execute import execute
+from anybatch.measured import probe
 from anybatch.meter import Meter
 from anybatch.options import PlanReport
 from anybatch.plan import Plan
 from anybatch.recompute import choose
-from anybatch.trace import Trace, probe, trace
+from anybatch.trace import Trace, trace
 from benchmarks.race import quiet_collector
 from benchmarks.zoo import OPTIMIZERS, Entry, Made
 

@@ -55,7 +55,7 @@ QUICK = Settings(
     name="quick",
     effort=Effort(least_blocks=6, most_blocks=6, seconds=600.0, warm_up=1, peers_every=1),
     spare=Effort(least_blocks=2, most_blocks=2, seconds=600.0, warm_up=1, peers_every=1),
-    lessons=Lessons(epochs=1, train_rows=6_400, test_rows=2_000, points=2.0, worst=20.0),
+    lessons=Lessons(epochs=1, train_rows=12_800, test_rows=2_000, points=2.0, worst=20.0),
 )
 
 

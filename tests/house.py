@@ -23,10 +23,10 @@ LAYERS = """
     losses.model_loss losses.resolve losses.additive losses
     gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
-    task run course execute
-    fakes feed trace compose predict solve timing options
+    task conditions before run smaller scaled course execute
+    fakes feed trace update measured compose predict solve timing options
     question survey blame planner contest shapes budget
-    limits planning door noted halfway window step
+    limits planning guard door noted halfway window step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
     probe.trial probe.finding probe.agreement probe.weights probe.given
     probe.denominators probe.padding probe.nature probe.modules

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.errors import NonFinite
-from anybatch.gradients import Gradients, accumulation_dtype, all_finite, hand_over
+from anybatch.gradients import Gradients, NonFinite, accumulation_dtype, all_finite, hand_over
 
 
 def make(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anybatch import budget as budget_module
 from anybatch.batch import TensorBatch
 from anybatch.errors import BudgetError, PlanError
+from anybatch.plan import Plan
 from anybatch.planner import choose
 from anybatch.testing import relative_error
 from tests.budgets import (

@@ -36,16 +36,17 @@ def switches() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(params=[False, True], ids=["as found", "all allowed"])
+@pytest.fixture(params=[False, True], ids=["as found", "the other way"])
 def before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Switches as torch has them, or all turned on by the caller."""
-    found = {name: getattr(MATMUL, name) for name in SHORT_SUMS}
-    if request.param:
-        for name in SHORT_SUMS:
-            setattr(MATMUL, name, True)
+    """Switches as torch has them, or as a caller may have set them."""
+    wanted = [(MATMUL, name, True) for name in SHORT_SUMS]
+    wanted += [(kind, "fp32_precision", "ieee") for kind in (CUDNN.conv, CUDNN.rnn)]
+    found = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+    for holder, name, value in wanted if request.param else ():
+        setattr(holder, name, value)
     yield switches()
-    for name, value in found.items():
-        setattr(MATMUL, name, value)
+    for holder, name, value in found:
+        setattr(holder, name, value)
 
 
 class Looking(nn.Module):

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.batch import TensorBatch
+from anybatch.measured import probe
 from anybatch.remembered import Remembered
-from anybatch.trace import Trace, probe, trace
+from anybatch.trace import Trace, trace
 
 TABLE: dict[str, Any] = {}
 CALLS = 0

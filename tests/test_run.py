@@ -9,7 +9,8 @@ from torch import nn
 
 from anybatch import Plan
 from anybatch.batch import OpenBatch, TensorBatch
-from anybatch.run import Before, Run
+from anybatch.before import Before
+from anybatch.run import Run
 from tests.snapshots import bits
 from tests.test_execute import Scale, X, make_task, total
 
@@ -76,7 +77,7 @@ def test_a_note_is_of_the_micro_batch_at_hand() -> None:
     run.begin(in_window=True)
     between, random = norm.running_mean.clone(), torch.get_rng_state()
     model(torch.randn(4, 2))
-    run.noted.put_back()
+    run.at_hand.noted.put_back()
     assert torch.equal(norm.running_mean, between)
     assert torch.equal(torch.get_rng_state(), random)
     run.undo()

@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
 from anybatch.batch import SampleBatch, TensorBatch
 from anybatch.errors import TraceError
+from anybatch.measured import probe
 from anybatch.meter import Meter
 from anybatch.plan import Plan
 from anybatch.task import Task
-from anybatch.trace import Trace, probe, trace
+from anybatch.trace import Trace, trace
 from tests.snapshots import changes, make_batch, make_step, snapshot
 
 ROWS = 12
@@ -290,19 +291,6 @@ def test_what_cannot_be_traced_is_named_and_measured() -> None:
     assert not changes(before, snapshot(step))
     assert measured.ledger.source == "measured"
     assert {"forward", "loss", "backward", "update"} <= measured.ledger.phases().keys()
-
-
-@pytest.mark.parametrize("micro_batch", [6, 12])
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_a_probe_before_the_first_step_counts_the_state_to_come(name: str, micro_batch: int) -> None:
-    model = mlp()
-    step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS[name](model.parameters()), check=False)
-    plan, batch = Plan(rows=ROWS, micro_batch=micro_batch), TensorBatch(vectors())
-    measured, predicted = probe(plan, task_of(step), batch), trace(plan, task_of(step), batch)
-    state = predicted.ledger.phases()["backward"].bytes[2]
-    assert measured.ledger.phases()["backward"].bytes[2] == state > 0
-    assert measured.ledger.phases()["backward"].total == predicted.ledger.phases()["backward"].total
-    assert not step.optimizers[0].state
 
 
 def test_a_device_that_is_not_there_rounds_sizes_up() -> None:

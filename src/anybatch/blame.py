@@ -9,8 +9,7 @@ from anybatch.errors import BudgetError, TraceError
 from anybatch.ledger import Ledger
 from anybatch.meetings import BatchNorm
 from anybatch.options import Option
-from anybatch.plan import Plan
-from anybatch.precision import Precision
+from anybatch.plan import Plan, Precision
 from anybatch.recompute import find_blocks
 from anybatch.task import Task
 from anybatch.trace import trace

@@ -9,58 +9,32 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batch import Batch, Collate, SampleBatch, TensorBatch
-from anybatch.errors import BatchError, OptimizerError
-from anybatch.events import Listener
-from anybatch.losses.additive import refuse_what_does_not_add_up
+from anybatch.errors import BatchError, OptimizerError, PlanError
+from anybatch.guard import Guard
+from anybatch.losses.resolve import check as check_loss
 from anybatch.losses.resolve import module_of, resolve
 from anybatch.losses.summed import SummedLoss
-from anybatch.masters import Masters
-from anybatch.meetings import batch_norms, refuse
-from anybatch.optimize import owned
-from anybatch.scale import LossScale
-from anybatch.surroundings import Streams
-from anybatch.task import Task
+from anybatch.lower import Working
+from anybatch.meetings import batch_norms
+from anybatch.optimize import check_optimizers, check_schedulers, owned
+from anybatch.task import Listener, Task
 
 
-class Guard:
-    """What must hold before a batch is cut: no meeting that was not allowed, and a loss that adds up.
+def check(
+    model: object, loss: object, optimizer: object, scheduler: object
+) -> tuple[tuple[Optimizer, ...], tuple[LRScheduler, ...]]:
+    """Refuse parts that do not belong together; optimizers and schedulers as tuples.
 
-    Args:
-        batch_norm: what a step does with BatchNorm in training mode; None for nothing.
-        check: whether a loss of the caller's own is looked at before the first update.
-        sparing: whether that look may take no more rows than a micro-batch has, because memory is scarce.
-
-    Attributes:
-        streams: which random streams have to be noted, so that a micro-batch can be undone.
+    Raises:
+        PlanError, LossError, OptimizerError: what is wrong with them.
     """
-
-    def __init__(self, *, batch_norm: str | None, check: bool, sparing: bool = False) -> None:
-        self.batch_norm, self._sparing = batch_norm, sparing
-        self.streams = Streams()
-        self._looks = 3 if check else 0  # some batches tell nothing
-
-    def before_cut(self, task: Task, batch: Batch, micro_batch: int) -> None:
-        """Refuse what would change the result.
-
-        Raises:
-            PlanError: rows meet in the model.
-            LossError: the loss does not add up.
-        """
-        self.refuse_meetings(task)
-        self.check_loss(task, batch, micro_batch)
-
-    def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
-        """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
-        if self._looks:
-            said = refuse_what_does_not_add_up(
-                task.loss, task.model, task.modules, batch, micro_batch, sparing=self._sparing
-            )
-            self._looks = 0 if said else self._looks - 1
-
-    def refuse_meetings(self, task: Task) -> None:
-        """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
-        if self.batch_norm is None:
-            refuse(task.model, task.batch_norms)
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module."
+        )
+    check_loss(loss)
+    optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
+    return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
 
 
 def gather(
@@ -70,8 +44,7 @@ def gather(
     schedulers: Sequence[LRScheduler],
     listeners: Sequence[Listener],
     guard: Guard,
-    masters: Masters,
-    scale: LossScale,
+    working: Working,
 ) -> Task:
     """What a step is carried out on. All is read anew: callers unfreeze layers and change settings.
 
@@ -103,8 +76,8 @@ def gather(
         listeners=listeners,
         before_cut=guard.before_cut,
         streams=guard.streams,
-        masters=masters,
-        scale=scale,
+        masters=working.masters,
+        scale=working.scale,
     )
 
 

@@ -4,13 +4,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from anybatch.batch import Batch
-from anybatch.course import Course, Skipped, Smaller, conditions, halves, out_of_memory, why_not_cut
+from anybatch.conditions import conditions
+from anybatch.course import Course
 from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError
-from anybatch.events import StepReport
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
-from anybatch.gradients import NonFinite
 from anybatch.plan import Plan
-from anybatch.run import Redone, Run
+from anybatch.run import NonFinite, Redone, Run, StepReport, without_update
+from anybatch.scaled import Skipped
+from anybatch.smaller import Smaller, halves, out_of_memory, why_not_cut
 from anybatch.task import Task
 
 
@@ -67,7 +68,7 @@ def _attempt(
         return replace(plan, cut=smaller.sizes)
     except Skipped:
         run.undo()
-        return run.without_update(batch.rows)
+        return without_update(run, batch.rows)
     except Exception as error:
         if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):
             run.undo()

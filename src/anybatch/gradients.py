@@ -76,6 +76,8 @@ class Gradients:
         self._waiting_bytes = 0
         self._unscale = 1.0  # what gradients are multiplied by as they are added
         self._is_finite = True  # all of this micro-batch, so far
+        # Where all of them are looked at together, they are so after backward: no hook has to take each.
+        self._is_gathered = bucket is not None and sum(p.nbytes for p in parameters) <= bucket
         many = compensated or len(banks) > 1 or bucket is not None
         own = [p for p in parameters if many or accumulation_dtype(p.dtype, dtype) != p.dtype]
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
@@ -89,7 +91,8 @@ class Gradients:
         self.begin()
         # Held weakly, so that sums which nobody holds any more are freed, and their hooks with them.
         take = weakref.WeakMethod(self._take)
-        hooks = [p.register_post_accumulate_grad_hook(partial(_call, take)) for p in own]
+        hooked = [] if self._is_gathered else own
+        hooks = [p.register_post_accumulate_grad_hook(partial(_call, take)) for p in hooked]
         self._take_hooks_off = weakref.finalize(self, _remove, hooks) if hooks else lambda: None
 
     def begin(self) -> None:
@@ -125,7 +128,7 @@ class Gradients:
         """
         self._unscale, self._is_finite = unscale, True
         self._backward(sums, cotangents, again=again)
-        self._close_micro_batch()
+        self._close_micro_batch(sums)
 
     def add_each(self, sums: Mapping[str, Tensor], *, again: bool = False, unscale: float = 1.0) -> None:
         """One backward pass per term, each into its own bank, to be divided at the end.
@@ -141,14 +144,14 @@ class Gradients:
             self._at = name
             cotangents = None if unscale == 1.0 else [torch.full_like(value, 1 / unscale)]
             self._backward([value], cotangents, again=again, retain_graph=index < last)
-        self._close_micro_batch()
+        self._close_micro_batch(list(sums.values()))
 
-    def _close_micro_batch(self) -> None:
+    def _close_micro_batch(self, sums: Sequence[Tensor]) -> None:
         if self._awaited:
-            self._part()
+            self._awaited = _parted(self._awaited)
         if self._bucket is None:
             return
-        self._add_waiting()
+        self._add_waiting(sums)
         if not self._is_finite:
             raise NonFinite("gradient")
 
@@ -200,29 +203,22 @@ class Gradients:
             raise
         finally:
             self._in_backward = False
+        if self._is_gathered:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Take the finished gradients of all parameters."""
+        for parameter in self._dtypes:
+            gradient = parameter.grad
+            if gradient is not None:
+                parameter.grad = None
+                self._waiting.append((self._at, parameter, gradient))
 
     def _missing(self) -> list[nn.Parameter]:
         """The parameters that have not accepted this micro-batch into the current bank."""
         before = zip(self._in_place, *self._before, strict=True)
         done = {p for p, gradient, version in before if not is_marked([p], ([gradient], [version]))}
         return [p for p in self._parameters if p not in done and p not in self._taken[self._at]]
-
-    def _part(self) -> None:
-        """Give each new `.grad` memory of its own, before anything is added to it in place.
-
-        Where the gradients of two parameters are views of one tensor, as with `a.view(-1) + b.view(-1)`,
-        autograd lets both `.grad` share its memory, and what comes next would be added to both, twice.
-        """
-        taken: set[int] = set()
-        for parameter in self._awaited:
-            gradient = parameter.grad
-            if gradient is None or gradient.is_sparse:
-                continue
-            memory = gradient.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-            if memory in taken:
-                parameter.grad = gradient.clone()
-            taken.add(memory)
-        self._awaited = [p for p in self._awaited if p.grad is None]
 
     def _take(self, parameter: Tensor) -> None:
         """Move a finished gradient into the current bank and free it."""
@@ -240,20 +236,34 @@ class Gradients:
         if self._waiting_bytes >= self._bucket:
             self._add_waiting()
 
-    def _add_waiting(self) -> None:
-        """Add what is finite as a whole; else nothing of it, so that all of it is missing."""
+    def _add_waiting(self, sums: Sequence[Tensor] = ()) -> None:
+        """Add what is finite as a whole; else nothing of it, so that all of it is missing.
+
+        Args:
+            sums: what they are the gradients of, looked at with them.
+        """
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not all_finite([gradient for *_, gradient in waiting]):
+        if not all_finite([*[gradient for *_, gradient in waiting], *sums]):
             self._is_finite = False
             return
+        together: dict[str, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
         while waiting:  # each is let go as it is added
-            self._add(*waiting.pop(0))
+            name, parameter, gradient = waiting.pop()
+            total = self._banks[name].get(parameter)
+            if total is None or self._compensated or not _are_alike(total, gradient):
+                self._add(name, parameter, gradient)
+            else:
+                together.setdefault(name, []).append((parameter, total, gradient))
+        for name, alike in together.items():  # in place, and so without anything that could run out
+            parameters, totals, gradients = zip(*alike, strict=True)
+            torch._foreach_add_(totals, gradients, alpha=self._unscale)  # pyright: ignore
+            self._taken[name].update(parameters)
 
     def _add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         bank, dtype, unscale = self._banks[name], self._dtypes[parameter], self._unscale
         total = bank.get(parameter)
         if total is None:
-            total = gradient.to(dtype, copy=True)  # it may share memory, see `_part`
+            total = gradient.to(dtype, copy=True)  # it may share memory, see `_parted`
             bank[parameter] = total if unscale == 1.0 else total.mul_(unscale)
         elif self._compensated and not gradient.is_sparse:
             value = gradient.to(dtype)
@@ -272,6 +282,28 @@ class Gradients:
         return new_total
 
 
+def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Give each new `.grad` memory of its own, before anything is added to it in place; who still has none.
+
+    Where the gradients of two parameters are views of one tensor, as with `a.view(-1) + b.view(-1)`,
+    autograd lets both `.grad` share its memory, and what comes next would be added to both, twice.
+    """
+    taken: set[int] = set()
+    for parameter in awaited:
+        gradient = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            continue
+        memory = gradient.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+        if memory in taken:
+            parameter.grad = gradient.clone()
+        taken.add(memory)
+    return [p for p in awaited if p.grad is None]
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and not (one.is_sparse or other.is_sparse)
+
+
 def all_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether every number is finite: one pass, and one stop of each device however many tensors there are.
 
@@ -282,8 +314,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
-        values = torch.view_as_real(values) if values.is_complex() else values
-        kinds.setdefault((values.device, values.dtype), []).append(values.detach())
+        if values.is_complex() or values.requires_grad:
+            values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
+        kinds.setdefault((values.device, values.dtype), []).append(values)
     found: dict[torch.device, Tensor] = {}
     for (device, _), alike in kinds.items():
         flag = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))

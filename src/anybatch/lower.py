@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -13,8 +14,35 @@ from anybatch.errors import PlanError
 from anybatch.integrations.torchao import refuse_without_float8, with_float8_linear
 from anybatch.masters import Masters
 from anybatch.meetings import BatchNorm
-from anybatch.precision import Precision
+from anybatch.precision import Precision, find
+from anybatch.scale import LossScale
 from anybatch.total import SHORT_DTYPES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Working:
+    """A precision at work on a model.
+
+    Attributes:
+        precision: what was asked for.
+        masters: the float32 weights of parameters that are stored short.
+        scale: the loss scale.
+    """
+
+    precision: Precision
+    masters: Masters
+    scale: LossScale
+
+
+def at_work(model: nn.Module, precision: str | Precision, trained: Iterable[nn.Parameter]) -> Working:
+    """A precision by name, with the model brought into it; see `lower`.
+
+    Example:
+        >>> at_work(nn.Linear(2, 1), "fp16-mixed", []).scale.value
+        65536.0
+    """
+    chosen = find(precision)
+    return Working(precision=chosen, masters=lower(model, chosen, trained), scale=LossScale(chosen))
 
 
 def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter]) -> Masters:

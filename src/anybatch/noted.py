@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch import rng
-from anybatch.run import Before
+from anybatch.before import Before
 from anybatch.surroundings import Stream, held, of_process
 from anybatch.task import Task
 

@@ -82,7 +82,7 @@ class _Search:
             found = self._composed_options() if self._survey.is_composed else []
         if not self._survey.is_composed:
             found = self._traced_options()
-        return self._ordered(found)
+        return _ordered(found, self._question.device.kind)
 
     def _composed_options(self) -> list[Option]:
         found: list[Option] = []
@@ -209,19 +209,7 @@ class _Search:
             measured.get(one.plan) or replace(one, seconds=ratios[len(ratios) // 2] * one.seconds)
             for one in options
         ]
-        return self._ordered(scaled)
-
-    def _ordered(self, options: list[Option]) -> list[Option]:
-        """Fastest first. On the host, of those that no estimate can tell apart, the smallest first.
-
-        There more rows at a time save little, and what is too large for the allocator to keep comes in fresh
-        pages each time: GPT-2 small with 8 x 512 tokens takes 1.6 times as long at once as row by row.
-        """
-        found = sorted(options, key=lambda option: (option.seconds, -option.plan.micro_batch))
-        if self._question.device.kind != "cpu" or not found or found[0].measured:
-            return found
-        even = [one for one in found if not one.measured and one.seconds <= GOOD * found[0].seconds]
-        return sorted(even, key=lambda option: option.peak) + [one for one in found if one not in even]
+        return _ordered(scaled, self._question.device.kind)
 
     def _rivals(self, best: Option, others: Sequence[Option]) -> list[Plan]:
         """Plans of other sizes that may be as fast; each is made sure of."""
@@ -244,6 +232,19 @@ class _Search:
             rivals=(best.plan, *self._rivals(best, others)),
             notes=tuple(self._survey.notes),
         )
+
+
+def _ordered(options: list[Option], kind: str) -> list[Option]:
+    """Fastest first. On the host, of those that no estimate can tell apart, the smallest first.
+
+    There more rows at a time save little, and what is too large for the allocator to keep comes in fresh
+    pages each time: GPT-2 small with 8 x 512 tokens takes 1.6 times as long at once as row by row.
+    """
+    found = sorted(options, key=lambda option: (option.seconds, -option.plan.micro_batch))
+    if kind != "cpu" or not found or found[0].measured:
+        return found
+    even = [one for one in found if not one.measured and one.seconds <= GOOD * found[0].seconds]
+    return sorted(even, key=lambda option: option.peak) + [one for one in found if one not in even]
 
 
 def _spread(options: Sequence[Option], count: int) -> list[Option]:

@@ -16,8 +16,7 @@ from anybatch.budget import Budget, answer, enforced
 from anybatch.errors import BudgetError, PlanError
 from anybatch.limits import Limits
 from anybatch.options import PlanReport
-from anybatch.plan import Plan, check_micro_batch
-from anybatch.precision import Precision
+from anybatch.plan import Plan, Precision, check_micro_batch
 from anybatch.question import Question
 from anybatch.recompute import choose as choose_blocks
 from anybatch.recompute import find_blocks

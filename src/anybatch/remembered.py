@@ -35,8 +35,8 @@ class Remembered:
 
     Attributes and slots of objects, lists, dicts, sets, closures, defaults, globals that the code names and
     random generators of one's own; small arrays; gradients of all tensors. Values of tensors only if it is
-    said. Only what has changed is written to. What a function cached meanwhile (`functools.lru_cache`) is dropped, with
-    all that it had cached before.
+    said. Only what has changed is written to. What a function cached meanwhile (`functools.lru_cache`) is
+    dropped, with all that it had cached before.
 
     Args:
         roots: models, losses, functions, optimizers.

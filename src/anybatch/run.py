@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch import optimize
 from anybatch.batch import Batch, OpenBatch
+from anybatch.before import AtHand, Before
 from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.events import StepReport
 from anybatch.gradients import Gradients, NonFinite, all_finite, is_marked, mark
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.plan import Plan
-from anybatch.surroundings import Stream, Surroundings, Untouched
 from anybatch.task import Task
 from anybatch.total import Number
 
@@ -43,21 +43,6 @@ def too_large(redone: Sequence[Redone]) -> int:
     return min((one.rows for one in redone if one.may_be_cut), default=0)
 
 
-class Before(Surroundings):
-    """What a failed step puts back: its surroundings, and the gradients found there."""
-
-    def __init__(self, task: Task, *, streams: Sequence[Stream] = ()) -> None:
-        super().__init__(task.modules, streams=streams, tensors=task.streams.written)
-        self._gradients = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
-
-    def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
-        """Put the gradients back that were there, of all parameters or only of these."""
-        chosen = None if only is None else set(only)
-        for parameter, gradient in self._gradients:
-            if chosen is None or parameter in chosen:
-                parameter.grad = gradient
-
-
 class Run:
     """One pass of the fold: add micro-batches, update, clear. Any failure can be undone until the update.
 
@@ -70,7 +55,7 @@ class Run:
 
     Attributes:
         before: what an undo puts back.
-        noted: what surrounded the beginning of the micro-batch at hand.
+        at_hand: the micro-batch at hand, and what it may change.
         gradients: the sums, and which parameters have accepted the micro-batch at hand.
         rows: rows of each micro-batch that is in the sums.
         redone: each micro-batch that was undone because memory ran out.
@@ -84,7 +69,7 @@ class Run:
         self.is_guarded = is_guarded or plan.is_guarded
         self._kinds = task.kinds if plan.precision.is_mixed else ()
         self.before = Before(task, streams=task.streams.to_note(draws=batch.draws))
-        self.noted: Surroundings | Untouched = self.before
+        self.at_hand = AtHand(task, self.before)
         for parameter in (*task.parameters, *task.others):
             parameter.grad = None
         self._sums: list[Mapping[str, Number]] = []  # without graph, one entry per micro-batch
@@ -92,7 +77,6 @@ class Run:
         self.rows: list[int] = []
         self.redone: list[Redone] = []
         self.rescaled = self.dropped = 0
-        self._versions: dict[nn.Parameter, int] = {}
         self._flowed = False  # whether any term carried a gradient
         self.gradients = _NONE  # until the first forward
         self.is_updated = False
@@ -104,25 +88,8 @@ class Run:
             draws: whether it is made by drawing random numbers, as a `collate` may.
             in_window: whether it could not begin again with the step, so that nothing is left to chance.
         """
-        streams = self._task.streams
         self.gradients.begin()
-        self.noted = Untouched()  # lets the copies go that were made before the last one
-        if streams.is_looking:
-            self._versions = {p: _version(p) for p in (*self._task.parameters, *self._task.others)}
-        self._is_torchs_noted = draws or in_window or streams.are_torchs_noted
-        self.noted = self.before.renewed(
-            streams=streams.to_note(draws=draws), torchs=self._is_torchs_noted, tensors=streams.written
-        )
-
-    def written(self) -> list[nn.Parameter]:
-        """Parameters that the micro-batch at hand has written to and that were not noted, as far as seen."""
-        known = set(self._task.streams.written)
-        return [p for p, version in self._versions.items() if p not in known and _version(p) != version]
-
-    @property
-    def is_random_known(self) -> bool:
-        """Whether torch's stream can be put back: it was noted, or still stands where the step began."""
-        return self._is_torchs_noted or isinstance(self.noted, Untouched) or not self.before.is_moved()
+        self.at_hand.begin(draws=draws, in_window=in_window)
 
     def add(self, micro: Any, loss: Loss, rows: int, *, again: bool = False) -> None:
         """Forward, backward, accumulate.
@@ -145,14 +112,20 @@ class Run:
         sums = terms.sums
         weights = {} if loss.counted and self._divisors is not None else terms.weigh()
         del terms  # and with it the model's outputs, as far as backward does not need them
-        if self.is_guarded and not all_finite(list(sums.values())):
-            raise NonFinite("loss")
-        self._backward(sums, again=again)
+        try:
+            self._backward(sums, again=again)
+        except NonFinite:  # of those that flow back it was looked at, too
+            raise NonFinite("gradient" if all_finite(list(sums.values())) else "loss") from None
         kept = [{name: _kept(value) for name, value in values.items()} for values in (sums, weights)]
         self._sums.append(kept[0])  # nothing fails from here on
         if weights:
             self._weights.append(kept[1])
         self.rows.append(rows)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale at hand."""
+        return self._task.scale.value
 
     def leave_out(self, rows: int) -> None:
         """Go on without the micro-batch at hand: neither its rows nor their weight count."""
@@ -199,25 +172,6 @@ class Run:
             dropped=self.dropped,
             scale=self._task.scale.value,
             too_large=too_large(self.redone),
-        )
-
-    def without_update(self, rows: int) -> StepReport:
-        """The report of a step that was skipped.
-
-        Args:
-            rows: that it would have had.
-        """
-        return StepReport(
-            loss=math.nan,
-            terms={},
-            weights={},
-            rows=rows,
-            micro_batches=len(self.rows),
-            grad_norm=math.nan,
-            updated=False,
-            cut=tuple(self.rows),
-            redone=len(self.redone) + self.rescaled,
-            scale=self._task.scale.value,
         )
 
     def clear(self) -> None:
@@ -273,6 +227,8 @@ class Run:
         flowing = {
             name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]
         }
+        if self.is_guarded and len(flowing) < len(sums) and not all_finite(list(sums.values())):
+            raise NonFinite("loss")
         if not flowing:  # nothing but masked rows
             return
         self._flowed = True
@@ -291,6 +247,8 @@ class Run:
 
     def _whole_weights(self) -> dict[str, float]:
         """The weight of each term over all micro-batches; promised and added-up weights must agree."""
+        if not self._sums:  # all was left out
+            return {}
         known = {} if self._divisors is None else _to_host(self._divisors)
         _check_weights(known, "the whole batch")
         if not self._weights:  # the loss has counted the whole batch already
@@ -340,6 +298,27 @@ class Run:
 _NONE = Gradients([], dtype=None, compensated=False, banks=[""])
 
 
+def without_update(run: Run, rows: int) -> StepReport:
+    """The report of a step that was skipped.
+
+    Args:
+        run: as far as it got.
+        rows: that it would have had.
+    """
+    return StepReport(
+        loss=math.nan,
+        terms={},
+        weights={},
+        rows=rows,
+        micro_batches=len(run.rows),
+        grad_norm=math.nan,
+        updated=False,
+        cut=tuple(run.rows),
+        redone=len(run.redone) + run.rescaled,
+        scale=run.scale,
+    )
+
+
 def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
     """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
     if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
@@ -348,10 +327,6 @@ def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
         return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
     divisor = divisor.to(like.device, like.dtype)
     return torch.where(divisor == 0, 0, coefficient / divisor)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _kept(value: Number) -> Number:

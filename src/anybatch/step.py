@@ -10,20 +10,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batch import Collate
-from anybatch.door import Guard, admit, gather
-from anybatch.errors import BlockError, OutOfMemoryError, PlanError, WindowError
-from anybatch.events import Listener, StepReport
-from anybatch.execute import execute
-from anybatch.losses.resolve import check as check_loss
+from anybatch.door import Guard, Listener, Task, admit, gather, owned
+from anybatch.door import check as check_parts
+from anybatch.errors import BlockError, OutOfMemoryError, WindowError
+from anybatch.execute import StepReport, execute
 from anybatch.losses.resolve import module_of, resolve
-from anybatch.lower import lower
-from anybatch.optimize import check_optimizers, check_schedulers, owned
+from anybatch.lower import Precision, at_work
+from anybatch.lower import find as find_precision
 from anybatch.plan import Plan
 from anybatch.planning import Planning, PlanReport
-from anybatch.precision import Precision
-from anybatch.precision import find as find_precision
-from anybatch.scale import LossScale
-from anybatch.task import Task
 from anybatch.window import Window
 
 
@@ -63,8 +58,7 @@ class Step:
             takes the statistics of each micro-batch, so the result depends on the cut; "frozen" takes the
             running statistics and leaves them as they are, cut or not.
         precision: "float32" for everything as it is, "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true",
-            "tf32", or an `ab.Precision`. The true ones change the model: its weights are stored short, and
-            the float32 weights behind them are what the optimizer updates.
+            "tf32", or an `ab.Precision`. The true ones store the model's weights short, from now on.
         non_finite: what becomes of a micro-batch whose loss or gradient is not finite: "raise" stops and
             names its rows, "drop" leaves its rows and their weight out, "skip" makes no update.
         check: before the first update of a batch that is cut, compare a few rows at once with the same rows
@@ -75,8 +69,7 @@ class Step:
         planning: what was decided about batches so far, and what memory has taught.
         guard: what must hold before a batch is cut.
         open_window: the window that is not yet over, or None.
-        masters: the float32 weights of parameters that are stored short.
-        scale: the loss scale.
+        working: the precision, the float32 weights behind short ones (also `masters`) and the loss `scale`.
         limits: what memory has taught about the size of micro-batches (`anybatch.limits`).
 
     Raises:
@@ -111,18 +104,9 @@ class Step:
         check: bool = True,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise PlanError(
-                f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. "
-                "Wrap it in a module."
-            )
-        check_loss(loss)
-        self.model = model
-        self.loss = loss
-        self.optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
-        self.schedulers = check_schedulers(() if scheduler is None else scheduler, self.optimizers)
-        self.precision = find_precision(precision)
-        self.scale = LossScale(self.precision)
+        self.model, self.loss = model, loss
+        self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
+        chosen = find_precision(precision)
         self.planning = Planning(
             model,
             micro_batch=micro_batch,
@@ -132,22 +116,21 @@ class Step:
             accumulate=accumulate,
             compensated=compensated,
             batch_norm=batch_norm,
-            precision=self.precision,
+            precision=chosen,
             non_finite=non_finite,
         )
         self.guard = Guard(batch_norm=batch_norm, check=check, sparing=memory is not None)
         self.collate = collate
         self.listeners = tuple(listeners)
         self.open_window: Window | None = None
-        # Last: whatever is refused leaves the model as it is.
-        self.masters = lower(model, self.precision, owned(self.optimizers))
+        self.working = at_work(model, chosen, owned(self.optimizers))  # last: a refusal changes nothing
+        self.precision, self.masters, self.scale = chosen, self.working.masters, self.working.scale
 
     def __call__(self, batch: Any) -> StepReport:
         """One forward and backward per micro-batch, one update.
 
-        If anything fails before the update, model, buffers, gradients, optimizer and random state are as they
-        were. What fails after it (a scheduler past its end, a listener) leaves the update made; what fails
-        inside an optimizer's own `step()` cannot be undone.
+        If anything fails before the update, all is as it was. What fails after it (a scheduler past its end, a
+        listener) leaves the update made; what fails inside an optimizer's `step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
@@ -280,8 +263,7 @@ class Step:
             self.schedulers,
             self.listeners,
             self.guard,
-            self.masters,
-            self.scale,
+            self.working,
         )
 
     def _refuse_open_window(self) -> None:

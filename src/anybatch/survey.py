@@ -9,12 +9,13 @@ from torch import nn
 from anybatch.compose import KEEP, Mix
 from anybatch.errors import TraceError
 from anybatch.feed import is_one_pass
+from anybatch.measured import probe
 from anybatch.plan import Plan
 from anybatch.predict import Family, Recorded
 from anybatch.question import Question
 from anybatch.task import Task
 from anybatch.timing import repeated
-from anybatch.trace import Trace, probe, trace
+from anybatch.trace import Trace, trace
 
 LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row may be a case of its own
 

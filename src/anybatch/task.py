@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batch import Batch
-from anybatch.events import Listener
+from anybatch.events import Event, Listener
 from anybatch.losses.loss import Loss
 from anybatch.masters import Masters
 from anybatch.meetings import BatchNorm
@@ -55,6 +55,11 @@ class Task:
     streams: Streams = field(default_factory=Streams)
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
+
+    def tell(self, event: Event) -> None:
+        """Let the listeners know."""
+        for listener in self.listeners:
+            listener(event)
 
     @property
     def kinds(self) -> set[str]:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from anybatch import rng, tree
 from anybatch.batch import Batch, SampleBatch, TensorBatch
+from anybatch.before import Before
 from anybatch.execute import execute
 from anybatch.plan import Plan
 from anybatch.remembered import Remembered
-from anybatch.run import Before
 from anybatch.task import Task
 
 ROUNDS = 5

@@ -1,7 +1,6 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,15 +14,12 @@ from anybatch import optimize
 from anybatch.batch import Batch, SampleBatch
 from anybatch.execute import execute
 from anybatch.fakes import FakeMode, Fakes, drop_left_fakes, stand_ins, undisturbed
-from anybatch.feed import fake_batch, leaves_of, rows_kept, run_sizes
-from anybatch.gradients import accumulation_dtype
-from anybatch.ledger import Ledger
+from anybatch.feed import fake_batch, run_sizes
 from anybatch.meter import Meter
 from anybatch.plan import Plan
-from anybatch.recording import Mark, Recording, continued, joined
+from anybatch.recording import Ledger, Mark, Recording, continued
 from anybatch.surroundings import Streams
 from anybatch.task import Task
-from anybatch.tree import tensors_in
 
 _LATE = 1000.0  # steps
 CUDA_GRANULE = 512  # bytes that CUDA's caching allocator rounds every size up to
@@ -107,12 +103,12 @@ def trace(
         >>> traced.ledger.at_peak["parameters"], traced.ledger.at_peak["input"]
         (32, 200000)
     """
-    target = _device(task, device)
+    target = device_of(task, device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     with (
         _disable_current_modes(),  # whoever measures real tensors has nothing to see here
-        undisturbed([*task.parameters, *task.others], roots=_roots(task, batch)) as noted,
+        undisturbed([*task.parameters, *task.others], roots=roots_of(task, batch)) as noted,
     ):
         modules = list(dict.fromkeys((*task.modules, *noted.modules)))
         run = partial(_run, reduced, plan.rows, task, batch, target, modules)
@@ -146,7 +142,7 @@ def _run(
     """What was seen, who got no gradient, and whether state was made for any of those."""
     mode = FakeMode()
     with stand_ins(mode, modules, task.optimizers) as fakes:
-        fake = _faked(task, fakes)
+        fake = faked(task, fakes)
         own = [(parameter, fakes.of(parameter)) for parameter in task.parameters]
         everyone = [(parameter, fakes.of(parameter)) for parameter in (*task.parameters, *task.others)]
         lacks = {fakes.of(parameter) for parameter in idle}
@@ -155,12 +151,12 @@ def _run(
         with mode.explained(), mode:
             logical, leaves = fake_batch(batch, rows, plan.rows, task.loss)
             _set_foreach(task, target)
-            made = _make_state(fake, lacks)
-            _advance(fake)
+            made = make_state(fake, lacks)
+            advance(fake)
             meter = Meter(
                 task.model,
                 task.optimizers,
-                loss_module=_loss_module(task),
+                loss_module=loss_module_of(task),
                 batch_leaves=leaves,
                 state=fake.masters.tensors,
                 host_apart=target.type != "cpu",
@@ -182,147 +178,29 @@ def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwar
     updated.update(p for p in optimize.owned([optimizer]) if p.grad is not None)
 
 
-def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
-    """Measure a step that cannot be traced: really run, on the device of the model, and taken back.
-
-    Forward, loss and backward are real, of two micro-batches at most, so take a plan of small ones; the
-    update is run on fake tensors, as no update can be undone. Everything is as before afterwards.
-
-    Args:
-        plan: what is carried out.
-        task: what it is carried out on.
-        batch: real rows, of which the first ones are taken.
-        idle: as for `trace`.
-
-    Raises:
-        AnybatchError: whatever such a step raises.
-
-    Example:
-        >>> from anybatch import Step
-        >>> model = nn.Linear(3, 2)
-        >>> step = Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
-        >>> from anybatch.batch import TensorBatch
-        >>> batch = TensorBatch((torch.zeros(4, 3), torch.zeros(4, 2)))
-        >>> measured = probe(Plan(rows=4, micro_batch=2), step._task(), batch)
-        >>> measured.source, measured.peak == trace(Plan(rows=4, micro_batch=2), step._task(), batch).peak
-        ('measured', True)
-    """
-    rows = min(plan.rows, 2 * plan.micro_batch, batch.rows)
-    small = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
-    head = batch if rows == batch.rows else batch.head(rows)
-    update, state, made = _trace_update(plan, task, idle, leaves_of(head))
-    known = [one for optimizer in task.optimizers for one in tensors_in(list(optimizer.state.values()))]
-    parameters, watcher = [*task.parameters, *task.others], _Watcher(task.parameters)
-    with (
-        rows_kept(head),
-        _weights_kept(parameters),
-        undisturbed(parameters, task.modules, roots=_roots(task, batch), is_real=True),
-    ):
-        meter = Meter(
-            task.model,
-            task.optimizers,
-            loss_module=_loss_module(task),
-            batch_leaves=leaves_of(head),
-            state=(*task.masters.tensors, *(() if known else state)),
-        )
-        streams = Streams()
-        streams.begin(task.modules)
-        quiet = replace(task, optimizers=(watcher,), schedulers=(), listeners=(), streams=streams)
-        quiet = replace(quiet, scale=task.scale.copy())
-        with meter:
-            execute(small, quiet, head)
-        task.streams.write(streams.written)
-    if watcher.idle & made:
-        return probe(plan, task, batch, idle=watcher.idle)
-    device = _device(task, None)
-    return Trace(
-        plan=plan,
-        recording=joined(meter.recording, update, "update"),
-        device=str(device),
-        source="measured",
-        granule=CUDA_GRANULE if device.type == "cuda" else 1,
-        micro_batches=small.micro_batches,
-        idle=watcher.idle,
-    )
-
-
-@contextmanager
-def _weights_kept(parameters: Iterable[nn.Parameter]) -> Generator[None]:
-    """Afterwards parameters hold what they did, though a forward has written to them."""
-    copies = [(parameter, parameter.detach().clone()) for parameter in parameters]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in copies:
-                if not torch.equal(parameter, value):
-                    parameter.copy_(value)
-
-
-class _Watcher(Optimizer):
-    """Updates nothing, but sees which parameters got no gradient."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.idle: frozenset[nn.Parameter] = frozenset()
-        super().__init__(list(parameters), {})
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
-        """Look, and leave all as it is."""
-        self.idle = frozenset(p for p in optimize.owned([self]) if p.grad is None)
-
-
-def _trace_update(
-    plan: Plan, task: Task, idle: Set[nn.Parameter], rows: Iterable[Tensor]
-) -> tuple[Recording, list[Tensor], frozenset[nn.Parameter]]:
-    """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
-    mode = FakeMode()
-    with (
-        undisturbed([*task.parameters, *task.others]),
-        stand_ins(mode, task.modules, task.optimizers) as fakes,
-    ):
-        fake = _faked(task, fakes)
-        lacks = {fakes.of(parameter) for parameter in idle}
-        with mode:
-            made = _make_state(fake, lacks)
-            _advance(fake)
-            gradients = {
-                p: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype, plan.accumulation_dtype))
-                for p in fake.parameters
-                if p not in lacks
-            }
-            for parameter, gradient in gradients.items():
-                if gradient.dtype == parameter.dtype:
-                    parameter.grad = gradient
-            meter = Meter(
-                task.model,
-                task.optimizers,
-                loss_module=_loss_module(task),
-                batch_leaves=[fakes.of(leaf.detach()) for leaf in rows],
-                state=fake.masters.tensors,
-                held=list(gradients.values()),
-            )
-            with meter:
-                optimize.clip(gradients, plan.clip_norm)
-                with fake.masters.raised(gradients):
-                    optimize.update(gradients, task.optimizers)
-            state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
-        found = frozenset(p for p in task.parameters if fakes.of(p) in made)
-    return meter.recording, state, found
-
-
-def _roots(task: Task, batch: Batch) -> list[object]:
+def roots_of(task: Task, batch: Batch) -> list[object]:
     """All from where a step may reach something."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     return [task.model, task.loss, *task.modules, *task.optimizers, *collate]
 
 
-def _device(task: Task, device: torch.device | str | None) -> torch.device:
+def device_of(task: Task, device: torch.device | str | None) -> torch.device:
+    """The device asked for; the model's where none is."""
     if device is not None:
         return torch.device(device)
     return next((one for one in task.devices if one.type != "meta"), torch.device("cpu"))
 
 
-def _faked(task: Task, fakes: Fakes) -> Task:
+def quiet(task: Task) -> Task:
+    """The same task, for steps that do not count: nobody listens, and what it learns it keeps for itself."""
+    streams = Streams()
+    streams.begin(task.modules)
+    return replace(task, schedulers=(), listeners=(), streams=streams, scale=task.scale.copy())
+
+
+def faked(task: Task, fakes: Fakes) -> Task:
+    """The same task on fake tensors; nobody listens to it."""
+
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
 
@@ -335,15 +213,12 @@ def _faked(task: Task, fakes: Fakes) -> Task:
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),
         others=of(task.others),
-        schedulers=(),
-        listeners=(),
-        streams=streams,
         masters=task.masters.stand_in(fakes.of),
-        scale=task.scale.copy(),
     )
 
 
-def _loss_module(task: Task) -> nn.Module:
+def loss_module_of(task: Task) -> nn.Module:
+    """The modules of the loss that the model does not hold."""
     own = set(task.model.modules())
     return nn.ModuleList([module for module in task.modules if module not in own])
 
@@ -356,7 +231,7 @@ def _set_foreach(task: Task, device: torch.device) -> None:
                 group["foreach"] = True
 
 
-def _advance(task: Task) -> None:
+def advance(task: Task) -> None:
     """Let optimizers have made many steps: some, such as RAdam, take less memory in their first ones."""
     for optimizer in task.optimizers:
         for slots in optimizer.state.values():
@@ -365,7 +240,7 @@ def _advance(task: Task) -> None:
                 slots["step"] = torch.tensor(_LATE, dtype=step.dtype, device=step.device)
 
 
-def _make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
+def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
     """What the first update of each optimizer makes, if it was not made yet; for whom it was made."""
     made: set[Tensor] = set()
     for optimizer in task.optimizers:

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 from anybatch import halfway
 from anybatch.batch import Batch, Collate, OpenBatch
-from anybatch.course import Course, Skipped
-from anybatch.door import Guard, admit
+from anybatch.course import Course
+from anybatch.door import admit
 from anybatch.errors import NonFiniteLossError, WindowError
-from anybatch.events import StepReport
-from anybatch.gradients import NonFinite
+from anybatch.guard import Guard
 from anybatch.planning import Planning
-from anybatch.run import Run, too_large
+from anybatch.run import NonFinite, Run, StepReport, too_large, without_update
+from anybatch.scaled import Skipped
 from anybatch.task import Task
 
 
@@ -82,7 +82,7 @@ class Window:
         if self.rows:
             self._step.guard.refuse_meetings(self._task)
         self._step.guard.check_loss(self._task, batch, batch.rows)
-        done, noted = len(self._run.rows), self._run.noted
+        done, noted = len(self._run.rows), self._run.at_hand.noted
         try:
             if not self._is_skipped:
                 with self._precision.arithmetic():
@@ -103,12 +103,12 @@ class Window:
             noted: what was noted last before it.
         """
         run = self._run
-        if run.noted is noted:  # it had not begun
+        if run.at_hand.noted is noted:  # it had not begun
             return
         if run.gradients.holds_part or len(run.rows) > done:
             self.discard()
         else:
-            run.noted.put_back()
+            run.at_hand.noted.put_back()
 
     def _go(self, batch: Batch) -> None:
         """All rows of a micro-batch at once; where memory runs out, in parts."""
@@ -192,7 +192,7 @@ class Window:
     def _update(self) -> StepReport:
         if self._is_skipped:
             self._run.undo()
-            return self._run.without_update(self.rows)
+            return without_update(self._run, self.rows)
         try:
             with self._precision.arithmetic():
                 return self._run.update()

@@ -160,6 +160,7 @@ def test_skip_leaves_everything_as_it_was(precision: str, windowed: bool, place:
     before = snapshot(step)
     report = take(step, batch, windowed=windowed)
     assert (report.updated, report.rows, report.dropped) == (False, ROWS, 0)
+    assert step.model.ran == [SIZE] * (8 + PLACES[place] + 1)  # nothing runs in vain
     assert changes(before, snapshot(step)) == []
     for one in (step, twin):
         one.model.spoil = 1.0

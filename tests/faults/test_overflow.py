@@ -230,8 +230,8 @@ def places(step: Step, batch: Any, windowed: bool) -> int:
 @pytest.mark.parametrize(
     ("owner", "bucket"), [("_take", 1), ("_close_micro_batch", math.inf)], ids=["in backward", "after it"]
 )
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["dropout", "several terms", "compensated"])
+@pytest.mark.parametrize("precision", ["mixed", "mixed, fixed", "true, fixed"])
+@pytest.mark.parametrize("name", ["dropout", "several terms"])
 def test_memory_runs_out_while_gradients_are_looked_at_and_added(
     name: str, precision: str, owner: str, bucket: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,8 +284,9 @@ class Slope(nn.Module):
         return x * self.slope
 
 
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
 @pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
-def test_a_sum_that_overflows_makes_no_update(policy: str) -> None:
+def test_a_sum_that_overflows_makes_no_update(policy: str, windowed: bool) -> None:
     """Four gradients of 1e38, each of which float32 can hold."""
     model = Slope()
     step = Step(
@@ -295,13 +296,14 @@ def test_a_sum_that_overflows_makes_no_update(policy: str) -> None:
         micro_batch=1,
         non_finite=policy,
     )
+    torch.manual_seed(3)
     before = snapshot(step)
     batch = torch.full((4, 1), 2e38), -torch.ones(4, 1)
     if policy == "skip":
-        assert not step(batch).updated
+        assert not take(step, batch, windowed=windowed, size=1).updated
     else:
         with pytest.raises(NonFiniteLossError):
-            step(batch)
+            take(step, batch, windowed=windowed, size=1)
     assert changes(before, snapshot(step)) == []
 
 

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from anybatch import StepReport, gradients, run
 from anybatch.batch import TensorBatch
-from anybatch.course import Course, Skipped
+from anybatch.course import Course
 from anybatch.gradients import Gradients
 from anybatch.losses import kinds
 from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.summed import SummedLoss
 from anybatch.masters import Masters
 from anybatch.run import Run
+from anybatch.scale import LossScale
 from anybatch.surroundings import Surroundings
 
 Patch = pytest.MonkeyPatch
@@ -170,11 +171,11 @@ def tail_scaled_like_a_full_one(patch: Patch) -> None:
     add, backward = Run.add, Run._backward
 
     def add_scaled(self: Run, micro: Any, loss: Any, rows: int, **options: Any) -> None:
-        self.scale = self._plan.micro_batch / rows
+        self.tail = self._plan.micro_batch / rows
         add(self, micro, loss, rows, **options)
 
     def scaled(self: Run, sums: Mapping[str, Tensor], **options: Any) -> None:
-        backward(self, {name: value * self.scale for name, value in sums.items()}, **options)
+        backward(self, {name: value * self.tail for name, value in sums.items()}, **options)
 
     patch.setattr(Run, "add", add_scaled)
     patch.setattr(Run, "_backward", scaled)
@@ -221,7 +222,7 @@ def kahan_without_compensation(patch: Patch) -> None:
 
 
 def memory_left_shared(patch: Patch) -> None:
-    patch.setattr(Gradients, "_part", lambda self: None)
+    patch.setattr(gradients, "_parted", lambda awaited: awaited)
 
 
 def gradients_of_the_step_before_left_over(patch: Patch) -> None:
@@ -300,12 +301,7 @@ def scale_left_in_the_gradient(patch: Patch) -> None:
 
 
 def an_overflow_loses_the_update(patch: Patch) -> None:
-    """As with torch's own scaler."""
-
-    def skip(self: Course, *_: Any) -> bool:
-        raise Skipped
-
-    patch.setattr(Course, "_is_given_up", skip)
+    patch.setattr(LossScale, "give_way", lambda self: False)
 
 
 def redone_with_another_mask(patch: Patch) -> None:

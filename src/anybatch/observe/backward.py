@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anybatch import tree
 from anybatch.batch import Batch, SampleBatch, TensorBatch
-from anybatch.course import conditions
+from anybatch.conditions import conditions
 from anybatch.door import admit, gather
 from anybatch.plan import Plan
 from anybatch.precision import Precision
@@ -63,8 +63,8 @@ def show_gradients(
         (4, None)
     """
     fixed = LossScale(Precision(loss_scale=scale))
-    task = gather(step.model, step.loss, step.optimizers, (), (), step.guard, step.masters, fixed)
-    task = replace(task, streams=copy.copy(task.streams))  # the step's own go on as they were
+    task = gather(step.model, step.loss, step.optimizers, (), (), step.guard, step.working)
+    task = replace(task, scale=fixed, streams=copy.copy(task.streams))  # the step's own go on as they were
     logical = _copied(admit(batch, task, step.collate))
     size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
     plan = replace(

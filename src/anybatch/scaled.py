@@ -1,0 +1,106 @@
+"""A micro-batch added at its loss scale; one that is not finite comes again, is left out, or refused."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anybatch.errors import NonFiniteLossError
+from anybatch.events import MicroBatchRedone
+from anybatch.exhausted import free_caches, ran_out_of_memory, released
+from anybatch.gradients import NonFinite
+from anybatch.losses.loss import Loss
+from anybatch.plan import Plan
+from anybatch.run import Run
+from anybatch.smaller import begin_again, put_back
+from anybatch.task import Task
+
+
+class Skipped(Exception):  # noqa: N818
+    """No update is to be made: values were not finite, and that is what was asked for then."""
+
+
+class Adder:
+    """Adds one micro-batch after the other, each at the loss scale that it bears.
+
+    Args:
+        run: what they are added to.
+        plan: what was decided.
+        task: what it is carried out on.
+    """
+
+    def __init__(self, run: Run, plan: Plan, task: Task) -> None:
+        self._run, self._plan, self._task = run, plan, task
+
+    def begin(self, *, draws: bool, in_window: bool) -> str:
+        """Note what the next one may change; what the allocator said if there is no room for it."""
+        try:
+            self._run.begin(draws=draws, in_window=in_window)
+        except Exception as error:
+            return _said(error)
+        return ""
+
+    def add(
+        self, take: Callable[[], tuple[Any, Loss]], *, place: int, left: Sequence[int], again: bool
+    ) -> str:
+        """Add it, or leave it out; what the allocator said if memory ran out.
+
+        Args:
+            take: makes its rows and gives their loss.
+            place: the first of them, in the batch or the window.
+            left: sizes of this micro-batch and of all that follow.
+            again: some parameters have accepted it already.
+
+        Raises:
+            NonFiniteLossError: it is not finite at a loss scale of 1, and that is to be refused.
+            Skipped: it is not, and the update is to be skipped.
+            Smaller: the step is to begin again, cut as it is.
+        """
+        rows = left[0]
+        scale = self._task.scale
+        scale.begin()
+        before = scale.state()
+        try:
+            micro, loss = take()
+            while True:
+                try:
+                    self._run.add(micro, loss, rows, again=again)
+                    return ""
+                except NonFinite as found:
+                    where = found.where
+                at = scale.value
+                said = f"the {where} overflowed at a loss scale of {at:g}"
+                if not put_back(self._run, self._task, said, NonFiniteLossError):
+                    raise begin_again(self._run, self._task, [*self._run.rows, *left])
+                if not (where == "gradient" and scale.give_way()):
+                    scale.load(before)  # it was not at fault, and would take many updates to come back
+                    self._give_up(where, at, place, rows, is_tied=loss.tied)
+                    return ""
+                self._task.tell(MicroBatchRedone(index=len(self._run.rows), rows=rows, reason=said))
+                self._run.rescaled += 1
+                # What was accepted stays: it was finite, and is without scale.
+                again = self._run.gradients.holds_part
+        except Exception as error:
+            return _said(error)
+
+    def _give_up(self, where: str, at: float, place: int, rows: int, *, is_tied: bool) -> None:
+        policy = self._plan.non_finite
+        if policy == "skip":
+            raise Skipped
+        if policy == "drop" and not is_tied:
+            self._run.leave_out(rows)
+            return
+        meet = ", and rows that meet in the loss cannot be left out" if policy == "drop" else ""
+        raise NonFiniteLossError(
+            f"Expected a finite {where}, got NaN or infinity in micro-batch {len(self._run.rows)} "
+            f"(rows {place} to {place + rows - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
+            "was made. Look for bad data in these rows, a division by zero, or too high a learning rate; "
+            'Step(non_finite="drop") leaves such rows out, "skip" the update.'
+        )
+
+
+def _said(error: Exception) -> str:
+    """What the allocator said, with caches freed; any other error goes on."""
+    if not ran_out_of_memory(error):
+        raise error
+    said = released(error)
+    free_caches()
+    return said

@@ -1,0 +1,47 @@
+"""A step that is really run, and taken back. What cannot be traced at all is in tests/test_trace.py."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step
+from anybatch.batch import TensorBatch
+from anybatch.measured import probe
+from anybatch.plan import Plan
+from anybatch.trace import trace
+from tests.test_trace import OPTIMIZERS, ROWS, mlp, task_of, vectors
+
+
+@pytest.mark.parametrize("micro_batch", [6, 12])
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_a_probe_before_the_first_step_counts_the_state_to_come(name: str, micro_batch: int) -> None:
+    model = mlp()
+    step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS[name](model.parameters()), check=False)
+    plan, batch = Plan(rows=ROWS, micro_batch=micro_batch), TensorBatch(vectors())
+    measured, predicted = probe(plan, task_of(step), batch), trace(plan, task_of(step), batch)
+    state = predicted.ledger.phases()["backward"].bytes[2]
+    assert measured.ledger.phases()["backward"].bytes[2] == state > 0
+    assert measured.ledger.phases()["backward"].total == predicted.ledger.phases()["backward"].total
+    assert not step.optimizers[0].state
+
+
+class Forgetful(nn.Module):
+    """Writes to its own weight, and takes a shape from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.weight.mul_(0.9)
+        return self.layer(x) + x[: int((x[:, 0] > 0).sum())].sum() * 0
+
+
+def test_weights_that_a_forward_writes_to_are_as_before() -> None:
+    model = Forgetful()
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.layer.weight.detach().clone()
+    probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
+    assert torch.equal(model.layer.weight, before)
+    assert [one is model.layer.weight for one in step.guard.streams.written] == [True]

@@ -1,0 +1,86 @@
+"""One micro-batch at its loss scale. The laws are in tests/faults/test_overflow.py and test_not_finite.py."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch import Plan, Precision
+from anybatch.batch import TensorBatch
+from anybatch.errors import NonFiniteLossError
+from anybatch.events import MicroBatchRedone
+from anybatch.gradients import NonFinite
+from anybatch.run import Run
+from anybatch.scale import LossScale
+from anybatch.scaled import Adder, Skipped
+from tests.test_execute import make_task
+
+X = torch.arange(1.0, 7.0)[:, None]
+
+
+class Failing:
+    """Its first additions are not finite."""
+
+    def __init__(self, times: int, where: str = "gradient", **options: Any) -> None:
+        self.told: list[Any] = []
+        self.task = make_task(nn.MSELoss(), nn.Linear(1, 1))
+        precision = Precision(compute="bfloat16", loss_scale="dynamic")
+        object.__setattr__(self.task, "scale", LossScale(precision))
+        object.__setattr__(self.task, "listeners", (self.told.append,))
+        self.task.scale.value = 4.0
+        plan = Plan(rows=6, micro_batch=3, precision=precision, **options)
+        self.run = Run(plan, self.task, TensorBatch((X, X)), self.task.loss)
+        self.adder, self.left, self.where = Adder(self.run, plan, self.task), times, where
+        self.run.add = self.fail  # type: ignore[method-assign]
+
+    def fail(self, micro: Any, loss: Any, rows: int, *, again: bool) -> None:
+        self.left -= 1
+        if self.left >= 0:
+            raise NonFinite(self.where)
+        self.run.rows.append(rows)
+
+    def add(self) -> str:
+        said = self.adder.begin(draws=False, in_window=False)
+        assert said == ""
+        return self.adder.add(lambda: ((X, X), self.task.loss), place=0, left=[3, 3], again=False)
+
+
+def test_it_comes_again_at_half_the_scale() -> None:
+    case = Failing(2)
+    assert case.add() == ""
+    assert (case.task.scale.value, case.run.rescaled, case.run.rows) == (1.0, 2, [3])
+    assert [type(one) for one in case.told] == [MicroBatchRedone] * 2
+    assert case.told[0].reason == "the gradient overflowed at a loss scale of 4"
+
+
+@pytest.mark.parametrize("where", ["gradient", "loss"])
+def test_what_no_scale_mends_is_refused_and_the_scale_is_as_before(where: str) -> None:
+    case = Failing(9, where)
+    with pytest.raises(NonFiniteLossError, match=f"finite {where}.*rows 0 to 2"):
+        case.add()
+    assert case.task.scale.value == 4.0
+
+
+def test_or_left_out_or_the_update_is_skipped() -> None:
+    case = Failing(9, non_finite="drop")
+    assert case.add() == ""
+    assert (case.run.dropped, case.run.rows, case.task.scale.value) == (3, [3], 4.0)
+    with pytest.raises(Skipped):
+        Failing(9, non_finite="skip").add()
+
+
+def test_memory_that_runs_out_is_said_and_other_errors_go_on() -> None:
+    case = Failing(0)
+    case.run.add = _raising(MemoryError("no room"))  # type: ignore[method-assign]
+    assert case.add() == "MemoryError: no room"
+    case.run.add = _raising(KeyError("other"))  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        case.add()
+
+
+def _raising(error: Exception) -> Any:
+    def fail(*args: Any, **options: Any) -> None:
+        raise error
+
+    return fail
