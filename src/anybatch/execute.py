@@ -32,6 +32,12 @@ def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
             with plan.precision.arithmetic():
                 found = _attempt(found, task, batch, redone, is_guarded=is_guarded)
         except NonFinite:  # in the sum of all; once more, to see in which rows
+            if is_guarded or plan.is_guarded:
+                raise NonFiniteLossError(
+                    f"Expected a finite sum of gradients, got NaN or infinity from {batch.rows} rows, though "
+                    "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or "
+                    "make the loss smaller."
+                ) from None
             is_guarded = True
         except NonFiniteLossError:
             raise
@@ -66,8 +72,10 @@ def _attempt(
     except Smaller as smaller:
         run.undo()
         return replace(plan, cut=smaller.sizes)
-    except Skipped:
+    except (Skipped, NonFinite, NonFiniteLossError):  # in a micro-batch, in their sum, in a first pass
         run.undo()
+        if plan.non_finite != "skip":
+            raise
         return without_update(run, batch.rows)
     except Exception as error:
         if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):

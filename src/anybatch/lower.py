@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from anybatch.errors import PlanError
 from anybatch.integrations.torchao import refuse_without_float8, with_float8_linear
@@ -34,15 +35,18 @@ class Working:
     scale: LossScale
 
 
-def at_work(model: nn.Module, precision: str | Precision, trained: Iterable[nn.Parameter]) -> Working:
-    """A precision by name, with the model brought into it; see `lower`.
+def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
+    """A precision by name, with the model brought into it; see `lower`. Optimizers load states as they are.
 
     Example:
         >>> at_work(nn.Linear(2, 1), "fp16-mixed", []).scale.value
         65536.0
     """
-    chosen = find(precision)
-    return Working(precision=chosen, masters=lower(model, chosen, trained), scale=LossScale(chosen))
+    chosen, known = find(precision), list(optimizers)
+    masters = lower(model, chosen, [p for one in known for g in one.param_groups for p in g["params"]])
+    for one in known:
+        masters.keep_states(one)
+    return Working(precision=chosen, masters=masters, scale=LossScale(chosen))
 
 
 def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter]) -> Masters:

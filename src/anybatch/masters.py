@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch.total import SHORT_DTYPES
 
 
 class Masters:
@@ -30,7 +33,7 @@ class Masters:
 
     def __init__(self) -> None:
         self._held: dict[nn.Parameter, Tensor] = {}
-        self._versions: dict[nn.Parameter, int] = {}
+        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -104,6 +107,17 @@ class Masters:
             twin.hold(of(parameter), of(weights))
         return twin
 
+    def keep_states(self, optimizer: Optimizer) -> None:
+        """Let an optimizer load its state as it is: torch would round it to the dtype the weights have then.
+
+        Args:
+            optimizer: of parameters that are held.
+        """
+        if self._held:
+            given: list[Mapping[str, Any]] = []
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+            optimizer.register_load_state_dict_post_hook(lambda one: _restore(one, given.pop()))
+
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """A module's state dict with the float32 weights in the place of the short ones.
 
@@ -129,9 +143,21 @@ class Masters:
                 self._versions[value] = _version(value)
 
 
+def _restore(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+    """Give parameters that are stored short the state that was given, not what torch has made of it."""
+    for group, saved in zip(optimizer.param_groups, given["param_groups"], strict=True):
+        for parameter, key in zip(group["params"], saved["params"], strict=True):
+            known = given["state"].get(key, {}) if parameter.dtype in SHORT_DTYPES else {}
+            for name, value in known.items():
+                if isinstance(value, Tensor) and optimizer.state[parameter][name].dtype != value.dtype:
+                    optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+
+
 def _is_rounded(parameter: nn.Parameter, weights: Tensor) -> bool:
     return torch.equal(parameter.data, weights.to(parameter.dtype))
 
 
-def _version(parameter: nn.Parameter) -> int:
-    return parameter._version  # pyright: ignore[reportPrivateUsage]
+def _version(parameter: nn.Parameter) -> tuple[int, int]:
+    """What changes where somebody writes to a parameter, or puts other memory in its place."""
+    memory = parameter.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return parameter._version, memory  # pyright: ignore[reportPrivateUsage]

@@ -165,7 +165,8 @@ def _switched(settings: tuple[tuple[Any, str, object], ...]) -> Generator[None]:
 
 
 def _patterns(given: Any) -> tuple[str, ...]:
-    if isinstance(given, str) or not all(isinstance(one, str) and one for one in given):
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    if not (is_list and all(isinstance(one, str) and one for one in given)):
         raise PlanError(
             f'Expected keep_float32 to be a list of patterns, got {given!r}. Write ["LayerNorm", "*.router"].'
         )

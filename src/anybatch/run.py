@@ -82,12 +82,7 @@ class Run:
         self.is_updated = False
 
     def begin(self, *, draws: bool = False, in_window: bool = False) -> None:
-        """The next micro-batch: note what it may change, as it stands.
-
-        Args:
-            draws: whether it is made by drawing random numbers, as a `collate` may.
-            in_window: whether it could not begin again with the step, so that nothing is left to chance.
-        """
+        """The next micro-batch; see `AtHand.begin`."""
         self.gradients.begin()
         self.at_hand.begin(draws=draws, in_window=in_window)
 
@@ -113,7 +108,7 @@ class Run:
         weights = {} if loss.counted and self._divisors is not None else terms.weigh()
         del terms  # and with it the model's outputs, as far as backward does not need them
         try:
-            self._backward(sums, again=again)
+            self._backward(sums, weights, rows, again=again)
         except NonFinite:  # of those that flow back it was looked at, too
             raise NonFinite("gradient" if all_finite(list(sums.values())) else "loss") from None
         kept = [{name: _kept(value) for name, value in values.items()} for values in (sums, weights)]
@@ -136,7 +131,7 @@ class Run:
         """Divide what is still to be divided, clip once, update optimizers and schedulers.
 
         Raises:
-            NonFinite: the gradient is not, and nobody has looked at the micro-batches.
+            NonFinite: the gradient is not: nobody has looked at the micro-batches, or only their sum is not.
         """
         weights = self._whole_weights()
         values = self._values(weights)
@@ -150,7 +145,7 @@ class Run:
         gradients = self.gradients.finish(self._late_factors(weights))
         norm = math.nan
         if not empty:
-            if not (self.is_guarded or all_finite(list(gradients.values()))):
+            if not all_finite(list(gradients.values())):
                 raise NonFinite("gradient")
             norm = optimize.clip(gradients, self._plan.clip_norm)
             with self._task.masters.raised(gradients):
@@ -223,7 +218,9 @@ class Run:
             bucket=self._plan.bucket if self.is_guarded else None,
         )
 
-    def _backward(self, sums: Mapping[str, Tensor], *, again: bool) -> None:
+    def _backward(
+        self, sums: Mapping[str, Tensor], weights: Mapping[str, Number], rows: int, *, again: bool
+    ) -> None:
         flowing = {
             name: value for name, value in sums.items() if value.requires_grad and self._coefficients[name]
         }
@@ -235,7 +232,8 @@ class Run:
         scale = self._task.scale.value
         try:
             if self._divisors is None:
-                self.gradients.add_each(flowing, again=again, unscale=1 / scale)
+                unscale = 1 / scale if scale == 1.0 else _size_of(weights, rows) / scale
+                self.gradients.add_each(flowing, again=again, unscale=unscale)
             else:
                 cotangents = [self._cotangents[name] for name in flowing]
                 if scale != 1.0:
@@ -327,6 +325,15 @@ def _cotangent(coefficient: float, divisor: Number, like: Tensor) -> Tensor:
         return torch.full((), coefficient / divisor if divisor else 0.0, dtype=like.dtype, device=like.device)
     divisor = divisor.to(like.device, like.dtype)
     return torch.where(divisor == 0, 0, coefficient / divisor)
+
+
+def _size_of(weights: Mapping[str, Number], rows: int) -> float:
+    """A power of two near the weight of a micro-batch, or near its rows where the weight is on a device.
+
+    What is divided last is larger by so much, and would overflow at a scale at which nothing else does.
+    """
+    known = [float(one) for one in weights.values() if not (isinstance(one, Tensor) and one.is_cuda)]
+    return 2.0 ** max(0, math.frexp(max([*known, rows]))[1] - 1)
 
 
 def _kept(value: Number) -> Number:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batch import Collate
-from anybatch.door import Guard, Listener, Task, admit, gather, owned
+from anybatch.door import Guard, Listener, Task, admit, gather
 from anybatch.door import check as check_parts
 from anybatch.errors import BlockError, OutOfMemoryError, WindowError
 from anybatch.execute import StepReport, execute
@@ -123,14 +123,14 @@ class Step:
         self.collate = collate
         self.listeners = tuple(listeners)
         self.open_window: Window | None = None
-        self.working = at_work(model, chosen, owned(self.optimizers))  # last: a refusal changes nothing
+        self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
         self.precision, self.masters, self.scale = chosen, self.working.masters, self.working.scale
 
     def __call__(self, batch: Any) -> StepReport:
         """One forward and backward per micro-batch, one update.
 
-        If anything fails before the update, all is as it was. What fails after it (a scheduler past its end, a
-        listener) leaves the update made; what fails inside an optimizer's `step()` cannot be undone.
+        If anything fails before the update, all is as it was. What fails after it (a scheduler past its end,
+        a listener) leaves the update made; what fails inside an optimizer's `step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;

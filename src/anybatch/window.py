@@ -197,6 +197,9 @@ class Window:
             with self._precision.arithmetic():
                 return self._run.update()
         except NonFinite:
+            if self._step.planning.settings.non_finite == "skip":
+                self._run.undo()
+                return without_update(self._run, self.rows)
             raise NonFiniteLossError(
                 f"Expected a finite gradient, got NaN or infinity in the sum of {self.rows} rows. No update "
                 'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
