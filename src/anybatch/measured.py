@@ -36,6 +36,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
 
     Example:
         >>> from anybatch import Step
+        >>> from anybatch.trace import trace
         >>> model = nn.Linear(3, 2)
         >>> step = Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
         >>> from anybatch.batch import TensorBatch

@@ -204,12 +204,10 @@ def faked(task: Task, fakes: Fakes) -> Task:
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
 
-    streams = Streams()
-    streams.begin(task.modules)
-    streams.write(of(task.streams.written))
-
+    alone = quiet(task)
+    alone.streams.write(of(task.streams.written))
     return replace(
-        task,
+        alone,
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),
         others=of(task.others),
