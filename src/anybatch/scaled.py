@@ -35,6 +35,8 @@ class Adder:
         try:
             self._run.begin(draws=draws, in_window=in_window)
         except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
             return _said(error)
         return ""
 
@@ -79,6 +81,8 @@ class Adder:
                 # What was accepted stays: it was finite, and is without scale.
                 again = self._run.gradients.holds_part
         except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
             return _said(error)
 
     def _give_up(self, where: str, at: float, place: int, rows: int, *, is_tied: bool) -> None:
@@ -98,9 +102,7 @@ class Adder:
 
 
 def _said(error: Exception) -> str:
-    """What the allocator said, with caches freed; any other error goes on."""
-    if not ran_out_of_memory(error):
-        raise error
+    """What the allocator said; caches are freed."""
     said = released(error)
     free_caches()
     return said

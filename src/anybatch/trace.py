@@ -143,8 +143,7 @@ def _run(
     mode = FakeMode()
     with stand_ins(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
-        own = [(parameter, fakes.of(parameter)) for parameter in task.parameters]
-        everyone = [(parameter, fakes.of(parameter)) for parameter in (*task.parameters, *task.others)]
+        everyone = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
         lacks = {fakes.of(parameter) for parameter in idle}
         del fakes  # and with it what a forward may replace
         updated: set[Tensor] = set()
@@ -168,9 +167,9 @@ def _run(
             with meter:
                 execute(plan, fake, logical)
         written = set(fake.streams.written)
-        task.streams.write([parameter for parameter, twin in everyone if twin in written])
-        found = frozenset(parameter for parameter, twin in own if twin not in updated)
-        wrongly = any(twin in made and twin not in updated for _, twin in own)
+        task.streams.write([parameter for parameter, twin in everyone.items() if twin in written])
+        found = frozenset(parameter for parameter in task.parameters if everyone[parameter] not in updated)
+        wrongly = any(everyone[p] in made and everyone[p] not in updated for p in task.parameters)
         return meter.recording, found, wrongly
 
 
