@@ -5,14 +5,11 @@ from dataclasses import replace
 
 from anybatch.batch import Batch
 from anybatch.conditions import conditions
-from anybatch.conditions import conditions
 from anybatch.course import Course
 from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.plan import Plan
-from anybatch.run import Redone, Run, without_update
-from anybatch.scaled import Skipped
-from anybatch.smaller import Smaller, halves, out_of_memory, why_not_cut
+from anybatch.run import NonFinite, Redone, Run, StepReport, without_update
 from anybatch.scaled import Skipped
 from anybatch.smaller import Smaller, halves, out_of_memory, why_not_cut
 from anybatch.task import Task

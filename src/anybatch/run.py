@@ -247,8 +247,6 @@ class Run:
         """The weight of each term over all micro-batches; promised and added-up weights must agree."""
         if not self._sums:  # all was left out
             return {}
-        if not self._sums:  # all was left out
-            return {}
         known = {} if self._divisors is None else _to_host(self._divisors)
         _check_weights(known, "the whole batch")
         if not self._weights:  # the loss has counted the whole batch already
