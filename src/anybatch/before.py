@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.parameter import is_lazy
 
 from anybatch.surroundings import Stream, Surroundings, Untouched
 from anybatch.task import Task
