@@ -11,6 +11,7 @@ import torch
 from anybatch import tree
 from anybatch.device import Device
 from anybatch.device import find as find_device
+from anybatch.feed import grows_in_lines
 from anybatch.plan import Plan
 from anybatch.predict import Family, Recorded
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
@@ -102,8 +103,9 @@ class Forecast:
     def of(self, plan: Plan) -> dict[str, int]:
         """What there is for this plan."""
         found: dict[str, int] = {}
-        if plan.micro_batch > max(SMALL_SIZES):
-            with suppress(ValueError):  # steps of these sizes differ: whoever asks traces at the size itself
+        task = self._subject.step._task()  # pyright: ignore[reportPrivateUsage]
+        if plan.micro_batch > max(SMALL_SIZES) and grows_in_lines(task.loss, task.model):
+            with suppress(ValueError):  # steps of these sizes differ
                 found["composed"] = self._composed(plan)
         if self._device.kind == "cuda":
             found["away"] = self._host.predict(plan, "cuda").peak
@@ -183,7 +185,8 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
         "",
         "Errors are relative; = is equal to the byte. Composed: of steps of "
         f"{SMALL_SIZES[0]} and {SMALL_SIZES[1]} rows at a time in which all blocks have one policy.",
-        "Away: from a model on the host.",
+        "Not composed, but traced at each size: recurrent layers, and losses in which rows meet. Away: from a",
+        "model on the host.",
         "CPU s: of one traced prediction. half: every second block is recomputed.",
     )
 

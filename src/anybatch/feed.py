@@ -61,6 +61,18 @@ def is_one_pass(loss: Loss, model: nn.Module) -> bool:
     return isinstance(loss, SummedLoss | Terms)
 
 
+def grows_in_lines(loss: Loss, model: nn.Module) -> bool:
+    """Whether the bytes of a micro-batch are a straight line in its rows, so that two sizes tell all others.
+
+    Not where rows meet in the loss; nor in recurrent layers, whose workspace only their kernel knows.
+
+    Example:
+        >>> grows_in_lines(Terms(print), nn.LSTM(2, 2)), grows_in_lines(Terms(print), nn.Linear(2, 2))
+        (False, True)
+    """
+    return is_one_pass(loss, model) and not any(isinstance(one, nn.RNNBase) for one in model.modules())
+
+
 def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch, list[Tensor]]:
     """A batch of fakes, and its leaves as far as they are there from the start."""
     if batch.whole is None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from anybatch.compose import KEEP, Mix
 from anybatch.errors import TraceError
-from anybatch.feed import is_one_pass
+from anybatch.feed import grows_in_lines
 from anybatch.measured import probe
 from anybatch.plan import Plan
 from anybatch.predict import Family, Recorded
@@ -43,9 +43,8 @@ class Survey:
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         self.is_composed = self.is_measured = self.has_policies = False
         settled = question.sizes and not question.blocks
-        # Rows that meet in the loss make its bytes depend on all of them.
-        alone = is_one_pass(question.task.loss, question.task.model)
-        if question.like.rows >= 2 * LOW and alone and not settled:
+        even = grows_in_lines(question.task.loss, question.task.model)
+        if question.like.rows >= 2 * LOW and even and not settled:
             self._record()
 
     def mix(self, micro_batch: int, foreach: bool | None) -> Mix:

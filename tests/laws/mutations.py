@@ -174,8 +174,8 @@ def tail_scaled_like_a_full_one(patch: Patch) -> None:
         self.tail = self._plan.micro_batch / rows
         add(self, micro, loss, rows, **options)
 
-    def scaled(self: Run, sums: Mapping[str, Tensor], **options: Any) -> None:
-        backward(self, {name: value * self.tail for name, value in sums.items()}, **options)
+    def scaled(self: Run, sums: Mapping[str, Tensor], *args: Any, **options: Any) -> None:
+        backward(self, {name: value * self.tail for name, value in sums.items()}, *args, **options)
 
     patch.setattr(Run, "add", add_scaled)
     patch.setattr(Run, "_backward", scaled)

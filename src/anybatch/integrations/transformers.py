@@ -4,7 +4,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import wraps
 from inspect import signature
@@ -100,7 +100,7 @@ def with_empty_cache(
 
     A model in training makes an empty cache and nobody reads what its layers add. But it must be there: it
     lays keys and values out in memory, and so decides how they are multiplied. What other layers have
-    filled is shared; what they have not is not, or it would be held once they do.
+    filled is there by its shape alone, and what they have not is not shared, or all of it would be held.
 
     Raises:
         PlanError: the cache holds tokens from before (a trained prefix), which the result depends on.
@@ -117,15 +117,16 @@ def with_empty_cache(
         for place, layer in _cache_layers(cache):
             held = _holds_tokens(layer)
             if held and places and place not in places:
-                others[id(layer)] = layer
+                others[id(layer)] = _hollow(layer)
             elif held:
                 raise PlanError(
                     f"Expected an empty cache in a block that is recomputed, got {held} in that "
                     f'of {type(module).__name__}. Leave it out of `recompute`, or choose "offload".'
                 )
+    kept = {id(one): one for one in others.values()}
 
     def empty(value: Any) -> Any:
-        return OwnCache(deepcopy(value, dict(others)), others) if _is_cache(value) else value
+        return OwnCache(deepcopy(value, dict(others)), kept) if _is_cache(value) else value
 
     return tuple(map(empty, args)), {name: empty(one) for name, one in kwargs.items()}
 
@@ -167,6 +168,15 @@ def _cache_layers(cache: Any) -> list[tuple[int, Any]]:
     """What a cache has for each layer, with the layer's number; of one in two parts, of both."""
     inner = [pair for part in vars(cache).values() if _is_cache(part) for pair in _cache_layers(part)]
     return [*inner, *enumerate(getattr(cache, "layers", ()))]
+
+
+def _hollow(layer: Any) -> Any:
+    """A layer of a cache as another layer sees it: how long it is, without what it holds."""
+    twin = copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, Tensor):
+            setattr(twin, name, value.new_zeros(()).expand(value.shape))
+    return twin
 
 
 def _holds_tokens(layer: Any) -> str:
