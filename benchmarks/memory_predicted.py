@@ -185,7 +185,7 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
         "",
         "Errors are relative; = is equal to the byte. Composed: of steps of "
         f"{SMALL_SIZES[0]} and {SMALL_SIZES[1]} rows at a time in which all blocks have one policy.",
-        "Not composed, but traced at each size: recurrent layers, and losses in which rows meet. Away: from a",
+        "Not composed, but traced at each size: recurrent layers, losses in which rows meet. Away: from a",
         "model on the host.",
         "CPU s: of one traced prediction. half: every second block is recomputed.",
     )

@@ -15,6 +15,7 @@ from anybatch.recompute import find_blocks
 from anybatch.run import Redone, Run
 from anybatch.scaled import Adder
 from anybatch.smaller import begin_again, halves, out_of_memory, put_back, why_not_cut
+from anybatch.tree import tensors_in
 
 _WINDOW = "the rows before it are in the sums of a window, so it cannot begin again"
 
@@ -57,7 +58,7 @@ class Course:
     ) -> None:
         self.run, self.plan, self.task, self.batch, self.share = run, plan, task, batch, share
         self.sizes, self.offset, self.in_window = deque(sizes), offset, in_window
-        self._adder = Adder(run, plan, task)
+        self._adder = Adder(run, plan, task, tensors_in(batch.whole))
 
     def go(self) -> None:
         """Add all rows.

@@ -1,6 +1,6 @@
 """What a step will cost, before anything runs: the plan, its bytes and its seconds."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -20,7 +20,9 @@ _CHANGED = (
     "_forward_hooks_with_kwargs",
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_modules",
 )
+_LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
 
 
 def plan(
@@ -84,7 +86,8 @@ def plan(
         (4096, True, True)
     """
     chosen = find(precision)
-    with _as_it_was(model) if chosen.is_short else nullcontext():
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    with _as_it_was(model, optimizers) if chosen.is_short else nullcontext():
         step = Step(
             model,
             loss,
@@ -103,10 +106,11 @@ def plan(
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Generator[None]:
+def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
     """Afterwards weights, buffers and hooks are as before; a step in a short precision changes them."""
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
     tables: list[Any] = [vars(module)[name] for module in model.modules() for name in _CHANGED]
+    tables += [getattr(one, name) for one in optimizers for name in _LOAD_HOOKS if hasattr(one, name)]
     found = [(table, table.copy()) for table in tables]
     try:
         yield

@@ -261,6 +261,7 @@ class Gradients:
 
     def _add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         bank, dtype, unscale = self._banks[name], self._dtypes[parameter], self._unscale
+        gradient = gradient.resolve_conj()
         total = bank.get(parameter)
         if total is None:
             total = gradient.to(dtype, copy=True)  # it may share memory, see `_parted`
@@ -293,6 +294,8 @@ def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
             continue
+        if gradient.is_conj():  # which torch's common operations do not know
+            gradient = parameter.grad = gradient.resolve_conj()
         memory = gradient.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
         if memory in taken:
             parameter.grad = gradient.clone()
@@ -301,7 +304,7 @@ def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and not (one.is_sparse or other.is_sparse)
+    return one.dtype == other.dtype and not (one.is_sparse or other.is_sparse or other.is_conj())
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
@@ -315,7 +318,9 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     for tensor in tensors:
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         if values.is_complex() or values.requires_grad:
-            values = torch.view_as_real(values.detach()) if values.is_complex() else values.detach()
+            values = (
+                torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
+            )
         kinds.setdefault((values.device, values.dtype), []).append(values)
     found: dict[torch.device, Tensor] = {}
     for (device, _), alike in kinds.items():

@@ -76,7 +76,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
         (torch.bfloat16, torch.float32, torch.float32)
     """
-    masters = Masters()
+    masters = Masters(is_needed=precision.store is not None)
     if not precision.is_short:
         return masters
     kept = _kept(model, precision)

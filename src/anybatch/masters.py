@@ -20,9 +20,12 @@ class Masters:
 
     Without weights that are stored short it holds nothing, and does nothing.
 
+    Args:
+        is_needed: whether trained weights are stored short, so that those that come later are held, too.
+
     Example:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> masters = Masters()
+        >>> masters = Masters(is_needed=True)
         >>> masters.hold(weight, torch.ones(2))
         >>> for _ in range(4):
         ...     with masters.raised([weight]):
@@ -31,7 +34,8 @@ class Masters:
         tensor(True)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_needed: bool = False) -> None:
+        self._is_needed = is_needed
         self._held: dict[nn.Parameter, Tensor] = {}
         self._versions: dict[nn.Parameter, tuple[int, int]] = {}
 
@@ -62,12 +66,12 @@ class Masters:
         Args:
             parameters: those to be updated. Who is not held yet, because it came later, is from now on.
         """
-        return self._raised(list(parameters)) if self._held else nullcontext()
+        return self._raised(list(parameters)) if self._held or self._is_needed else nullcontext()
 
     @contextmanager
     def _raised(self, parameters: list[nn.Parameter]) -> Generator[None]:
         for parameter in parameters:
-            if parameter not in self._held and parameter.dtype in (torch.float16, torch.bfloat16):
+            if parameter not in self._held and parameter.requires_grad and parameter.dtype in SHORT_DTYPES:
                 self.hold(parameter, parameter.data.float())
         held = [parameter for parameter in parameters if parameter in self._held]
         self._refresh(held)
@@ -93,7 +97,9 @@ class Masters:
             if weights.device != parameter.device or weights.shape != parameter.shape:
                 self._held[parameter] = parameter.data.float()
             elif self._versions[parameter] != _version(parameter) and not _is_rounded(parameter, weights):
-                weights.copy_(parameter.data)
+                # Element by element: what nobody wrote to keeps the digits that it has behind it.
+                is_kept = parameter.data == weights.to(parameter.dtype)
+                weights.copy_(torch.where(is_kept, weights, parameter.data.to(weights.dtype)))
             self._versions[parameter] = _version(parameter)
 
     def stand_in(self, of: Callable[[Tensor], Any]) -> "Masters":
@@ -102,7 +108,7 @@ class Masters:
         Args:
             of: gives the tensor in the place of another.
         """
-        twin = Masters()
+        twin = Masters(is_needed=self._is_needed)
         for parameter, weights in self._held.items():
             twin.hold(of(parameter), of(weights))
         return twin
@@ -113,7 +119,7 @@ class Masters:
         Args:
             optimizer: of parameters that are held.
         """
-        if self._held:
+        if self._held or self._is_needed:
             given: list[Mapping[str, Any]] = []
             optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
             optimizer.register_load_state_dict_post_hook(lambda one: _restore(one, given.pop()))

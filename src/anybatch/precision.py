@@ -153,15 +153,23 @@ _TF32 = (
 
 @contextmanager
 def _switched(settings: tuple[tuple[Any, str, object], ...]) -> Generator[None]:
-    known = [one for one in settings if hasattr(one[0], one[1])]  # older torch has fewer
+    # Older torch has fewer. What is so already is left alone: it may be inherited, or say more than a bool.
+    known = [one for one in settings if hasattr(one[0], one[1])]
     found = [(holder, name, getattr(holder, name)) for holder, name, _ in known]
+    wanted = [
+        (one, value) for one, (*_, value) in zip(found, known, strict=True) if not _is_so(one[2], value)
+    ]
     try:
-        for holder, name, value in known:
+        for (holder, name, _), value in wanted:
             setattr(holder, name, value)
         yield
     finally:
-        for holder, name, value in found:
+        for (holder, name, value), _ in wanted:
             setattr(holder, name, value)
+
+
+def _is_so(found: Any, wanted: object) -> bool:
+    return (found[0] if isinstance(found, tuple) else found) == wanted
 
 
 def _patterns(given: Any) -> tuple[str, ...]:

@@ -77,6 +77,7 @@ class Run:
         self.rows: list[int] = []
         self.redone: list[Redone] = []
         self.rescaled = self.dropped = 0
+        self._scale = task.scale.state()
         self._flowed = False  # whether any term carried a gradient
         self.gradients = _NONE  # until the first forward
         self.is_updated = False
@@ -191,6 +192,7 @@ class Run:
             return
         self.before.put_back()
         self.before.put_gradients_back()
+        self._task.scale.load(self._scale)
 
     def _open(self, terms: Evaluated, rows: int, *, again: bool) -> None:
         """After the first forward: who divides by what, and when."""

@@ -1,9 +1,11 @@
 """A micro-batch added at its loss scale; one that is not finite comes again, is left out, or refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from anybatch.errors import NonFiniteLossError
+from torch import Tensor
+
+from anybatch.errors import AnybatchError, NonFiniteLossError, OutOfMemoryError
 from anybatch.events import MicroBatchRedone
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.gradients import NonFinite
@@ -12,6 +14,7 @@ from anybatch.plan import Plan
 from anybatch.run import Run
 from anybatch.smaller import begin_again, put_back
 from anybatch.task import Task
+from anybatch.tree import tensors_in
 
 
 class Skipped(Exception):  # noqa: N818
@@ -25,10 +28,12 @@ class Adder:
         run: what they are added to.
         plan: what was decided.
         task: what it is carried out on.
+        leaves: the tensors of the whole batch, as far as they are there.
     """
 
-    def __init__(self, run: Run, plan: Plan, task: Task) -> None:
+    def __init__(self, run: Run, plan: Plan, task: Task, leaves: Iterable[Tensor] = ()) -> None:
         self._run, self._plan, self._task = run, plan, task
+        self._versions = [(leaf, _version(leaf)) for leaf in leaves]  # views share them
 
     def begin(self, *, draws: bool, in_window: bool) -> str:
         """Note what the next one may change; what the allocator said if there is no room for it."""
@@ -57,19 +62,23 @@ class Adder:
             Smaller: the step is to begin again, cut as it is.
         """
         rows = left[0]
-        scale = self._task.scale
+        scale, copies = self._task.scale, list[tuple[Tensor, Tensor]]()
         scale.begin()
         before = scale.state()
         try:
             micro, loss = take()
+            copies = self._copies(micro)
             while True:
                 try:
                     self._run.add(micro, loss, rows, again=again)
+                    if self._task.streams.is_looking and self._are_rows_written():
+                        self._task.streams.are_rows_written = True
                     return ""
                 except NonFinite as found:
                     where = found.where
                 at = scale.value
                 said = f"the {where} overflowed at a loss scale of {at:g}"
+                self._put_rows_back(copies, said, NonFiniteLossError)
                 if not put_back(self._run, self._task, said, NonFiniteLossError):
                     raise begin_again(self._run, self._task, [*self._run.rows, *left])
                 if not (where == "gradient" and scale.give_way()):
@@ -83,7 +92,31 @@ class Adder:
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            return _said(error)
+            said = _said(error)
+        self._put_rows_back(copies, said, OutOfMemoryError)
+        return said
+
+    def _copies(self, micro: Any) -> list[tuple[Tensor, Tensor]]:
+        """Of the rows, if forwards are known to write to them."""
+        if not self._task.streams.are_rows_written:
+            return []
+        return [(leaf, leaf.detach().clone()) for leaf in tensors_in(micro)]
+
+    def _put_rows_back(
+        self, copies: Sequence[tuple[Tensor, Tensor]], said: str, kind: type[AnybatchError]
+    ) -> None:
+        for leaf, value in copies:
+            leaf.detach().copy_(value)
+        if not copies and self._are_rows_written():
+            self._task.streams.are_rows_written = True
+            raise kind(
+                f"Expected a forward that leaves its rows as they are, got one that had changed them when a "
+                f"micro-batch was to be undone ({said}). No update was made, but the rows are not as before: "
+                "hand them over anew. From now on they are noted before each micro-batch."
+            )
+
+    def _are_rows_written(self) -> bool:
+        return any(_version(leaf) != version for leaf, version in self._versions)
 
     def _give_up(self, where: str, at: float, place: int, rows: int, *, is_tied: bool) -> None:
         policy = self._plan.non_finite
@@ -99,6 +132,10 @@ class Adder:
             "was made. Look for bad data in these rows, a division by zero, or too high a learning rate; "
             'Step(non_finite="drop") leaves such rows out, "skip" the update.'
         )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
 
 
 def _said(error: Exception) -> str:

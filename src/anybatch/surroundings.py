@@ -153,6 +153,7 @@ class Streams:
         is_torchs_moved: whether one has drawn from torch's.
         written: parameters that a forward has written to, as a momentum encoder's or an embedding's with a
             largest norm: noted from then on.
+        are_rows_written: whether one has written to its own rows: they are copied from then on.
 
     Example:
         >>> streams = Streams()
@@ -166,6 +167,7 @@ class Streams:
         self._held: tuple[Stream, ...] = ()
         self.is_looking = self.are_moved = self.is_torchs_moved = False
         self.written: tuple[Tensor, ...] = ()
+        self.are_rows_written = False
 
     def __reduce__(self) -> tuple[type["Streams"], tuple[()]]:
         """A copy looks afresh: it goes with copies of the modules, which hold other generators."""

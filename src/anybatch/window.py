@@ -59,7 +59,7 @@ class Window:
         self._run = Run(settings, task, batch, task.loss)
         self._phase = "open"
         self._precision = settings.precision
-        self._is_skipped = False
+        self._is_skipped = self._is_undone = False
         self.rows = 0
         if found is not None:
             found.into(self._run, task, settings)
@@ -190,21 +190,24 @@ class Window:
         return report
 
     def _update(self) -> StepReport:
-        if self._is_skipped:
-            self._run.undo()
-            return without_update(self._run, self.rows)
+        is_skipped = self._is_skipped
         try:
-            with self._precision.arithmetic():
-                return self._run.update()
-        except NonFinite:
-            if self._step.planning.settings.non_finite == "skip":
-                self._run.undo()
-                return without_update(self._run, self.rows)
-            raise NonFiniteLossError(
-                f"Expected a finite gradient, got NaN or infinity in the sum of {self.rows} rows. No update "
-                'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
-                '"skip" looks at each micro-batch as it comes.'
-            ) from None
+            if not is_skipped:
+                with self._precision.arithmetic():
+                    return self._run.update()
+        except (NonFinite, NonFiniteLossError) as error:
+            is_skipped = self._step.planning.settings.non_finite == "skip"
+            if not is_skipped and isinstance(error, NonFiniteLossError):
+                raise
+        if is_skipped:
+            self._run.undo()
+            self._is_undone = True
+            return without_update(self._run, self.rows)
+        raise NonFiniteLossError(
+            f"Expected a finite gradient, got NaN or infinity in the sum of {self.rows} rows. No update "
+            'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
+            '"skip" looks at each micro-batch as it comes.'
+        )
 
     def clear(self) -> None:
         """Drop the gradients; the window is over.
@@ -233,7 +236,8 @@ class Window:
         if self._phase == "open":
             self._run.undo()
         elif self._phase == "updated":
-            self._run.clear()
+            if not self._is_undone:  # what was there before has come back
+                self._run.clear()
         else:
             return
         self._phase = "closed"
