@@ -146,3 +146,17 @@ def test_smallest_budget() -> None:
     assert ab.plan(*arguments, memory=refused.value.smallest).peak == refused.value.smallest
     with pytest.raises(BudgetError):
         ab.plan(*arguments, memory=refused.value.smallest - 1)
+
+
+def test_a_short_precision_leaves_model_and_optimizer_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    modules = list(model)
+    batch = torch.randn(8, 4), torch.randn(8, 2)
+    for _ in range(2):
+        ab.plan(model, nn.MSELoss(), optimizer, batch, precision="fp16-true")
+    assert not optimizer._optimizer_load_state_dict_pre_hooks
+    assert not optimizer._optimizer_load_state_dict_post_hooks
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert list(model) == modules
+    assert not model._forward_hooks

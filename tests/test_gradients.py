@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Step, Total
 from anybatch.gradients import Gradients, NonFinite, accumulation_dtype, all_finite, hand_over
+from anybatch.testing import relative_error, tolerance
 
 
 def make(
@@ -345,3 +346,27 @@ def test_waiting_gradients_of_a_failed_backward_are_let_go() -> None:
     add(gradients, (first * second).sum())
     found = gradients.finish({})
     assert [found[one].tolist() for one in (first, second)] == [[1.0, 1.0]] * 2
+
+
+class Conjugated(nn.Module):
+    """Its gradient carries torch's conjugate bit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dot(self.weight.conj(), x.sum(0).cfloat()).real
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"micro_batch": 2, "non_finite": "drop"}])
+def test_conjugated_gradients(options: dict[str, Any]) -> None:
+    model, plain = Conjugated(), Conjugated()
+    loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), check=False, **options)
+    step(torch.ones(8, 3))
+    (plain(torch.ones(8, 3)) / 8).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert relative_error(model.weight, plain.weight) <= tolerance(torch.float32, terms=8)

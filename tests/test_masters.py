@@ -336,3 +336,23 @@ def test_float32_parts_have_no_backup(kept: str) -> None:
     assert step.masters.of(model.first.weight) is None
     assert len(step.masters.tensors) == (1 if kept == "first" else 0)
     assert step((X,)).updated
+
+
+def test_what_nobody_wrote_to_keeps_its_digits() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    masters = Masters()
+    masters.hold(weight, torch.tensor([1.0 - 1e-4, 1.0]))
+    with torch.no_grad():
+        weight[1] = 1.5
+    assert masters.of(weight) is not None
+    assert [f"{one:.4f}" for one in masters.of(weight).tolist()] == ["0.9999", "1.5000"]
+
+
+def test_weights_that_come_later_are_held_where_none_was() -> None:
+    later = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    frozen = nn.Parameter(torch.ones(1, dtype=torch.float16), requires_grad=False)
+    needed, idle = Masters(is_needed=True), Masters()
+    for masters in (needed, idle):
+        with masters.raised([later, frozen]):
+            assert later.dtype == (torch.float32 if masters is needed else torch.float16)
+    assert (len(needed.tensors), len(idle.tensors)) == (1, 0)
