@@ -43,12 +43,12 @@ def write(
         "is_skipped": is_skipped,
         "cut": list(run.rows),
         "redone": [[one.rows, one.may_be_cut] for one in run.redone],
-        "rescaled": run.rescaled,
         "dropped": run.dropped,
         "fold": _fold(run) if run.rows else {},  # nothing was added before that
         "gradients": _gradients(run.gradients) if run.rows else {},
         "before": noted.write(run.before, task),
         "scale": task.scale.state(),
+        "scale_before": run.scale_before,
     }
 
 
@@ -66,6 +66,7 @@ class Halfway:
         in_place: the gradient sums that stand in `.grad`.
         before: what was noted before the first micro-batch.
         scale: the loss scale.
+        scale_before: the loss scale when the window began.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class Halfway:
     in_place: Mapping[nn.Parameter, Tensor]
     before: Noted
     scale: Mapping[str, Any]
+    scale_before: Mapping[str, Any]
 
     def into(self, run: Run, task: Task, settings: Plan) -> None:
         """Let a run that has just begun go on from here.
@@ -92,6 +94,7 @@ class Halfway:
             self._sums_into(run, task, settings)
         self.before.into(run.before)
         task.scale.load(dict(self.scale))
+        run.scale_before = dict(self.scale_before)
 
     def _sums_into(self, run: Run, task: Task, settings: Plan) -> None:
         gradients = Gradients(
@@ -273,7 +276,6 @@ def _read(state: Mapping[str, Any], task: Task, settings: Plan) -> Halfway:
         counts={
             "rows": [int(rows) for rows in state["cut"]],
             "redone": [Redone(int(rows), may_be_cut=bool(may)) for rows, may in state["redone"]],
-            "rescaled": int(state["rescaled"]),
             "dropped": int(state["dropped"]),
         },
         fold=fold,
@@ -281,8 +283,13 @@ def _read(state: Mapping[str, Any], task: Task, settings: Plan) -> Halfway:
         errors={name: sums(values) for name, values in found["errors"].items()},
         in_place=sums(found["in_place"], in_place=True),
         before=noted.read(state["before"], task),
-        scale={"value": float(state["scale"]["value"]), "clean": int(state["scale"]["clean"])},
+        scale=_scale(state["scale"]),
+        scale_before=_scale(state["scale_before"]),
     )
+
+
+def _scale(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {"value": float(state["value"]), "clean": int(state["clean"])}
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, float]:

@@ -120,9 +120,9 @@ class Masters:
             optimizer: of parameters that are held.
         """
         if self._held or self._is_needed:
-            given: list[Mapping[str, Any]] = []
-            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
-            optimizer.register_load_state_dict_post_hook(lambda one: _restore(one, given.pop()))
+            given: dict[str, Any] = {}
+            optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
+            optimizer.register_load_state_dict_post_hook(lambda one: _restore(one, given))
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """A module's state dict with the float32 weights in the place of the short ones.
@@ -149,7 +149,7 @@ class Masters:
                 self._versions[value] = _version(value)
 
 
-def _restore(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
+def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
     """Give parameters that are stored short the state that was given, not what torch has made of it."""
     for group, saved in zip(optimizer.param_groups, given["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -157,6 +157,7 @@ def _restore(optimizer: Optimizer, given: Mapping[str, Any]) -> None:
             for name, value in known.items():
                 if isinstance(value, Tensor) and optimizer.state[parameter][name].dtype != value.dtype:
                     optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+    given.clear()
 
 
 def _is_rounded(parameter: nn.Parameter, weights: Tensor) -> bool:

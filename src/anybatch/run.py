@@ -22,11 +22,11 @@ from anybatch.total import Number
 
 @dataclass(frozen=True, slots=True)
 class Redone:
-    """A micro-batch that was undone because memory ran out in it.
+    """A micro-batch that was undone: memory ran out in it, or its gradient overflowed.
 
     Attributes:
         rows: rows it had.
-        may_be_cut: whether smaller ones would give the same result.
+        may_be_cut: whether smaller ones would do, and give the same result.
     """
 
     rows: int
@@ -55,11 +55,11 @@ class Run:
 
     Attributes:
         before: what an undo puts back.
+        scale_before: the loss scale that it puts back.
         at_hand: the micro-batch at hand, and what it may change.
         gradients: the sums, and which parameters have accepted the micro-batch at hand.
         rows: rows of each micro-batch that is in the sums.
-        redone: each micro-batch that was undone because memory ran out.
-        rescaled: how many were done again because their gradient overflowed.
+        redone: each micro-batch that was undone, because memory ran out or its gradient overflowed.
         dropped: rows of micro-batches that were left out.
         is_updated: whether the optimizers have stepped, which cannot be undone.
     """
@@ -76,8 +76,8 @@ class Run:
         self._weights: list[Mapping[str, Number]] = []
         self.rows: list[int] = []
         self.redone: list[Redone] = []
-        self.rescaled = self.dropped = 0
-        self._scale = task.scale.state()
+        self.dropped = 0
+        self.scale_before = task.scale.state()
         self._flowed = False  # whether any term carried a gradient
         self.gradients = _NONE  # until the first forward
         self.is_updated = False
@@ -164,7 +164,7 @@ class Run:
             grad_norm=norm,
             updated=not empty,
             cut=tuple(self.rows),
-            redone=len(self.redone) + self.rescaled,
+            redone=len(self.redone),
             dropped=self.dropped,
             scale=self._task.scale.value,
             too_large=too_large(self.redone),
@@ -192,7 +192,7 @@ class Run:
             return
         self.before.put_back()
         self.before.put_gradients_back()
-        self._task.scale.load(self._scale)
+        self._task.scale.load(self.scale_before)
 
     def _open(self, terms: Evaluated, rows: int, *, again: bool) -> None:
         """After the first forward: who divides by what, and when."""
@@ -314,7 +314,7 @@ def without_update(run: Run, rows: int) -> StepReport:
         grad_norm=math.nan,
         updated=False,
         cut=tuple(run.rows),
-        redone=len(run.redone) + run.rescaled,
+        redone=len(run.redone),
         scale=run.scale,
     )
 

@@ -11,7 +11,7 @@ from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.gradients import NonFinite
 from anybatch.losses.loss import Loss
 from anybatch.plan import Plan
-from anybatch.run import Run
+from anybatch.run import Redone, Run
 from anybatch.smaller import begin_again, put_back
 from anybatch.task import Task
 from anybatch.tree import tensors_in
@@ -86,7 +86,7 @@ class Adder:
                     self._give_up(where, at, place, rows, is_tied=loss.tied)
                     return ""
                 self._task.tell(MicroBatchRedone(index=len(self._run.rows), rows=rows, reason=said))
-                self._run.rescaled += 1
+                self._run.redone.append(Redone(rows, may_be_cut=False))
                 # What was accepted stays: it was finite, and is without scale.
                 again = self._run.gradients.holds_part
         except Exception as error:

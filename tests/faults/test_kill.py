@@ -170,5 +170,5 @@ def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(
     assert window["cut"] == list(report["cut"])[:2]
     assert window["scale"]["value"] >= undisturbed["progress"]["scale"]["value"]
     if "fp16" in name or name == "drop":
-        assert report["redone"] >= window["rescaled"] > 0
+        assert report["redone"] >= len(window["redone"]) > 0
         assert window["scale"]["value"] not in (1.0, 2.0**16)
