@@ -71,8 +71,7 @@ class Adder:
             while True:
                 try:
                     self._run.add(micro, loss, rows, again=again)
-                    if self._task.streams.is_looking and self._are_rows_written():
-                        self._task.streams.are_rows_written = True
+                    self._look()
                     return ""
                 except NonFinite as found:
                     where = found.where
@@ -96,9 +95,15 @@ class Adder:
         self._put_rows_back(copies, said, OutOfMemoryError)
         return said
 
+    def _look(self) -> None:
+        streams = self._task.streams
+        if streams.is_looking and not streams.are_rows_written:
+            streams.are_rows_known, streams.are_rows_written = True, self._are_rows_written()
+
     def _copies(self, micro: Any) -> list[tuple[Tensor, Tensor]]:
-        """Of the rows, if forwards are known to write to them."""
-        if not self._task.streams.are_rows_written:
+        """Of the rows, if forwards are known to write to them, or an overflow is likely and nobody knows."""
+        streams = self._task.streams
+        if not (streams.are_rows_written or (self._run.is_guarded and not streams.are_rows_known)):
             return []
         return [(leaf, leaf.detach().clone()) for leaf in tensors_in(micro)]
 

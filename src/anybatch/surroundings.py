@@ -154,6 +154,7 @@ class Streams:
         written: parameters that a forward has written to, as a momentum encoder's or an embedding's with a
             largest norm: noted from then on.
         are_rows_written: whether one has written to its own rows: they are copied from then on.
+        are_rows_known: whether a forward has been seen, so that the last is known.
 
     Example:
         >>> streams = Streams()
@@ -167,7 +168,7 @@ class Streams:
         self._held: tuple[Stream, ...] = ()
         self.is_looking = self.are_moved = self.is_torchs_moved = False
         self.written: tuple[Tensor, ...] = ()
-        self.are_rows_written = False
+        self.are_rows_written = self.are_rows_known = False
 
     def __reduce__(self) -> tuple[type["Streams"], tuple[()]]:
         """A copy looks afresh: it goes with copies of the modules, which hold other generators."""

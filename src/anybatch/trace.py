@@ -166,6 +166,8 @@ def _run(
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
                 execute(plan, fake, logical)
+        task.streams.are_rows_known = True
+        task.streams.are_rows_written |= fake.streams.are_rows_written
         written = set(fake.streams.written)
         task.streams.write([parameter for parameter, twin in everyone.items() if twin in written])
         found = frozenset(parameter for parameter in task.parameters if everyone[parameter] not in updated)
@@ -194,6 +196,7 @@ def quiet(task: Task) -> Task:
     """The same task, for steps that do not count: nobody listens, and what it learns it keeps for itself."""
     streams = Streams()
     streams.begin(task.modules)
+    streams.are_rows_known = True  # no copies are made of rows that nobody needs
     return replace(task, schedulers=(), listeners=(), streams=streams, scale=task.scale.copy())
 
 
