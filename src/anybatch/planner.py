@@ -15,6 +15,7 @@ from anybatch.timing import seconds_per_row
 MEASURE_S = 2.0  # for all measured runs of one planning
 SHOWN = 6  # options in a report
 GOOD = 1.05  # times the fastest estimate: what rebuilding a block costs at least
+EVEN = 1.1  # times the fastest estimate: what no estimate tells apart
 RIVALS = 5  # plans that are raced in real steps
 NEAR = 2.0  # times the fastest estimate: what a race may turn round
 TRIES = 3  # traces of plans that were composed to fit, before another size is taken
@@ -243,7 +244,7 @@ def _ordered(options: list[Option], kind: str) -> list[Option]:
     found = sorted(options, key=lambda option: (option.seconds, -option.plan.micro_batch))
     if kind != "cpu" or not found or found[0].measured:
         return found
-    even = [one for one in found if not one.measured and one.seconds <= GOOD * found[0].seconds]
+    even = [one for one in found if not one.measured and one.seconds <= EVEN * found[0].seconds]
     return sorted(even, key=lambda option: option.peak) + [one for one in found if one not in even]
 
 
