@@ -64,7 +64,7 @@ class Adder:
         rows = left[0]
         scale, copies = self._task.scale, list[tuple[Tensor, Tensor]]()
         scale.begin()
-        before = scale.state()
+        before: dict[str, Any] = {}
         try:
             micro, loss = take()
             copies = self._copies(micro)
@@ -75,7 +75,7 @@ class Adder:
                     return ""
                 except NonFinite as found:
                     where = found.where
-                at = scale.value
+                at, before = scale.value, before or scale.state()
                 said = f"the {where} overflowed at a loss scale of {at:g}"
                 self._put_rows_back(copies, said, NonFiniteLossError)
                 if not put_back(self._run, self._task, said, NonFiniteLossError):
