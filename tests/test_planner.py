@@ -10,7 +10,9 @@ from torch import nn
 
 from anybatch import PlanReport, Step, WholeBatch
 from anybatch.errors import BudgetError
-from anybatch.planner import choose
+from anybatch.options import Option
+from anybatch.plan import Plan
+from anybatch.planner import _ordered, choose
 from anybatch.question import Question
 from anybatch.recompute import choose as settle
 from anybatch.survey import Survey
@@ -210,3 +212,15 @@ def test_a_race_says_that_it_measured() -> None:
     assert report.measured
     assert report.seconds > 0
     assert not within(replace(asked, measure=False), 2**40).measured
+
+
+def test_on_the_host_of_even_estimates_the_smallest_comes_first() -> None:
+    def option(rows: int, seconds: float, peak: int, *, measured: bool = False) -> Option:
+        plan = Plan(rows=8, micro_batch=rows)
+        return Option(plan=plan, peak=peak, seconds=seconds, source="composed", measured=measured)
+
+    large, small, slow = option(8, 1.0, 80), option(1, 1.09, 10), option(2, 1.2, 5)
+    assert _ordered([slow, small, large], "cpu") == [small, large, slow]
+    assert _ordered([slow, small, large], "cuda") == [large, small, slow]
+    fast = option(8, 1.0, 80, measured=True)
+    assert _ordered([small, fast], "cpu") == [fast, small]
