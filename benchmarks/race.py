@@ -18,15 +18,21 @@ from benchmarks.tasks import TASKS, Batch, make_batch, make_model
 BATCHES = 4  # updates walk through this many batches in turn
 
 
-class Runner:
-    """One contestant on its own copy of the model, with its seconds by block and the garbage it leaves."""
+def make_entry(case: RaceCase, *, seed: int) -> Entry:
+    """A fresh copy of the model, for one contestant or for two that train it in turn."""
+    task = TASKS[case.task]
+    model = make_model(task, seed=seed)
+    optimizer = task.optimizer(model.parameters())
+    cut = {"rows": case.rows, "micro_batches": case.micro_batches}
+    return Entry(task=task, model=model, optimizer=optimizer, **cut)
 
-    def __init__(self, case: RaceCase, build: Callable[[Entry], Update], *, seed: int) -> None:
-        task = TASKS[case.task]
-        self.model = make_model(task, seed=seed)
-        optimizer = task.optimizer(self.model.parameters())
-        cut = {"rows": case.rows, "micro_batches": case.micro_batches}
-        self.update = build(Entry(task=task, model=self.model, optimizer=optimizer, **cut))
+
+class Runner:
+    """One contestant, with its seconds by block and the garbage it leaves."""
+
+    def __init__(self, entry: Entry, build: Callable[[Entry], Update]) -> None:
+        self.model = entry.model
+        self.update = build(entry)
         self.updates = 0
         self.garbage = 0
         self.blocks: list[int] = []
@@ -60,7 +66,7 @@ def race(
     deadline = time.perf_counter() + seconds
     rows = case.rows * case.micro_batches
     batches = [make_batch(TASKS[case.task], rows, seed=seed + i, ragged=case.ragged) for i in range(BATCHES)]
-    runners = {name: Runner(case, build, seed=seed) for name, build in builders.items()}
+    runners = {name: Runner(make_entry(case, seed=seed), build) for name, build in builders.items()}
     order = random.Random(seed)
     with quiet_collector():
         repeats = max(1, round(effort.segment_s / _warm_up(runners, batches, effort.warm_up)))

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class Gradients:
         self._parameters = parameters
         self._compensated = compensated
         self._bucket = bucket
-        self._waiting: list[tuple[str, nn.Parameter, Tensor]] = []  # not looked at yet
+        self._waiting: dict[str, tuple[list[nn.Parameter], list[Tensor]]] = {}  # not looked at yet, by bank
         self._waiting_bytes = 0
         self._unscale = 1.0  # what gradients are multiplied by as they are added
         self._is_finite = True  # all of this micro-batch, so far
@@ -208,11 +209,13 @@ class Gradients:
 
     def _gather(self) -> None:
         """Take the finished gradients of all parameters."""
+        parameters, gradients = self._waiting.setdefault(self._at, ([], []))
         for parameter in self._dtypes:
             gradient = parameter.grad
             if gradient is not None:
                 parameter.grad = None
-                self._waiting.append((self._at, parameter, gradient))
+                parameters.append(parameter)
+                gradients.append(gradient)
 
     def _missing(self) -> list[nn.Parameter]:
         """The parameters that have not accepted this micro-batch into the current bank."""
@@ -231,7 +234,9 @@ class Gradients:
         if self._bucket is None:
             self._add(self._at, parameter, gradient)
             return
-        self._waiting.append((self._at, parameter, gradient))
+        parameters, gradients = self._waiting.setdefault(self._at, ([], []))
+        parameters.append(parameter)
+        gradients.append(gradient)
         self._waiting_bytes += gradient.nbytes if not gradient.is_sparse else 0
         if self._waiting_bytes >= self._bucket:
             self._add_waiting()
@@ -242,22 +247,30 @@ class Gradients:
         Args:
             sums: what they are the gradients of, looked at with them.
         """
-        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not all_finite([*[gradient for *_, gradient in waiting], *sums]):
+        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
+        if not all_finite([*[one for _, gradients in waiting.values() for one in gradients], *sums]):
             self._is_finite = False
             return
-        together: dict[str, list[tuple[nn.Parameter, Tensor, Tensor]]] = {}
-        while waiting:  # each is let go as it is added
-            name, parameter, gradient = waiting.pop()
-            total = self._banks[name].get(parameter)
-            if total is None or self._compensated or not _are_alike(total, gradient):
-                self._add(name, parameter, gradient)
-            else:
-                together.setdefault(name, []).append((parameter, total, gradient))
-        for name, alike in together.items():  # in place, and so without anything that could run out
-            parameters, totals, gradients = zip(*alike, strict=True)
-            torch._foreach_add_(totals, gradients, alpha=self._unscale)  # pyright: ignore
-            self._taken[name].update(parameters)
+        for name, (parameters, gradients) in waiting.items():
+            if not self._add_together(name, parameters, gradients):
+                gradients.reverse()
+                for parameter in parameters:
+                    self._add(name, parameter, gradients.pop())  # let go as it is added
+
+    def _add_together(
+        self, name: str, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
+    ) -> bool:
+        """Add them in one go, in place and so without anything that could run out; whether they are such."""
+        bank = self._banks[name]
+        is_known = len(bank) == len(parameters) and all(map(is_, bank, parameters))  # hashing them takes long
+        if self._compensated or not (is_known or all(parameter in bank for parameter in parameters)):
+            return False
+        totals = [*bank.values()] if is_known else [bank[parameter] for parameter in parameters]
+        if not _are_alike(totals, gradients):
+            return False
+        torch._foreach_add_(totals, gradients, alpha=self._unscale)  # pyright: ignore
+        self._taken[name].update(bank if is_known else parameters)
+        return True
 
     def _add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         bank, dtype, unscale = self._banks[name], self._dtypes[parameter], self._unscale
@@ -303,8 +316,13 @@ def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in awaited if p.grad is None]
 
 
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and not (one.is_sparse or other.is_sparse or other.is_conj())
+def _are_alike(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
+    """Whether nothing is cast or made where these are added to those."""
+    return (
+        [one.dtype for one in totals] == [one.dtype for one in gradients]
+        and {one.layout for one in (*totals, *gradients)} == {torch.strided}
+        and not any(map(Tensor.is_conj, gradients))
+    )
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
