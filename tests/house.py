@@ -21,7 +21,7 @@ LAYERS = """
     exhausted losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
     losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
     losses.model_loss losses.resolve losses.additive losses
-    gradients plan
+    finite gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     task conditions before run smaller scaled course execute
     fakes feed trace update measured compose predict solve timing options

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step, Total
-from anybatch.gradients import Gradients, NonFinite, accumulation_dtype, all_finite, hand_over
+from anybatch.finite import NonFinite
+from anybatch.gradients import Gradients, accumulation_dtype, hand_over
 from anybatch.testing import relative_error, tolerance
 
 
@@ -226,48 +227,6 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
 # ---- looked at before they are added
 
 
-KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
-
-
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_one_number_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, bad: float) -> None:
-    largest = torch.finfo(dtype).max
-    tensors = [torch.full((3, 2), largest, dtype=dtype), torch.tensor(-largest, dtype=dtype), torch.ones(5)]
-    assert all_finite(tensors)
-    assert [tensor.flatten()[0].item() for tensor in tensors] == [largest, -largest, 1.0]  # none is changed
-    for tensor in tensors:
-        place = tensor.view(-1)[-1:]
-        kept = place.clone()
-        place.fill_(bad)
-        assert not all_finite(tensors)
-        place.copy_(kept)
-    assert all_finite(tensors)
-    assert all_finite([])
-    assert all_finite([torch.ones(0)])
-
-
-def test_sparse_gradients_are_looked_at() -> None:
-    places = torch.tensor([[0, 0, 2]])
-    values = torch.ones(3, 2), torch.tensor([[1.0, 1], [1, 1], [1, math.nan]]), torch.full((3, 2), 3e38)
-    found = [
-        all_finite([torch.sparse_coo_tensor(places, one, (4, 2), check_invariants=True)]) for one in values
-    ]
-    assert found == [True, False, False]  # the last one has two numbers in one place
-
-
-def test_looking_does_not_disturb_a_backward() -> None:
-    x = torch.ones(3, requires_grad=True)
-    value = x.sum().exp()  # backward needs the value itself
-    assert all_finite([value])
-    value.backward()
-    assert x.grad is not None
-
-
-def test_a_total_that_overflows_is_not_looked_over() -> None:
-    assert not all_finite([torch.tensor([60000.0], dtype=torch.float16) * 2])
-
-
 @pytest.mark.parametrize("options", [{}, {"compensated": True}, {"dtype": torch.float64}], ids=str)
 @pytest.mark.parametrize("bucket", [1, 8, math.inf])
 def test_scaled_gradients_add_up_without_their_scale(bucket: float, options: dict[str, Any]) -> None:
@@ -342,7 +301,7 @@ def test_waiting_gradients_of_a_failed_backward_are_let_go() -> None:
         add(gradients, (hidden * second).sum())
     handle.remove()
     assert not gradients.holds_part
-    assert not gradients._waiting
+    assert not gradients._waiting.banks
     add(gradients, (first * second).sum())
     found = gradients.finish({})
     assert [found[one].tolist() for one in (first, second)] == [[1.0, 1.0]] * 2

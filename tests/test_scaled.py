@@ -10,7 +10,7 @@ from anybatch import Plan, Precision
 from anybatch.batch import TensorBatch
 from anybatch.errors import NonFiniteLossError
 from anybatch.events import MicroBatchRedone
-from anybatch.gradients import NonFinite
+from anybatch.finite import NonFinite
 from anybatch.run import Run
 from anybatch.scale import LossScale
 from anybatch.scaled import Adder, Skipped

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-
-class NonFinite(Exception):  # noqa: N818
-    """A micro-batch gave values that are not finite; whoever runs it mends that, or says so in words.
-
-    Attributes:
-        where: "loss" or "gradient".
-    """
-
-    def __init__(self, where: str) -> None:
-        super().__init__(f"the {where} is not finite")
-        self.where = where
+from anybatch.finite import NonFinite, Waiting
 
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
@@ -73,8 +63,7 @@ class Gradients:
         self._parameters = parameters
         self._compensated = compensated
         self._bucket = bucket
-        self._waiting: dict[str, tuple[list[nn.Parameter], list[Tensor]]] = {}  # not looked at yet, by bank
-        self._waiting_bytes = 0
+        self._waiting = Waiting()
         self._unscale = 1.0  # what gradients are multiplied by as they are added
         self._is_finite = True  # all of this micro-batch, so far
         # Where all of them are looked at together, they are so after backward: no hook has to take each.
@@ -205,17 +194,7 @@ class Gradients:
         finally:
             self._in_backward = False
         if self._is_gathered:
-            self._gather()
-
-    def _gather(self) -> None:
-        """Take the finished gradients of all parameters."""
-        parameters, gradients = self._waiting.setdefault(self._at, ([], []))
-        for parameter in self._dtypes:
-            gradient = parameter.grad
-            if gradient is not None:
-                parameter.grad = None
-                parameters.append(parameter)
-                gradients.append(gradient)
+            self._waiting.gather(self._at, self._dtypes)
 
     def _missing(self) -> list[nn.Parameter]:
         """The parameters that have not accepted this micro-batch into the current bank."""
@@ -234,11 +213,8 @@ class Gradients:
         if self._bucket is None:
             self._add(self._at, parameter, gradient)
             return
-        parameters, gradients = self._waiting.setdefault(self._at, ([], []))
-        parameters.append(parameter)
-        gradients.append(gradient)
-        self._waiting_bytes += gradient.nbytes if not gradient.is_sparse else 0
-        if self._waiting_bytes >= self._bucket:
+        self._waiting.put(self._at, parameter, gradient)
+        if self._waiting.nbytes >= self._bucket:
             self._add_waiting()
 
     def _add_waiting(self, sums: Sequence[Tensor] = ()) -> None:
@@ -247,11 +223,11 @@ class Gradients:
         Args:
             sums: what they are the gradients of, looked at with them.
         """
-        waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        if not all_finite([*[one for _, gradients in waiting.values() for one in gradients], *sums]):
+        waiting, self._waiting = self._waiting, Waiting()
+        if not waiting.are_finite(sums):
             self._is_finite = False
             return
-        for name, (parameters, gradients) in waiting.items():
+        for name, (parameters, gradients) in waiting.banks.items():
             if not self._add_together(name, parameters, gradients):
                 gradients.reverse()
                 for parameter in parameters:
@@ -323,31 +299,6 @@ def _are_alike(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
         and {one.layout for one in (*totals, *gradients)} == {torch.strided}
         and not any(map(Tensor.is_conj, gradients))
     )
-
-
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every number is finite: one pass, and one stop of each device however many tensors there are.
-
-    Example:
-        >>> all_finite([torch.ones(2), torch.zeros(1).half()]), all_finite([torch.tensor([1.0, torch.nan])])
-        (True, False)
-    """
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        values = tensor.coalesce().values() if tensor.is_sparse else tensor
-        if values.is_complex() or values.requires_grad:
-            values = (
-                torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
-            )
-        kinds.setdefault((values.device, values.dtype), []).append(values)
-    found: dict[torch.device, Tensor] = {}
-    for (device, _), alike in kinds.items():
-        flag = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)  # pyright: ignore
-    # Asked so that 1 is good news, because that is what a traced step is told.
-    return all((flag == 0).item() for flag in found.values())
 
 
 def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:

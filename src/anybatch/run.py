@@ -13,11 +13,11 @@ from anybatch.batch import Batch, OpenBatch
 from anybatch.before import AtHand, Before
 from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.events import StepReport
-from anybatch.gradients import Gradients, NonFinite, all_finite, is_marked, mark
-from anybatch.losses.loss import Evaluated, Loss
+from anybatch.finite import NonFinite, all_finite
+from anybatch.gradients import Gradients, is_marked, mark
+from anybatch.losses.loss import Evaluated, Loss, Number
 from anybatch.plan import Plan
 from anybatch.task import Task
-from anybatch.total import Number
 
 
 @dataclass(frozen=True, slots=True)

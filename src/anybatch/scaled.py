@@ -8,7 +8,7 @@ from torch import Tensor
 from anybatch.errors import AnybatchError, NonFiniteLossError, OutOfMemoryError
 from anybatch.events import MicroBatchRedone
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
-from anybatch.gradients import NonFinite
+from anybatch.finite import NonFinite
 from anybatch.losses.loss import Loss
 from anybatch.plan import Plan
 from anybatch.run import Redone, Run
