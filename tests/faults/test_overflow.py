@@ -320,3 +320,29 @@ def test_where_an_accumulator_is_short_a_sum_may_overflow_too() -> None:
     with pytest.raises(NonFiniteLossError):
         step((torch.full((4, 1), 60000.0), -torch.ones(4, 1)))
     assert changes(before, snapshot(step)) == []
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+def test_a_scale_that_gave_way_is_put_back_with_all_else(windowed: bool) -> None:
+    """The step fails after the overflow, the window is thrown away: nothing has happened."""
+    step, _, batch = twins("divided early", "fp16-mixed", 3, windowed=windowed)
+    torch.manual_seed(3)
+    before, scale = snapshot(step), step.scale.state()
+    if windowed:
+        window = step.window()
+        for micro in parts(batch, ONCE[:4]):
+            window.add(micro)
+        assert step.scale.value == FIRST / 2**3
+        window.discard()
+    else:
+
+        def fail(event: Event) -> None:
+            if isinstance(event, MicroBatchDone) and event.index == 3:
+                assert step.scale.value == FIRST / 2**3
+                raise RuntimeError("listener")
+
+        step.listeners = (fail,)
+        with pytest.raises(RuntimeError, match="listener"):
+            step(batch)
+    assert step.scale.state() == scale
+    assert changes(before, snapshot(step)) == []
