@@ -1,10 +1,13 @@
 """What surrounds a step and a micro-batch of it."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from anybatch.before import AtHand, Before
-from anybatch.surroundings import Untouched
+from anybatch.surroundings import Surroundings, Untouched
 from anybatch.task import Task
 from tests.test_execute import make_task
 
@@ -64,4 +67,48 @@ def test_where_nothing_could_be_noted_nothing_is_put_back() -> None:
     task.model(torch.randn(4, 2))
     at_hand.noted.put_back()
     assert not torch.equal(task.model[1].running_mean, mean)
+    assert at_hand.is_random_known
+
+
+class Full(Surroundings):
+    """Memory runs out as it is noted anew."""
+
+    def renewed(self, **_: Any) -> Surroundings:
+        raise MemoryError("full")
+
+
+def test_a_micro_batch_that_cannot_be_noted_puts_nothing_back_of_the_one_before() -> None:
+    """Else what that one has done would be undone, though its rows are in the sums."""
+    task, at_hand = make()
+    at_hand.begin()
+    norm = task.model[1]
+    task.model(torch.randn(4, 2))
+    after_the_first = norm.running_mean.clone()
+    at_hand._before.__class__ = type("FullBefore", (Full, Before), {})
+    with pytest.raises(MemoryError):
+        at_hand.begin()
+    at_hand.noted.put_back()
+    assert torch.equal(norm.running_mean, after_the_first)
+    assert at_hand.is_random_known
+
+
+@pytest.mark.parametrize("told", [{"draws": True}, {"in_window": True}, {}], ids=str)
+def test_torchs_stream_is_noted_where_it_may_be_drawn_from(told: dict[str, bool]) -> None:
+    task, at_hand = make()
+    task.streams.is_looking = False
+    at_hand.begin(**told)
+    there = torch.get_rng_state()
+    torch.rand(1)
+    assert at_hand.is_random_known == bool(told)
+    if told:
+        at_hand.noted.put_back()
+        assert torch.equal(torch.get_rng_state(), there)
+
+
+def test_a_stream_that_moved_before_a_micro_batch_that_never_began_is_no_harm() -> None:
+    task, at_hand = make()
+    task.streams.is_looking = False
+    at_hand.begin()
+    torch.rand(1)
+    at_hand.noted = Untouched()
     assert at_hand.is_random_known

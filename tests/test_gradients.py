@@ -281,6 +281,38 @@ def test_banks_take_what_they_miss_only(bucket: float) -> None:
     assert round(found[only].item(), 2) == 3.5
 
 
+@pytest.mark.parametrize("bucket", [1, math.inf])
+def test_each_gradient_is_added_to_its_own_sum_in_whatever_order_they_come(bucket: float) -> None:
+    """The first micro-batch reaches the second parameter only."""
+    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+    gradients = make([first, second], bucket=bucket)
+    for one, other in ((0, 1), (2, 3), (4, 5)):
+        gradients.begin()
+        add(gradients, ((first * one).sum() if one else 0) + (second * other).sum())
+    found = gradients.finish({})
+    assert (found[first].item(), found[second].item()) == (6.0, 9.0)
+
+
+def test_gradients_of_another_dtype_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one go memory could run out half-way, and nobody would know which are in the sums."""
+    weights = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
+    gradients = make(weights, bucket=math.inf)
+    monkeypatch.setattr(torch, "_foreach_add_", None)
+    for _ in range(2):
+        gradients.begin()
+        add(gradients, sum((3 * one).sum() for one in weights))
+    found = gradients.finish({})
+    assert [found[one].tolist() for one in weights] == [[6.0, 6.0]] * 2
+
+
+def test_a_sum_that_is_not_finite_is_seen_where_its_gradient_is() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    gradients = make([weight], bucket=math.inf)
+    with pytest.raises(NonFinite):
+        add(gradients, weight.sum() + math.inf)
+    assert not gradients.holds_part
+
+
 def test_where_nobody_looks_what_is_not_finite_is_added() -> None:
     weight = nn.Parameter(torch.zeros(1))
     gradients = make([weight])

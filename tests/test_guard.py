@@ -36,3 +36,17 @@ def test_a_loss_that_does_not_add_up_is_refused_once_looked_at() -> None:
         step.guard.check_loss(step._task(), TensorBatch(BATCH), 4)
     trusting = make(mean_of_means, check=False)
     trusting.guard.check_loss(trusting._task(), TensorBatch(BATCH), 4)
+
+
+def test_where_memory_is_scarce_the_look_takes_no_more_rows_than_a_micro_batch() -> None:
+    most: dict[bool, int] = {}
+
+    def fit(model: nn.Module, micro: tuple[torch.Tensor, torch.Tensor]) -> Total:
+        losses = F.mse_loss(model(micro[0]), micro[1], reduction="none").sum(1)
+        most[scarce] = max(most.get(scarce, 0), len(losses))
+        return Total(losses.sum(), len(losses))
+
+    for scarce in (False, True):
+        step = make(fit, memory="1GiB" if scarce else None)
+        step.guard.check_loss(step._task(), TensorBatch(BATCH), 2)
+    assert most[True] <= 2 < most[False]

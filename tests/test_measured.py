@@ -45,3 +45,34 @@ def test_weights_that_a_forward_writes_to_are_as_before() -> None:
     probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
     assert torch.equal(model.layer.weight, before)
     assert [one is model.layer.weight for one in step.guard.streams.written] == [True]
+
+
+class Overwriting(nn.Module):
+    """Writes to the rows that it is given, uses one of its layers only, and takes a shape from values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.idle = nn.Linear(16, 10), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(0.5)
+        return self.layer(x) + x[: int((x[:, 0] > 0).sum())].sum() * 0
+
+
+def test_rows_that_a_forward_writes_to_are_as_before() -> None:
+    model = Overwriting()
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    x, y = vectors()
+    before = x.clone()
+    probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch((x, y)))
+    assert torch.equal(x, before)
+
+
+def test_parameters_without_gradient_get_no_state() -> None:
+    model = Overwriting()
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), check=False)
+    found = probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
+    assert found.idle == {*model.idle.parameters()}
+    count = 4 + 4  # bytes of the step counters of weight and bias
+    numbers = sum(p.numel() for p in model.layer.parameters())
+    assert found.ledger.phases()["backward"].bytes[2] == 2 * 4 * numbers + count
