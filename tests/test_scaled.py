@@ -14,6 +14,7 @@ from anybatch.finite import NonFinite
 from anybatch.run import Run
 from anybatch.scale import LossScale
 from anybatch.scaled import Adder, Skipped
+from anybatch.smaller import Smaller
 from tests.test_execute import make_task
 
 X = torch.arange(1.0, 7.0)[:, None]
@@ -68,6 +69,22 @@ def test_or_left_out_or_the_update_is_skipped() -> None:
     assert (case.run.dropped, case.run.rows, case.task.scale.value) == (3, [3], 4.0)
     with pytest.raises(Skipped):
         Failing(9, non_finite="skip").add()
+
+
+def test_one_that_drew_for_the_first_time_lets_the_step_begin_again_with_the_whole_cut() -> None:
+    case = Failing(0)
+    case.task.streams.is_looking = False
+    assert case.add() == ""
+
+    def draw(*_: Any, **__: Any) -> None:
+        torch.rand(1)
+        raise NonFinite("gradient")
+
+    case.run.add = draw  # type: ignore[method-assign]
+    case.adder.begin(draws=False, in_window=False)
+    with pytest.raises(Smaller) as found:
+        case.adder.add(lambda: ((X, X), case.task.loss), place=3, left=[2, 1], again=False)
+    assert found.value.sizes == (3, 2, 1)
 
 
 def test_memory_that_runs_out_is_said_and_other_errors_go_on() -> None:

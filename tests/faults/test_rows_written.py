@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from anybatch import Precision, Step
 from anybatch.errors import OutOfMemoryError
 from anybatch.run import Run
+from anybatch.surroundings import FIRST
 from anybatch.testing import relative_error, tolerance
 from tests.faults.scarce import scarce
 
@@ -69,3 +70,17 @@ def test_a_step_that_looks_learns_it_without_any_fault() -> None:
     assert report.redone == 1
     make()(other)
     assert torch.equal(batch[0], other[0])
+
+
+def test_a_forward_that_begins_to_write_is_said_once_and_then_known() -> None:
+    step = make()
+    model = step.model
+    handle = model.register_forward_pre_hook(lambda _, args: (args[0].clone(),))
+    for _ in range(FIRST + 1):
+        step(rows())
+    assert not step.guard.streams.are_rows_written
+    handle.remove()
+    with pytest.raises(OutOfMemoryError, match="From now on they are noted"), scarce(Run, "add", {3}):
+        step(rows())
+    with scarce(Run, "add", {3}):
+        assert step(rows()).redone == 1
