@@ -11,17 +11,17 @@ import pytest
 # A folder's own name is its __init__, which stands after its files.
 LAYERS = """
     errors units tree
-    batch total rng events surroundings remembered
+    batch total rng events exhausted finite nested surroundings remembered
     fold meetings integrations.transformers integrations.torchao integrations
     ledger recording device
     precision scale masters lower
     recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload
     recompute.apply recompute
     meter
-    exhausted losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
+    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
     losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
     losses.model_loss losses.resolve losses.additive losses
-    finite gradients plan
+    gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     task conditions before run smaller scaled course execute
     fakes feed trace update measured compose predict solve timing options

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch import Plan, Terms, Total
+from anybatch import Plan, Step, Terms, Total
 from anybatch.batch import TensorBatch, cut_sizes
+from anybatch.errors import OutOfMemoryError
 from anybatch.events import Event, MicroBatchDone, StepReport
 from anybatch.execute import execute
 from anybatch.losses.resolve import resolve
+from anybatch.surroundings import Surroundings
 from anybatch.task import Task
 
 ROWS = 10
@@ -256,3 +258,45 @@ def test_numbers_from_the_host_meet_those_of_a_device(weight: Any) -> None:
     report, gradients = run(make_task(Terms(terms, weight=weight), Scale().cuda()), X.cuda(), 3)
     assert gradients == [2.5]
     assert (report.loss, report.weights) == (5.0, {"fit": 4.0, "none": 0.0})
+
+
+def test_memory_that_runs_out_again_while_buffers_are_compared_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Comparing takes memory on a GPU; gradients that were there come back before anything that may fail."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batch_norm="micro")
+    found = {p: torch.ones_like(p) for p in model.parameters()}
+    for parameter, gradient in found.items():
+        parameter.grad = gradient
+    mean = model[1].running_mean.clone()
+
+    def scarce(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def fail(*_: Any) -> None:
+        monkeypatch.setattr(torch, "equal", scarce)
+        scarce()
+
+    model.register_forward_hook(fail)
+    with pytest.raises(OutOfMemoryError):
+        step((torch.randn(4, 4), torch.randn(4, 8)))
+    monkeypatch.undo()
+    assert all(parameter.grad is gradient for parameter, gradient in found.items())
+    assert torch.equal(model[1].running_mean, mean)
+
+
+def test_where_there_is_no_room_to_note_anything_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    made: list[int] = []
+
+    def noted(self: Surroundings, *args: Any) -> None:
+        made.append(1)
+        raise MemoryError("full")
+
+    monkeypatch.setattr(Surroundings, "_note", noted)
+    with pytest.raises(OutOfMemoryError, match="room for copies of buffers"):
+        step((torch.randn(4, 2), torch.randn(4, 2)))
+    assert len(made) >= 2  # once more with caches freed

@@ -1,6 +1,7 @@
 """From gradient to update: clip as torch does, update once and in order, with what belongs together."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch import optimize
+from anybatch import Step, optimize
 from anybatch.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
 
 
@@ -246,3 +247,32 @@ def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.Mon
     with pytest.raises(OutOfMemoryError, match="cannot be undone"):
         optimize.update({parameter: torch.ones(2)}, [optimizer])
     assert torch.equal(parameter.detach(), torch.ones(2))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
+    precision: str, enabled: bool, windowed: bool
+) -> None:
+    """Torch casts a weight once, and knows no better before the outermost autocast is over."""
+
+    def losses(outer: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01), precision=precision)
+        rows, found = (torch.ones(8, 4), torch.ones(8, 1)), list[float]()
+        for _ in range(4):
+            with nullcontext() if outer else torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                if not windowed:
+                    found.append(step(rows).loss)
+                    continue
+                with step.window() as window:
+                    window.add(rows)
+                    found.append(window.close().loss)
+        return found
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        inside = losses(outer=True)
+    assert inside == losses(outer=False)
+    assert len(set(inside)) == 4

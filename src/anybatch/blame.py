@@ -1,17 +1,16 @@
 """Why nothing fits: the smallest budget that would, what holds it up, and what could be allowed."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
-from anybatch.batch import Batch
 from anybatch.errors import BudgetError, TraceError
+from anybatch.exhausted import ran_out_of_memory
 from anybatch.ledger import Ledger
 from anybatch.meetings import BatchNorm
 from anybatch.options import Option
 from anybatch.plan import Plan, Precision
 from anybatch.recompute import find_blocks
-from anybatch.task import Task
+from anybatch.task import Batch, Task
 from anybatch.trace import trace
 from anybatch.units import format_bytes
 
@@ -74,6 +73,9 @@ def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
     """
     every = tuple((name, "recompute") for name in find_blocks(task.model))
     plan = replace(settings, rows=batch.rows, micro_batch=1, cut=(), blocks=settings.blocks or every)
-    with suppress(TraceError):
+    try:
         return trace(plan, task, batch).ledger
-    return None
+    except Exception as error:
+        if isinstance(error, TraceError) or ran_out_of_memory(error):  # it is asked for where memory is short
+            return None
+        raise

@@ -19,6 +19,8 @@ one of them is raised from a step, the model, its buffers, the optimizer and the
 before that step, unless the error says that an update was torn.
 """
 
+from collections.abc import Callable
+
 
 class AnybatchError(Exception):
     """Root of everything anybatch raises on purpose."""
@@ -33,7 +35,13 @@ class LossError(AnybatchError, ValueError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss of some micro-batch is NaN or infinite; no update was made."""
+    """The loss of some micro-batch is NaN or infinite; no update was made.
+
+    Attributes:
+        go_on: sets random streams that were put back to where they had come to, for a step that goes on.
+    """
+
+    go_on: Callable[[], object] = staticmethod(lambda: None)
 
 
 class PlanError(AnybatchError, ValueError):

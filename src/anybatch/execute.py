@@ -9,7 +9,7 @@ from anybatch.course import Course
 from anybatch.errors import AnybatchError, LossError, NonFiniteLossError, OutOfMemoryError
 from anybatch.exhausted import free_caches, ran_out_of_memory, released
 from anybatch.plan import Plan
-from anybatch.run import NonFinite, Redone, Run, StepReport, without_update
+from anybatch.run import Loss, NonFinite, Redone, Run, StepReport, without_update
 from anybatch.scaled import Skipped
 from anybatch.smaller import Smaller, halves, out_of_memory, why_not_cut
 from anybatch.task import Task
@@ -58,7 +58,7 @@ def _attempt(
 ) -> StepReport | Plan:
     """The report, or the plan to begin again with."""
     loss = task.loss if plan.is_cut else task.loss.uncut()
-    run = Run(plan, task, batch, loss, is_guarded=is_guarded)
+    run = _begun(plan, task, batch, loss, is_guarded=is_guarded)
     run.redone = redone
     try:
         with ExitStack() as stack:
@@ -72,10 +72,16 @@ def _attempt(
     except Smaller as smaller:
         run.undo()
         return replace(plan, cut=smaller.sizes)
-    except (Skipped, NonFinite, NonFiniteLossError):  # in a micro-batch, in their sum, in a first pass
-        run.undo()
+    except (
+        Skipped,
+        NonFinite,
+        NonFiniteLossError,
+    ) as error:  # in a micro-batch, in their sum, in a first pass
+        run.undo(is_skipped=plan.non_finite == "skip")
         if plan.non_finite != "skip":
             raise
+        if isinstance(error, NonFiniteLossError):
+            error.go_on()
         return without_update(run, batch.rows)
     except Exception as error:
         if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):
@@ -93,13 +99,31 @@ def _attempt(
     return _after_first_pass(plan, task, batch, run, said)
 
 
+def _begun(plan: Plan, task: Task, batch: Batch, loss: Loss, *, is_guarded: bool) -> Run:
+    """All noted that surrounds the step; with caches freed, where there is no room otherwise."""
+    said = ""
+    for _ in range(2):
+        try:
+            return Run(plan, task, batch, loss, is_guarded=is_guarded)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            said = released(error)
+        free_caches()
+    raise OutOfMemoryError(
+        f"Expected room for copies of buffers, which a failed step puts back, got none left ({said}). "
+        "Nothing was changed. Free memory."
+    )
+
+
 def _after_first_pass(plan: Plan, task: Task, batch: Batch, run: Run, said: str) -> Plan:
     """Memory ran out outside of any micro-batch: a first pass of a loss can be had in smaller parts."""
     if run.rows:
+        written = "" if run.before.holds(task.streams.written) else " but for what the forward has written to"
         raise OutOfMemoryError(
             f"Expected room to divide, clip or hand over the gradient of {batch.rows} rows, got none left "
-            f"({said}). No update was made, and everything is as before. Free memory, or accumulate in a "
-            "narrower dtype."
+            f"({said}). No update was made, and everything is as before{written}. Free memory, or accumulate "
+            "in a narrower dtype."
         )
     rows = max(plan.sizes)
     reason = why_not_cut(plan, task, batch, rows, is_uncut=not plan.is_cut)

@@ -4,12 +4,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from anybatch.finite import NonFinite, Waiting
+from anybatch.nested import IndivisibleError, runs_backward_inside
 
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
@@ -49,6 +51,7 @@ class Gradients:
         banks: names of the terms that need a bank of their own; one name where all share one.
         bucket: bytes of gradients that are looked at together before they are added, so that what is not
             finite never gets into the sums; None where nobody looks.
+        sums: of the first micro-batch; all are looked at together if what is missing cannot be sent alone.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Gradients:
         compensated: bool,
         banks: Sequence[str],
         bucket: float | None = None,
+        sums: Sequence[Tensor] = (),
     ) -> None:
         self._parameters = parameters
         self._compensated = compensated
@@ -67,7 +71,8 @@ class Gradients:
         self._unscale = 1.0  # what gradients are multiplied by as they are added
         self._is_finite = True  # all of this micro-batch, so far
         # Where all of them are looked at together, they are so after backward: no hook has to take each.
-        self._is_gathered = bucket is not None and sum(p.nbytes for p in parameters) <= bucket
+        is_less = sum(p.nbytes for p in parameters) <= (bucket or 0)
+        self._is_gathered = bucket is not None and (is_less or runs_backward_inside(sums))
         many = compensated or len(banks) > 1 or bucket is not None
         own = [p for p in parameters if many or accumulation_dtype(p.dtype, dtype) != p.dtype]
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
@@ -124,9 +129,7 @@ class Gradients:
         """One backward pass per term, each into its own bank, to be divided at the end.
 
         Args:
-            sums: as for `add`; what flows into each is 1 / unscale.
-            again: as for `add`.
-            unscale: as for `add`.
+            sums: as for `add`, as are again and unscale; what flows into each is 1 / unscale.
         """
         self._unscale, self._is_finite = unscale, True
         last = len(sums) - 1
@@ -139,9 +142,8 @@ class Gradients:
     def _close_micro_batch(self, sums: Sequence[Tensor]) -> None:
         if self._awaited:
             self._awaited = _parted(self._awaited)
-        if self._bucket is None:
-            return
-        self._add_waiting(sums)
+        if self._bucket is not None:
+            self._add_waiting(sums)
         if not self._is_finite:
             raise NonFinite("gradient")
 
@@ -180,6 +182,10 @@ class Gradients:
         retain_graph: bool = False,
     ) -> None:
         """A backward whose gradients the hooks take; those that others make are none of ours."""
+        if again and runs_backward_inside(sums):
+            raise IndivisibleError(
+                "some parameters have accepted it, and it runs a backward inside of backward"
+            )
         missing = self._missing() if again else None  # None for all that take part
         if missing == []:
             return
@@ -207,13 +213,13 @@ class Gradients:
         if not self._in_backward:
             return
         gradient = parameter.grad
-        # Autograd has just set it.
-        assert isinstance(parameter, nn.Parameter) and gradient is not None  # noqa: S101, PT018
+        assert gradient is not None  # noqa: S101 - autograd has just set it
         parameter.grad = None
+        trained = cast("nn.Parameter", parameter)  # or a plain tensor that is trained like one
         if self._bucket is None:
-            self._add(self._at, parameter, gradient)
+            self._add(self._at, trained, gradient)
             return
-        self._waiting.put(self._at, parameter, gradient)
+        self._waiting.put(self._at, trained, gradient)
         if self._waiting.nbytes >= self._bucket:
             self._add_waiting()
 
@@ -253,11 +259,13 @@ class Gradients:
         gradient = gradient.resolve_conj()
         total = bank.get(parameter)
         if total is None:
-            total = gradient.to(dtype, copy=True)  # it may share memory, see `_parted`
-            bank[parameter] = total if unscale == 1.0 else total.mul_(unscale)
+            # A copy: it may share memory, see `_parted`. Wide, as it may fit the sums without its scale only.
+            value = gradient.to(torch.promote_types(gradient.dtype, dtype), copy=True)
+            bank[parameter] = (value if unscale == 1.0 else value.mul_(unscale)).to(dtype)
         elif self._compensated and not gradient.is_sparse:
-            value = gradient.to(dtype)
-            bank[parameter] = self._add_compensated(total, value if unscale == 1.0 else value * unscale)
+            value = gradient.to(torch.promote_types(gradient.dtype, dtype))
+            value = value if unscale == 1.0 else value * unscale
+            bank[parameter] = self._add_compensated(total, value.to(dtype))
         else:
             total.add_(gradient, alpha=unscale)
         self._taken[name].add(parameter)  # last: whatever fails before leaves the sum as it was

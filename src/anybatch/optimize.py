@@ -97,6 +97,8 @@ def update(
                 + ("No update was made. " if is_whole else noted.torn)
                 + "Take an optimizer with a smaller state, train fewer parameters, or free memory."
             )
+    # Inside of an autocast of the caller's own torch would go on with weights that were cast before.
+    torch.clear_autocast_cache()
 
 
 def _is_known(optimizer: Optimizer) -> bool:

@@ -132,7 +132,7 @@ class Run:
         """Divide what is still to be divided, clip once, update optimizers and schedulers.
 
         Raises:
-            NonFinite: the gradient is not: nobody has looked at the micro-batches, or only their sum is not.
+            NonFinite: the gradient is not, of micro-batches that nobody looked at or of their sum.
         """
         weights = self._whole_weights()
         values = self._values(weights)
@@ -184,15 +184,20 @@ class Run:
         """Whether the sums are no longer those noted."""
         return not is_marked(self._task.parameters, self._mark)
 
-    def undo(self) -> None:
-        """Put everything back as it was before the first micro-batch; after the update, only clear."""
+    def undo(self, *, is_skipped: bool = False) -> None:
+        """Put everything back as it was before the first micro-batch; after the update, only clear.
+
+        Where it is skipped random streams go on, or the next one would meet what made it bad, for ever.
+        """
         self.gradients.close()
         if self.is_updated:
             self.clear()
             return
-        self.before.put_back()
-        self.before.put_gradients_back()
+        reached = self.before.streams_reached() if is_skipped else lambda: None
+        self.before.put_gradients_back()  # first what takes no memory
         self._task.scale.load(self.scale_before)
+        self.before.put_back()
+        reached()
 
     def _open(self, terms: Evaluated, rows: int, *, again: bool) -> None:
         """After the first forward: who divides by what, and when."""
@@ -218,6 +223,7 @@ class Run:
             compensated=self._plan.compensated,
             banks=banks,
             bucket=self._plan.bucket if self.is_guarded else None,
+            sums=list(terms.sums.values()),
         )
 
     def _backward(
@@ -234,7 +240,8 @@ class Run:
         scale = self._task.scale.value
         try:
             if self._divisors is None:
-                unscale = 1 / scale if scale == 1.0 else _size_of(weights, rows) / scale
+                is_short = self.is_guarded and self._plan.precision.is_short
+                unscale = (_size_of(weights, rows) if is_short else 1.0) / scale
                 self.gradients.add_each(flowing, again=again, unscale=unscale)
             else:
                 cotangents = [self._cotangents[name] for name in flowing]
@@ -271,15 +278,8 @@ class Run:
         """The value of each term; refuses what is not finite and names the micro-batches it came from."""
         hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
         for name, sums in hosted.items():
-            bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
-            if bad and weights[name]:
-                first = sum(self.rows[: bad[0]])
-                raise NonFiniteLossError(
-                    f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of "
-                    f"{len(sums)} (the first one holds rows {first} to {first + self.rows[bad[0]] - 1}). "
-                    "No update was made. Look for bad data in these rows of the batch, too high a learning "
-                    "rate, or a sum that overflows float16."
-                )
+            if weights[name]:
+                _check_sums(sums, self.rows, name)
         return {
             name: math.fsum(sums) / (1 if self._loss.divided else weights[name])
             if weights[name]
@@ -350,6 +350,17 @@ def _kept(value: Number) -> Number:
         return value.item()
     value = value.detach()
     return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
+
+
+def _check_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> None:
+    bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
+    if bad:
+        first = sum(rows[: bad[0]])
+        raise NonFiniteLossError(
+            f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
+            f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
+            "bad data in these rows of the batch, too high a learning rate, or a sum that overflows float16."
+        )
 
 
 def _check_weights(weights: Mapping[str, float], where: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from anybatch.errors import AnybatchError, NonFiniteLossError, OutOfMemoryError
@@ -62,7 +63,7 @@ class Adder:
             Smaller: the step is to begin again, cut as it is.
         """
         rows = left[0]
-        scale, copies = self._task.scale, list[tuple[Tensor, Tensor]]()
+        scale, copies = self._task.scale, list[tuple[Tensor, Tensor, int]]()
         scale.begin()
         before: dict[str, Any] = {}
         try:
@@ -76,13 +77,14 @@ class Adder:
                 except NonFinite as found:
                     where = found.where
                 at, before = scale.value, before or scale.state()
+                reached = self._run.at_hand.noted.streams_reached()
                 said = f"the {where} overflowed at a loss scale of {at:g}"
                 self._put_rows_back(copies, said, NonFiniteLossError)
                 if not put_back(self._run, self._task, said, NonFiniteLossError):
                     raise begin_again(self._run, self._task, [*self._run.rows, *left])
                 if not (where == "gradient" and scale.give_way()):
                     scale.load(before)  # it was not at fault, and would take many updates to come back
-                    self._give_up(where, at, place, rows, is_tied=loss.tied)
+                    self._give_up(where, at, place, rows, is_tied=loss.tied, reached=reached)
                     return ""
                 self._task.tell(MicroBatchRedone(index=len(self._run.rows), rows=rows, reason=said))
                 self._run.redone.append(Redone(rows, may_be_cut=False))
@@ -100,19 +102,24 @@ class Adder:
         if streams.is_looking and not streams.are_rows_written:
             streams.are_rows_known, streams.are_rows_written = True, self._are_rows_written()
 
-    def _copies(self, micro: Any) -> list[tuple[Tensor, Tensor]]:
+    def _copies(self, micro: Any) -> list[tuple[Tensor, Tensor, int]]:
         """Of the rows, if forwards are known to write to them, or an overflow is likely and nobody knows."""
         streams = self._task.streams
         if not (streams.are_rows_written or (self._run.is_guarded and not streams.are_rows_known)):
             return []
-        return [(leaf, leaf.detach().clone()) for leaf in tensors_in(micro)]
+        return [(leaf, leaf.detach().clone(), _version(leaf)) for leaf in tensors_in(micro)]
 
     def _put_rows_back(
-        self, copies: Sequence[tuple[Tensor, Tensor]], said: str, kind: type[AnybatchError]
+        self, copies: Sequence[tuple[Tensor, Tensor, int]], said: str, kind: type[AnybatchError]
     ) -> None:
-        for leaf, value in copies:
-            leaf.detach().copy_(value)
-        if not copies and self._are_rows_written():
+        for leaf, value, version in copies:
+            if _version(leaf) != version:  # not all can be written to: rows may be a file, or expanded
+                with torch.no_grad():
+                    leaf.copy_(value)
+                self._task.streams.are_rows_written = True
+        if copies:
+            self._versions = [(leaf, _version(leaf)) for leaf, _ in self._versions]
+        elif self._are_rows_written():
             self._task.streams.are_rows_written = True
             raise kind(
                 f"Expected a forward that leaves its rows as they are, got one that had changed them when a "
@@ -123,11 +130,16 @@ class Adder:
     def _are_rows_written(self) -> bool:
         return any(_version(leaf) != version for leaf, version in self._versions)
 
-    def _give_up(self, where: str, at: float, place: int, rows: int, *, is_tied: bool) -> None:
+    def _give_up(
+        self, where: str, at: float, place: int, rows: int, *, is_tied: bool, reached: Callable[[], None]
+    ) -> None:
         policy = self._plan.non_finite
+        # Who goes on draws other random numbers: the same would be as bad again, and for ever.
         if policy == "skip":
+            reached()
             raise Skipped
         if policy == "drop" and not is_tied:
+            reached()
             self._run.leave_out(rows)
             return
         meet = ", and rows that meet in the loss cannot be left out" if policy == "drop" else ""

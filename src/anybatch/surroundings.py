@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch import rng
+from anybatch.exhausted import ran_out_of_memory
 
 #: How to read where a stream stands, and how to set it.
 Stream = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -96,6 +97,17 @@ class Surroundings:
         process = of_process()
         return any(read() != state for (read, put), state in self._streams if (read, put) in process)
 
+    def streams_reached(self) -> Callable[[], None]:
+        """What sets the streams noted here to where they stand now, after they were put back."""
+        torchs, others = rng.capture(), [(put, read()) for (read, put), _ in self._streams]
+
+        def go_on() -> None:
+            rng.restore(torchs)
+            for put, state in others:
+                put(state)
+
+        return go_on
+
     def put_buffers_back(self) -> None:
         """Put the buffers back, and leave the random state where it stands."""
         for slots in self._tables:  # a forward may have put other tensors there
@@ -104,7 +116,7 @@ class Surroundings:
             slots.update(found)
         with torch.no_grad():
             for buffer, (value, _) in self._copies.items():
-                if not torch.equal(buffer, value):  # what is constant may be expanded, and not writable
+                if not _is_same(buffer, value):  # what is constant may be expanded, and not writable
                     buffer.copy_(value)
 
 
@@ -118,6 +130,15 @@ def _copied(buffer: Tensor, known: _Copy | None) -> _Copy:
     if known is not None and known[1] == version and buffer.nbytes > _SMALL_BYTES:
         return known
     return buffer.clone(), version
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    try:
+        return torch.equal(one, other)
+    except Exception as error:
+        if not ran_out_of_memory(error):  # comparing takes some, copying none
+            raise
+        return False
 
 
 class Untouched:
@@ -135,6 +156,10 @@ class Untouched:
     def is_moved(self) -> bool:
         """It is not."""
         return False
+
+    def streams_reached(self) -> Callable[[], None]:
+        """They stand where they stood."""
+        return self.put_back
 
     is_process_moved = is_moved
 

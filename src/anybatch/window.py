@@ -200,7 +200,7 @@ class Window:
             if not is_skipped and isinstance(error, NonFiniteLossError):
                 raise
         if is_skipped:
-            self._run.undo()
+            self._run.undo(is_skipped=True)
             self._is_undone = True
             return without_update(self._run, self.rows)
         raise NonFiniteLossError(

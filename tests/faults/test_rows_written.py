@@ -1,7 +1,10 @@
 """Forwards that write to their own rows, and a micro-batch that has to come again."""
 
+import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,3 +87,29 @@ def test_a_forward_that_begins_to_write_is_said_once_and_then_known() -> None:
         step(rows())
     with scarce(Run, "add", {3}):
         assert step(rows()).redone == 1
+
+
+@pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
+@pytest.mark.parametrize("kind", ["expanded", "of a file", "with gradient"])
+def test_rows_that_cannot_be_written_to_are_left_alone(kind: str, policy: str, tmp_path: Path) -> None:
+    """Nobody has changed them: they may be one row many times, or a file that can only be read."""
+    x, y = torch.full((8, 4), 2.0), torch.full((8, 1), 40.0)
+    if kind == "expanded":
+        x, y = torch.full((1, 4), 2.0).expand(8, 4), torch.full((1, 1), 40.0).expand(8, 1)
+    elif kind == "of a file":
+        np.save(tmp_path / "rows.npy", x.numpy())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written to
+            x = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"))
+    else:
+        x.requires_grad_()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    options: dict[str, Any] = {"precision": SCALED} if policy == "raise" else {"non_finite": policy}
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch=4, **options)
+    if policy != "raise":
+        y = torch.full((8, 1), torch.inf)
+    report = step((x, y))
+    assert (report.redone > 0, report.updated) == (policy == "raise", policy == "raise")
+    assert report.dropped == 8 * (policy == "drop")
+    assert not step.guard.streams.are_rows_written

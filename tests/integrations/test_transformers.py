@@ -393,20 +393,6 @@ def test_every_run_of_a_layer_has_an_empty_cache_of_its_own() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_what_other_layers_have_cached_is_there_by_its_shape_alone() -> None:
-    """Else a layer that is rebuilt would hold the keys and values of all layers before it."""
-    block, cache, states = gpt2().get_submodule("transformer.h.0"), DynamicCache(), torch.randn(1, 2, 3, 4)
-    cache.update(states, states, 1)
-    (own,), _ = with_own_cache(*with_empty_cache(block, (cache,), {}))
-    other: Any = own.layers[1]
-    assert other.get_seq_length() == 3
-    for held in (other.keys, other.values):
-        assert held.shape == states.shape
-        assert held.untyped_storage().nbytes() == states.element_size()
-    theirs: Any = cache.layers[1]
-    assert torch.equal(theirs.keys, states)  # and it is as it was
-
-
 def test_a_cache_that_holds_tokens_is_refused() -> None:
     cache = DynamicCache()
     cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)

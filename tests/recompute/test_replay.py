@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from anybatch.errors import PlanError
+from anybatch.integrations.transformers import with_empty_cache, with_own_cache
 from anybatch.recompute.replay import Call, Draws, Inside, State
+from tests.integrations.heads import HEADS
 from tests.recompute.models import seed, streams
 
 
@@ -122,3 +125,18 @@ def test_a_buffer_written_between_the_runs_is_refused() -> None:
     module.left.add_(1)
     with pytest.raises(PlanError, match=r"'here'.*shape \(2, 2\)"):
         call(x)
+
+
+def test_what_other_layers_have_cached_is_there_by_its_shape_alone() -> None:
+    """Else a layer that is rebuilt would hold the keys and values of all layers before it."""
+    model = next(head for head in HEADS if head.name == "GPT2LMHeadModel").build()
+    block, cache, states = model.get_submodule("transformer.h.0"), DynamicCache(), torch.randn(1, 2, 3, 4)
+    cache.update(states, states, 1)
+    (own,), _ = with_own_cache(*with_empty_cache(block, (cache,), {}))
+    other: Any = own.layers[1]
+    assert other.get_seq_length() == 3
+    for held in (other.keys, other.values):
+        assert held.shape == states.shape
+        assert held.untyped_storage().nbytes() == states.element_size()
+    theirs: Any = cache.layers[1]
+    assert torch.equal(theirs.keys, states)  # and it is as it was

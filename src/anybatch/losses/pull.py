@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from anybatch.errors import LossError
+from anybatch.finite import all_finite
+from anybatch.scale import FIRST
 from anybatch.total import Number
 
 
@@ -83,6 +85,43 @@ class Pull:
             drift = max(torch.stack(self._drifts).tolist())  # one stop of the device for all rows
             if not drift <= 1:
                 raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")
+
+
+def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
+    """The gradient with respect to every leaf the value depends on: outputs, and parameters wherever held.
+
+    Where float16 is on the way it is taken at a scale at which nothing vanishes, and is float32 without it.
+
+    Example:
+        >>> x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        >>> flows_of((x * 1e-6).sum() * 1e-3)[x].dtype
+        torch.float32
+    """
+    nodes = [value.grad_fn] if value.grad_fn is not None else []
+    seen = set(nodes)
+    leaves: list[Tensor] = [] if nodes or not value.requires_grad else [value]
+    for node in nodes:  # which grows meanwhile
+        if hasattr(node, "variable"):
+            leaves.append(cast("Any", node).variable)
+        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        nodes += fresh
+        seen.update(fresh)
+    if not leaves:  # nothing flows; whether that may be is the step's to say
+        return {}
+    scale = FIRST if _is_in_float16([value, *leaves]) else 1.0
+    while scale > 1:
+        found = torch.autograd.grad(value, leaves, torch.full_like(value, scale), retain_graph=True)
+        if all_finite(found):
+            return {leaf: one.float() / scale for leaf, one in zip(leaves, found, strict=True)}
+        scale /= 2
+    return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
+
+
+def _is_in_float16(tensors: Sequence[Tensor]) -> bool:
+    """Whether small gradients would vanish on their way."""
+    kinds = {tensor.device.type for tensor in tensors}
+    autocast = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+    return torch.float16 in autocast | {tensor.dtype for tensor in tensors}
 
 
 class _Send(torch.autograd.Function):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,7 +14,7 @@ from anybatch.batch import Batch
 from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.losses.convention import call
 from anybatch.losses.loss import Evaluated, Plain, Share
-from anybatch.losses.pull import Pull
+from anybatch.losses.pull import Pull, flows_of
 from anybatch.losses.seen import Seen, joined, part
 from anybatch.total import Number, Total
 
@@ -117,7 +118,9 @@ class WholeBatch(Plain):
             after = rng.capture_process()  # the function may have drawn too
             rng.restore_process(before)
             yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, NonFiniteLossError):
+                error.go_on = partial(rng.restore_process, rng.capture_process())
             rng.restore_process(before)
             raise
         rng.restore_process(after)
@@ -183,7 +186,7 @@ class WholeBatch(Plain):
 
     def _at_once(self, whole: Seen) -> "_Differentiated":
         value, weight = self._value(whole)
-        return _Differentiated(value.detach(), weight, _gradients(value))
+        return _Differentiated(value.detach(), weight, flows_of(value))
 
     def _by_rows(self, whole: Seen) -> "_Differentiated":
         """Sums over the rows' shares, at least in float32, divided once."""
@@ -197,10 +200,10 @@ class WholeBatch(Plain):
                     f"{type(share).__name__}. With loss_rows= return ab.Total(sum over rows, how many)."
                 )
             value = torch.as_tensor(share.sum)
-            for leaf, gradient in _gradients(value).items():
+            for leaf, gradient in flows_of(value).items():
                 sums[leaf] = _added(sums.get(leaf), gradient)
             total += Total(value.detach(), share.weight)
-        divided = {leaf: (one / total.weight).to(leaf.dtype) for leaf, one in sums.items()}
+        divided = {leaf: _no_wider(one / total.weight, leaf) for leaf, one in sums.items()}
         return _Differentiated(torch.as_tensor(total.mean()), total.weight, divided)
 
     def _value(self, seen: Seen) -> tuple[Tensor, Number]:
@@ -272,20 +275,9 @@ def _refuse_written(model: nn.Module, before: Mapping[str, int]) -> None:
         )
 
 
-def _gradients(value: Tensor) -> dict[Tensor, Tensor]:
-    """The gradient with respect to every leaf the value depends on: outputs, and parameters wherever held."""
-    nodes = [value.grad_fn] if value.grad_fn is not None else []
-    seen = set(nodes)
-    leaves: list[Tensor] = [] if nodes or not value.requires_grad else [value]
-    for node in nodes:  # which grows meanwhile
-        if hasattr(node, "variable"):
-            leaves.append(cast("Any", node).variable)
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        nodes += fresh
-        seen.update(fresh)
-    if not leaves:  # nothing flows; whether that may be is the step's to say
-        return {}
-    return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
+def _no_wider(gradient: Tensor, leaf: Tensor) -> Tensor:
+    """As the leaf is; but what belongs to one in float16 stays wide, or it would vanish without its scale."""
+    return gradient if leaf.dtype == torch.float16 else gradient.to(leaf.dtype)
 
 
 def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
