@@ -1,6 +1,7 @@
 """Why nothing fits: the numbers in the message are those of a real step."""
 
 import pytest
+import torch
 from torch import nn
 
 from anybatch.blame import refusal, single_rows, suggestions
@@ -80,6 +81,9 @@ def test_single_rows_are_those_of_a_real_step(blocks: tuple[tuple[str, str], ...
 
 def test_nobody_knows_of_what_cannot_be_traced() -> None:
     asked = question(make(Untraceable), rows_of(4))
+    assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
+    words = make(lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten()), torch.optim.SGD)
+    asked = question(words, (torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)))
     assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
 
 

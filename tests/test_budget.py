@@ -12,7 +12,17 @@ from anybatch.batch import SampleBatch
 from anybatch.budget import Budget, aimed, device_of
 from anybatch.errors import BudgetError, PlanError
 from anybatch.planner import choose
-from tests.budgets import Net, Untraceable, carried_out, make, metered, question, rows_of
+from tests.budgets import (
+    Net,
+    Untraceable,
+    carried_out,
+    changed_by,
+    make,
+    metered,
+    question,
+    rows_of,
+    sgd,
+)
 
 ROWS = 6
 MEMORY = 60_000
@@ -24,6 +34,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     asked: list[Any] = []
     monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
     return asked
+
+
+def sparse_adam(parameters: Any) -> Any:
+    words, *others = parameters
+    return [torch.optim.SparseAdam([words]), torch.optim.SGD(others, lr=0.1)]
 
 
 def net() -> nn.Module:
@@ -131,6 +146,54 @@ def test_samples_are_planned_for_the_longest_of_each() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     longer = SampleBatch([torch.zeros(20, 8)], collate)
     assert kept._shape(longer)[0] == ("torch.float32", (20, 8))  # however many were alike before
+
+
+class Words(nn.Module):
+    """Its gradients are sparse."""
+
+    def __init__(self, *, is_traceable: bool = True) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
+        self.is_traceable = is_traceable
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mean = self.words(ids).mean(1)
+        return self.head(mean if self.is_traceable else mean + mean[(mean < 9).all(-1).nonzero()[:, 0]].sum())
+
+
+def words(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return torch.arange(rows * 3).reshape(rows, 3), torch.zeros(rows, dtype=torch.long)
+
+
+@pytest.mark.parametrize("is_traceable", [True, False])
+@pytest.mark.parametrize("optimizer", [sgd, lambda these: torch.optim.SGD(these, lr=0.1), sparse_adam])
+def test_sparse_gradients_are_refused(optimizer: Any, is_traceable: bool) -> None:
+    """What is traced has no such sums as grow with each micro-batch, nor such state as with each step."""
+    step = make(lambda: Words(is_traceable=is_traceable), optimizer, memory=10**6)
+    for run in (step, step.foresee):
+        changed = changed_by(step, lambda run=run: refused(run))
+        assert not changed
+    free = make(lambda: step.model, optimizer)
+    assert free(words()).updated
+    refused(free.foresee)
+    step.model.words.sparse = False
+    dense = make(lambda: step.model, memory=10**6)
+    assert dense(words()).updated
+
+
+def refused(run: Any) -> None:
+    with pytest.raises(PlanError, match=r"Expected dense gradients, got .* sparse=False"):
+        run(words())
+
+
+def test_modules_without_shapes_are_refused() -> None:
+    lazy = make(lambda: nn.Sequential(nn.LazyLinear(4)), sgd, memory=10**6)
+    free = make(lambda: nn.Sequential(nn.LazyLinear(4)), sgd)
+    for run in (lazy, lazy.foresee, free.foresee):
+        with pytest.raises(PlanError, match="shapes are known where memory is planned, got LazyLinear"):
+            run(rows_of(8))
+    assert free(rows_of(8)).updated
+    assert free.foresee(rows_of(8)).peak > 0
 
 
 @pytest.mark.parametrize("memory", ["much", 0, "120%"])

@@ -15,8 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from anybatch.errors import TraceError
-from anybatch.fakes import FakeMode, Fakes, drop_left_fakes, stand_ins, undisturbed
+from anybatch.errors import PlanError, TraceError
+from anybatch.fakes import (
+    FakeMode,
+    Fakes,
+    dense_only,
+    drop_left_fakes,
+    sparse_refused,
+    stand_ins,
+    undisturbed,
+)
 
 
 class Holder(nn.Module):
@@ -211,3 +219,28 @@ def test_counts_add_up() -> None:
     with FakeMode():
         first, second = (torch.zeros(rows, 3) != 1 for rows in (4, 5))
         assert float(first.sum() + second.sum()) == 27
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_sparse_gradients_are_refused_for_a_while(is_fake: bool) -> None:
+    layer, ids, mode = nn.EmbeddingBag(5, 2, sparse=True), torch.zeros(3, 2, dtype=torch.long), FakeMode()
+
+    def run() -> None:
+        if not is_fake:
+            layer(ids).sum().backward()
+            return
+        with stand_ins(mode, [layer], []), mode.explained(), mode:
+            layer(torch.zeros(3, 2, dtype=torch.long)).sum().backward()
+
+    with dense_only(layer.parameters()), pytest.raises(PlanError, match=r"sparse ones of shape \(5, 2\)"):
+        run()
+    layer.zero_grad()
+    run()  # nobody minds any more
+    layer.sparse = False
+    layer.zero_grad()
+    with dense_only([*layer.parameters(), nn.Parameter(torch.ones(1), requires_grad=False)]):
+        run()
+
+
+def test_the_refusal_says_what_came() -> None:
+    assert "Expected dense gradients, got a SparseAdam: " in str(sparse_refused("a SparseAdam"))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.batch import TensorBatch
+from anybatch.errors import PlanError
 from anybatch.measured import probe
 from anybatch.plan import Plan
 from anybatch.trace import trace
@@ -76,3 +77,12 @@ def test_parameters_without_gradient_get_no_state() -> None:
     count = 4 + 4  # bytes of the step counters of weight and bias
     numbers = sum(p.numel() for p in model.layer.parameters())
     assert found.ledger.phases()["backward"].bytes[2] == 2 * 4 * numbers + count
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(72, 10))
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    batch = TensorBatch((torch.randint(50, (ROWS, 9)), torch.randint(10, (ROWS,))))
+    with pytest.raises(PlanError, match="dense"):
+        probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+    assert all(p.grad is None for p in model.parameters())

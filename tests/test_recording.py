@@ -97,6 +97,21 @@ def test_further_micro_batches_leave_what_the_middle_one_left() -> None:
     assert many.alive()[:3] == run.alive()[:3]
 
 
+def test_a_micro_batch_may_be_several_forwards() -> None:
+    """The first of two leaves what the second lets go."""
+    phases = [mark(0, "start", -1), *[mark(3 * one + 1, "forward", 2 * one, one) for one in range(3)]]
+    phases += [mark(3 * one + 2, "forward", 2 * one + 1, one) for one in range(3)]
+    events = [(0, 0, 100)]
+    for one in range(3):
+        events += [(2 * one + 1, 0, 50), (2 * one + 2, 0, 4), (2 * one + 1, 50, 0)]
+    run = recording(events, sorted(phases))
+    assert run.forwards == 6
+    many = continued(run, 3, 10)
+    assert many.alive()[-1] == 100 + 10 * 4
+    assert many.peak() == 100 + 10 * 4 + 50
+    assert [one.micro_batch for one in many.marks] == [-1, 0, 1, 2, 3, 18, 19]
+
+
 def test_joined_recordings_do_not_add_up() -> None:
     one = recording([(0, 0, 100), (1, 0, 8), (1, 8, 0)], [mark(0, "start", -1), mark(1, "forward")])
     other = recording([(0, 0, 100), (1, 0, 30)], [mark(0, "start", -1)])

@@ -143,7 +143,9 @@ def test_measured_is_the_second_step() -> None:
 def test_parameters_without_gradient_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
     run = tracing._run
-    monkeypatch.setattr(tracing, "_run", lambda *given: (runs.append(given[1]), run(*given))[1])
+    monkeypatch.setattr(
+        tracing, "_run", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
+    )
     step = make()
     step.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(100))]})
     step.model.register_parameter("unused", step.optimizers[0].param_groups[-1]["params"][0])

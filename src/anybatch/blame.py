@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from anybatch.errors import BudgetError, TraceError
+from anybatch.errors import BudgetError, PlanError, TraceError
 from anybatch.exhausted import ran_out_of_memory
 from anybatch.ledger import Ledger
 from anybatch.meetings import BatchNorm
@@ -76,6 +76,7 @@ def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
     try:
         return trace(plan, task, batch).ledger
     except Exception as error:
-        if isinstance(error, TraceError) or ran_out_of_memory(error):  # it is asked for where memory is short
+        # It is asked for where memory is short, so it may run out here, too.
+        if isinstance(error, PlanError | TraceError) or ran_out_of_memory(error):
             return None
         raise

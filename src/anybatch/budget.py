@@ -53,7 +53,9 @@ class Budget:
 
         Raises:
             BudgetError: nothing fits.
+            PlanError: a module's shapes are not known yet, or there are sparse gradients.
         """
+        _refuse_lazy(question.task)
         shape = self._shape(question.batch)
         wanted = self._rounded(shape)
         like = question.like
@@ -109,7 +111,6 @@ class Budget:
 
     def _ask(self, question: Question, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
         """The answer, and the longest rows that it holds for."""
-        _refuse_lazy(question.task)
         device = device_of(question.task)
         question = replace(
             question,
@@ -175,7 +176,11 @@ def aimed(
         memory: as for `anybatch.device.parse_memory`; None for no limit, and then nothing is chosen.
         device: None for where the model is.
         measure: whether the fastest plans may be raced.
+
+    Raises:
+        PlanError: a module's shapes are not known yet.
     """
+    _refuse_lazy(question.task)
     target = device_of(question.task) if device is None else find(device)
     here = {one.type for one in question.task.devices} == {target.kind}
     if memory is None:
@@ -192,8 +197,8 @@ def _refuse_lazy(task: Task) -> None:
     lazy = [type(one).__name__ for one in task.modules if isinstance(one, LazyModuleMixin)]
     if lazy:
         raise PlanError(
-            f"Expected modules whose shapes are known for a memory budget, got {lazy[0]}. Run one forward "
-            "first, without gradient."
+            f"Expected modules whose shapes are known where memory is planned, got {lazy[0]}. Run one "
+            "forward first, without gradient."
         )
 
 

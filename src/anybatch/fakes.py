@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch import rng
-from anybatch.errors import TraceError
+from anybatch.errors import PlanError, TraceError
 from anybatch.remembered import Remembered
 from anybatch.surroundings import Surroundings
 
@@ -78,10 +78,11 @@ class FakeMode(FakeTensorMode):
 
         Raises:
             TraceError: something failed.
+            PlanError: as it came; a real step would not do better.
         """
         try:
             yield
-        except TraceError:
+        except (PlanError, TraceError):
             raise
         except Exception as error:
             raise TraceError(
@@ -286,6 +287,52 @@ def undisturbed(
                 parameter.grad = gradient
             if collects:
                 gc.enable()
+
+
+@contextmanager
+def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
+    """No parameter gets a sparse gradient here, nor does a fake that is made of one here.
+
+    Nobody can foretell its bytes: each micro-batch and, in the state of optimizers, each step adds to them
+    as many rows as it has met, and when they are merged depends on which ones these are.
+
+    Args:
+        parameters: real ones; fakes take their hooks over.
+
+    Raises:
+        PlanError: one does.
+
+    Example:
+        >>> layer = nn.Embedding(3, 2, sparse=True)
+        >>> with dense_only(layer.parameters()):
+        ...     layer(torch.tensor([1])).sum().backward()
+        Traceback (most recent call last):
+        anybatch.errors.PlanError: Expected dense gradients, got sparse ones of shape (3, 2): nobody can...
+    """
+    able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
+    hooks = [one.register_post_accumulate_grad_hook(_look_at_layout) for one in able]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _look_at_layout(parameter: Tensor) -> None:
+    if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        raise sparse_refused(f"sparse ones of shape {tuple(parameter.shape)}")
+
+
+def sparse_refused(what: str) -> PlanError:
+    """The error that says why no bytes are foreseen of steps with sparse gradients.
+
+    Args:
+        what: came.
+    """
+    return PlanError(
+        f"Expected dense gradients, got {what}: nobody can foretell their bytes. Make layers with "
+        "sparse=False, or choose micro_batch= yourself, without memory=."
+    )
 
 
 def drop_left_fakes() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from anybatch.batch import Batch
 from anybatch.execute import execute
-from anybatch.fakes import undisturbed
+from anybatch.fakes import dense_only, undisturbed
 from anybatch.feed import leaves_of, rows_kept
 from anybatch.meter import Meter
 from anybatch.plan import Plan
@@ -33,6 +33,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
 
     Raises:
         AnybatchError: whatever such a step raises.
+        PlanError: there are sparse gradients.
 
     Example:
         >>> from anybatch import Step
@@ -54,6 +55,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         rows_kept(head),
         _weights_kept(parameters),
         undisturbed(parameters, task.modules, roots=roots_of(task, batch), is_real=True),
+        dense_only(parameters),
     ):
         meter = Meter(
             task.model,

@@ -34,6 +34,7 @@ def choose(question: Question) -> PlanReport:
     Raises:
         BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
         TraceError: it cannot be traced, and the device is not here to measure it.
+        PlanError: there are sparse gradients, whose bytes nobody can foretell.
     """
     return _Search(question).best()
 

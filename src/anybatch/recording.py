@@ -81,6 +81,11 @@ class Recording:
         return max(self.alive(granule), default=0)
 
     @property
+    def forwards(self) -> int:
+        """How many forwards of the model there were; a loss may call it more than once, or never."""
+        return self.marks[-1].micro_batch + 1
+
+    @property
     def input_bytes(self) -> int:
         """Bytes of the batch that are there when the step begins."""
         begins = next((mark.event for mark in self.marks if mark.phase != "start"), len(self.storages))
@@ -214,22 +219,25 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
     there from the beginning of the last but one.
 
     Args:
-        recording: of `run` micro-batches.
+        recording: of `run` micro-batches, each with as many forwards of the model.
         run: how many were run.
         wanted: how many there are to be.
     """
-    begins = {mark.micro_batch: index for index, mark in reversed(list(enumerate(recording.marks)))}
-    middle, last = recording.marks[begins[run - 2]], recording.marks[begins[run - 1]]
+    each, marks = recording.forwards // run, recording.marks
+    middle_at, last_at = [
+        next(index for index, mark in enumerate(marks) if mark.micro_batch >= each * one)
+        for one in (run - 2, run - 1)
+    ]
+    middle, last = marks[middle_at], marks[last_at]
     left = sum(recording.changes()[middle.event : last.event])
     more = wanted - run
 
     def moved(index: int, mark: Mark) -> Mark:
-        late = index >= begins[run - 1]
-        times = more if late else 0
+        times = more if index >= last_at else 0
         return Mark(
-            mark.event + (index > begins[run - 2]),
+            mark.event + (index > middle_at),
             mark.phase,
-            mark.micro_batch + times,
+            mark.micro_batch + times * each,
             mark.module,
             mark.operations + times * (last.operations - middle.operations),
             mark.flops + times * (last.flops - middle.flops),
@@ -243,7 +251,7 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
         storages=with_one(recording.storages, len(recording.owners)),
         before=with_one(recording.before, 0),
         after=with_one(recording.after, left * more),
-        marks=tuple([moved(index, mark) for index, mark in enumerate(recording.marks)]),
+        marks=tuple([moved(index, mark) for index, mark in enumerate(marks)]),
         owners=(*recording.owners, ACTIVATIONS),
         places=(*recording.places, ""),
     )

@@ -13,7 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from anybatch import optimize
 from anybatch.batch import Batch, SampleBatch
 from anybatch.execute import execute
-from anybatch.fakes import FakeMode, Fakes, drop_left_fakes, stand_ins, undisturbed
+from anybatch.fakes import (
+    FakeMode,
+    Fakes,
+    dense_only,
+    drop_left_fakes,
+    sparse_refused,
+    stand_ins,
+    undisturbed,
+)
 from anybatch.feed import fake_batch, run_sizes
 from anybatch.meter import Meter
 from anybatch.plan import Plan
@@ -75,8 +83,8 @@ def trace(
 
     It is the very code of a step: forward, loss, backward, accumulate, clip, update. Schedulers and listeners
     are left out. Of many micro-batches of one size only the first two, one in the middle and the last are
-    run. Model, optimizers, gradients and random streams are as before. Whoever asks for a number gets 1, so
-    a branch on values goes one way.
+    run, if each calls the model as often. Model, optimizers, gradients and random streams are as before.
+    Whoever asks for a number gets 1, so a branch on values goes one way.
 
     A device that is not there is approximated: sizes are rounded up as its allocator does, optimizers update
     all parameters at once (foreach) where they would there, and the kernels are the CPU's. Attention is the
@@ -92,6 +100,7 @@ def trace(
 
     Raises:
         TraceError: it cannot be run without values, for instance because shapes depend on them.
+        PlanError: there are sparse gradients.
 
     Example:
         >>> from anybatch import Step
@@ -106,15 +115,20 @@ def trace(
     target = device_of(task, device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
+    parameters = [*task.parameters, *task.others]
     with (
         _disable_current_modes(),  # whoever measures real tensors has nothing to see here
-        undisturbed([*task.parameters, *task.others], roots=roots_of(task, batch)) as noted,
+        undisturbed(parameters, roots=roots_of(task, batch)) as noted,
+        dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.modules, *noted.modules)))
-        run = partial(_run, reduced, plan.rows, task, batch, target, modules)
-        recording, found, wrongly = run(idle)
+        run = partial(_run, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
+        recording, found, wrongly = run(reduced, idle=idle)
+        if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
+            reduced = plan  # none of them stands for others
+            recording, found, wrongly = run(plan, idle=idle)
         if wrongly:
-            recording, found, _ = run(found)
+            recording, found, _ = run(reduced, idle=found)
         noted.put_back()
         drop_left_fakes()
     if reduced is not plan:
@@ -125,13 +139,14 @@ def trace(
         device=str(target),
         source="predicted",
         granule=CUDA_GRANULE if target.type == "cuda" else 1,
-        micro_batches=len(sizes),
+        micro_batches=reduced.micro_batches,
         idle=found,
     )
 
 
 def _run(
     plan: Plan,
+    *,
     rows: int,
     task: Task,
     batch: Batch,
@@ -240,11 +255,19 @@ def advance(task: Task) -> None:
                 slots["step"] = torch.tensor(_LATE, dtype=step.dtype, device=step.device)
 
 
+def _takes_sparse(optimizer: Optimizer) -> bool:
+    held = (one for slots in optimizer.state.values() for one in slots.values())
+    is_sparse = any(isinstance(one, Tensor) and one.is_sparse for one in held)
+    return is_sparse or isinstance(optimizer, torch.optim.SparseAdam)
+
+
 def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
     """What the first update of each optimizer makes, if it was not made yet; for whom it was made."""
     made: set[Tensor] = set()
     for optimizer in task.optimizers:
         owned = [p for p in optimize.owned([optimizer]) if p.requires_grad and p not in idle]
+        if owned and _takes_sparse(optimizer):
+            raise sparse_refused(f"a {type(optimizer).__name__} that takes sparse ones")
         lacking = [p for p in owned if not optimizer.state.get(p)]
         if not lacking:
             continue
