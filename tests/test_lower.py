@@ -99,6 +99,69 @@ def test_named_parts_stay_in_float32_under_autocast(name: str, pattern: str) -> 
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Routed(nn.Module):
+    """Holds parts in containers that nobody calls."""
+
+    def __init__(self, *, is_named: bool) -> None:
+        super().__init__()
+        inner = nn.ModuleList([Spy(), nn.ModuleList([Spy()])])
+        self.enter, self.parts = nn.Linear(3, 3), nn.ModuleDict({"inner": inner}) if is_named else inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.parts["inner"] if isinstance(self.parts, nn.ModuleDict) else self.parts
+        return inner[1][0](inner[0](self.enter(x)))
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["ModuleDict", "ModuleList"])
+@pytest.mark.parametrize("name", ALL)
+def test_all_that_a_container_holds_may_be_named(name: str, is_named: bool) -> None:
+    model = Routed(is_named=is_named)
+    precision = Precision(**{**find(name).to_dict(), "keep_float32": ("parts",)})
+    lower(model, precision, [])
+    with precision.computing(["cpu"]):
+        model(torch.ones(4, 3))
+    spies = [module for module in model.modules() if isinstance(module, Spy)]
+    assert [one.seen for one in spies] == [[(torch.float32, torch.float32, False)]] * 2
+    assert dtypes(model.parts) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("tracks", [True, False])
+def test_running_statistics_of_instance_norm_stay_in_float32(name: str, tracks: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(1, 2, 1), nn.InstanceNorm1d(2, affine=True, track_running_stats=tracks))
+    lower(model, find(name), [])
+    assert dtypes(model[1]) == {torch.float32 if tracks else TRUE[name]}
+    assert model[1].running_mean is None or model[1].running_mean.dtype == torch.float32
+    assert model(torch.ones(2, 1, 4)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+def test_instance_norm_is_left_to_autocast(name: str) -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))
+    lower(model, find(name), [])
+    assert not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_weights_without_a_shape_are_refused_before_anything_changes(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError, match=r"whose shapes are known .* got \['1'\], .* Run one forward first"):
+        Step(model, nn.MSELoss(), optimizer, precision=name)
+    assert model[0].weight.dtype == torch.float32
+    assert not any(module._forward_hooks for module in model)
+    model(torch.ones(1, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert Step(model, nn.MSELoss(), optimizer, precision=name)((torch.ones(4, 3), torch.zeros(4, 2))).updated
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16-mixed", "fp16-mixed"])
+def test_weights_without_a_shape_may_wait_where_none_is_stored_short(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), precision=name)
+    assert step((torch.ones(4, 3), torch.zeros(4, 2))).updated
+
+
 def test_autocast_is_as_before_where_a_part_fails() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 3))  # shapes do not match
     lower(model, Precision(compute="bfloat16", keep_float32=("1",)), [])

@@ -207,7 +207,8 @@ def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
     )
     other((X,))
     for parameter in short.model.parameters():
-        assert torch.equal(short.masters.of(parameter), parameter.float())
+        assert short.masters.of(parameter) is other.masters.of(parameter)
+        assert torch.equal(short.masters.of(parameter).half(), parameter)
 
 
 def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
@@ -233,6 +234,23 @@ def test_a_model_made_long_and_short_again_keeps_its_digits() -> None:
     for step in (short, full):
         step((X,))
     assert_follows(short, full)
+
+
+@pytest.mark.parametrize("precision", SHORT)
+def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -> None:
+    short, full = steps(precision=precision)
+    for step in (short, full):
+        step((X,))
+    short.model.float()
+    saved = short.masters.state_dict(short.model)  # has looked at all weights
+    assert changes(dict(full.model.state_dict()), saved) == []
+    for step in (short, full):
+        with torch.no_grad():
+            step.model.first.weight[0] = 0.3
+        step((X,))
+    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("precision", SHORT)

@@ -107,10 +107,11 @@ def plan(
 
 @contextmanager
 def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
-    """Afterwards weights, buffers and hooks are as before; a step in a short precision changes them."""
+    """Afterwards weights, buffers, hooks and states are as before; a short precision changes them."""
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
     tables: list[Any] = [vars(module)[name] for module in model.modules() for name in _CHANGED]
     tables += [getattr(one, name) for one in optimizers for name in _LOAD_HOOKS if hasattr(one, name)]
+    tables += [slots for one in optimizers if isinstance(one, Optimizer) for slots in one.state.values()]
     found = [(table, table.copy()) for table in tables]
     try:
         yield

@@ -3,12 +3,49 @@
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from anybatch.total import SHORT_DTYPES
+
+
+class _Backup:
+    """The float32 weights behind one parameter, and how it stood when it was last seen.
+
+    Every step over a parameter has the same one, so that none begins from what another has rounded.
+    """
+
+    def __init__(self, parameter: nn.Parameter, weights: Tensor) -> None:
+        self.weights = weights
+        self.note(parameter)
+
+    def note(self, parameter: nn.Parameter) -> None:
+        """The parameter holds these weights, rounded to its dtype."""
+        self.dtype, self.version = parameter.dtype, _version(parameter)
+
+    def refresh(self, parameter: nn.Parameter) -> None:
+        """Where somebody has written to the parameter, or moved it, that is what counts."""
+        if self.weights.device != parameter.device or self.weights.shape != parameter.shape:
+            self.weights = parameter.data.float()
+            self.note(parameter)
+        elif self.version != _version(parameter):
+            # Element by element: what nobody wrote to keeps the digits that it has behind it. Who has widened
+            # what was stored has written nothing.
+            data, weights = parameter.data, self.weights
+            is_kept = data == weights.to(data.dtype)
+            if self.dtype != data.dtype:
+                is_kept |= data == weights.to(self.dtype).to(data.dtype)
+            if not is_kept.all():
+                weights.copy_(torch.where(is_kept, weights, data.to(weights.dtype)))
+            self.version = _version(parameter)
+
+
+#: By parameter, as long as a step has them.
+_KNOWN = WeakIdKeyDictionary()
 
 
 class Masters:
@@ -36,19 +73,25 @@ class Masters:
 
     def __init__(self, *, is_needed: bool = False) -> None:
         self._is_needed = is_needed
-        self._held: dict[nn.Parameter, Tensor] = {}
-        self._versions: dict[nn.Parameter, tuple[int, int]] = {}
+        self._held: dict[nn.Parameter, _Backup] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+        vars(self).update(state)
+        for parameter, backup in self._held.items():
+            _KNOWN[parameter] = ref(backup)
 
     @property
     def tensors(self) -> list[Tensor]:
         """The copies, in the order in which they were taken."""
-        return list(self._held.values())
+        return [backup.weights for backup in self._held.values()]
 
     def of(self, parameter: nn.Parameter) -> Tensor | None:
         """The float32 weights of a parameter, as they stand; None where it is not stored short."""
-        if parameter in self._held:
-            self._refresh([parameter])
-        return self._held.get(parameter)
+        backup = self._held.get(parameter)
+        if backup is None:
+            return None
+        backup.refresh(parameter)
+        return backup.weights
 
     def hold(self, parameter: nn.Parameter, weights: Tensor) -> None:
         """Keep these as the weights behind a parameter.
@@ -57,26 +100,54 @@ class Masters:
             parameter: stored short.
             weights: float32, of the same shape; not copied.
         """
-        self._held[parameter] = weights
-        self._versions[parameter] = _version(parameter)
+        self._hold(parameter, _Backup(parameter, weights))
 
-    def raised(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+    def shorten(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Store a parameter short, and keep the weights behind it.
+
+        They are those that other steps over the same parameter have, as far as nobody has written to it;
+        where there are none, what it shows: what is short already has no more digits.
+
+        Args:
+            parameter: its memory becomes that of the float32 weights.
+            dtype: a short one.
+        """
+        backup = _known(parameter)
+        if backup is None:
+            full = parameter.data
+            backup = _Backup(parameter, full.float() if full.dtype in SHORT_DTYPES else full)
+        if parameter.dtype != dtype:
+            parameter.data = backup.weights.to(dtype)
+            backup.note(parameter)
+        self._hold(parameter, backup)
+
+    def raised(
+        self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer] = ()
+    ) -> AbstractContextManager[None]:
         """For a while the parameters hold their float32 weights; afterwards those, rounded.
 
         Args:
             parameters: those to be updated. Who is not held yet, because it came later, is from now on.
+            optimizers: whose state of such parameters is made float32.
         """
-        return self._raised(list(parameters)) if self._held or self._is_needed else nullcontext()
+        is_idle = not (self._held or self._is_needed)
+        return nullcontext() if is_idle else self._raised(list(parameters), optimizers)
 
     @contextmanager
-    def _raised(self, parameters: list[nn.Parameter]) -> Generator[None]:
-        for parameter in parameters:
-            if parameter not in self._held and parameter.requires_grad and parameter.dtype in SHORT_DTYPES:
-                self.hold(parameter, parameter.data.float())
-        held = [parameter for parameter in parameters if parameter in self._held]
-        self._refresh(held)
+    def _raised(self, parameters: list[nn.Parameter], optimizers: Iterable[Optimizer]) -> Generator[None]:
+        later = [
+            parameter
+            for parameter in parameters
+            if parameter not in self._held and parameter.requires_grad and parameter.dtype in SHORT_DTYPES
+        ]
+        for parameter in later:
+            self.shorten(parameter, parameter.dtype)
+        lengthen_states(optimizers, later)
+        held = {parameter: self._held[parameter] for parameter in parameters if parameter in self._held}
+        for parameter, backup in held.items():
+            backup.refresh(parameter)
         short = [parameter.data for parameter in held]
-        full = [self._held[parameter] for parameter in held]
+        full = [backup.weights for backup in held.values()]
         try:
             for parameter, weights in zip(held, full, strict=True):
                 parameter.data = weights
@@ -87,20 +158,12 @@ class Masters:
             with torch.no_grad():
                 if held:
                     torch._foreach_copy_(short, full)  # pyright: ignore
-            for parameter in held:
-                self._versions[parameter] = _version(parameter)
+            for parameter, backup in held.items():
+                backup.note(parameter)
 
-    def _refresh(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Where somebody has written to a parameter, or moved it, that is what counts."""
-        for parameter in parameters:
-            weights = self._held[parameter]
-            if weights.device != parameter.device or weights.shape != parameter.shape:
-                self._held[parameter] = parameter.data.float()
-            elif self._versions[parameter] != _version(parameter) and not _is_rounded(parameter, weights):
-                # Element by element: what nobody wrote to keeps the digits that it has behind it.
-                is_kept = parameter.data == weights.to(parameter.dtype)
-                weights.copy_(torch.where(is_kept, weights, parameter.data.to(weights.dtype)))
-            self._versions[parameter] = _version(parameter)
+    def _hold(self, parameter: nn.Parameter, backup: _Backup) -> None:
+        self._held[parameter] = backup
+        _KNOWN[parameter] = ref(backup)
 
     def stand_in(self, of: Callable[[Tensor], Any]) -> "Masters":
         """The same for other tensors in the place of these, as where a step is traced.
@@ -109,8 +172,8 @@ class Masters:
             of: gives the tensor in the place of another.
         """
         twin = Masters(is_needed=self._is_needed)
-        for parameter, weights in self._held.items():
-            twin.hold(of(parameter), of(weights))
+        for parameter, backup in self._held.items():
+            twin.hold(of(parameter), of(backup.weights))
         return twin
 
     def keep_states(self, optimizer: Optimizer) -> None:
@@ -145,8 +208,55 @@ class Masters:
         module.load_state_dict(state)
         for name, value in module.state_dict(keep_vars=True).items():
             if isinstance(value, nn.Parameter) and value in self._held:
-                self._held[value].copy_(state[name])
-                self._versions[value] = _version(value)
+                self._held[value].weights.copy_(state[name])
+                self._held[value].note(value)
+
+
+def lengthen(parameter: nn.Parameter) -> None:
+    """Store in float32 what is stored short, with the digits behind it that a step over it has.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        >>> lengthen(weight)
+        >>> weight.dtype
+        torch.float32
+    """
+    if parameter.dtype not in SHORT_DTYPES:
+        return
+    backup = _known(parameter)
+    if backup is None:
+        parameter.data = parameter.data.float()
+    else:  # the very memory, so that who writes to one writes to both
+        parameter.data = backup.weights
+        backup.note(parameter)
+
+
+def lengthen_states(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
+    """Make float32 of what optimizers have in 16 bits for these parameters.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        >>> optimizer = torch.optim.Adagrad([weight])
+        >>> lengthen_states([optimizer], [weight])
+        >>> optimizer.state[weight]["sum"].dtype
+        torch.float32
+    """
+    wanted = list(parameters)
+    for optimizer in optimizers:
+        for parameter in wanted:
+            slots: dict[str, Any] = optimizer.state.get(parameter, {})
+            for name, value in slots.items():
+                if isinstance(value, Tensor) and value.dtype in SHORT_DTYPES:
+                    slots[name] = value.float()
+
+
+def _known(parameter: nn.Parameter) -> _Backup | None:
+    """What any step has behind a parameter, as it stands."""
+    found = _KNOWN.get(parameter)
+    backup = None if found is None else found()
+    if backup is not None:
+        backup.refresh(parameter)
+    return backup
 
 
 def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
@@ -157,11 +267,8 @@ def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
             for name, value in known.items():
                 if isinstance(value, Tensor) and optimizer.state[parameter][name].dtype != value.dtype:
                     optimizer.state[parameter][name] = value.to(parameter.device, copy=True)
+            lengthen_states([optimizer], [parameter] if known else [])
     given.clear()
-
-
-def _is_rounded(parameter: nn.Parameter, weights: Tensor) -> bool:
-    return torch.equal(parameter.data, weights.to(parameter.dtype))
 
 
 def _version(parameter: nn.Parameter) -> tuple[int, int]:

@@ -149,7 +149,7 @@ class Run:
             if not all_finite(list(gradients.values())):
                 raise NonFinite("gradient")
             norm = optimize.clip(gradients, self._plan.clip_norm)
-            with self._task.masters.raised(gradients):
+            with self._task.masters.raised(gradients, self._task.optimizers):
                 optimize.update(gradients, self._task.optimizers, self._plan.foreach)
                 self.is_updated = True
             self._task.scale.updated()

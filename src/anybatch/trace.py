@@ -272,7 +272,7 @@ def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
         if not lacking:
             continue
         before = [(p, p.grad) for p in owned]
-        with task.masters.raised(owned):
+        with task.masters.raised(owned, [optimizer]):
             for p in owned:
                 p.grad = torch.zeros_like(p)
             optimizer.step()

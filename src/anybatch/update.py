@@ -49,7 +49,7 @@ def trace_update(
             )
             with meter:
                 optimize.clip(gradients, plan.clip_norm)
-                with fake.masters.raised(gradients):
+                with fake.masters.raised(gradients, fake.optimizers):
                     optimize.update(gradients, task.optimizers)
             state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
         found = frozenset(p for p in task.parameters if fakes.of(p) in made)

@@ -323,4 +323,4 @@ def dropped_rows_keep_their_weight(patch: Patch) -> None:
 
 
 def no_weight_backup(patch: Patch) -> None:
-    patch.setattr(Masters, "raised", lambda self, parameters: nullcontext())
+    patch.setattr(Masters, "raised", lambda self, parameters, optimizers: nullcontext())

@@ -1,0 +1,309 @@
+"""Models that are lowered more than once: in parts, as parts, by several steps, or that were short before."""
+
+import copy
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch import Precision, Step, Total
+from anybatch.lower import lower
+from anybatch.precision import find
+
+BF16, FP16 = find("bf16-true"), find("fp16-true")
+NORMS = Precision(store="bfloat16", keep_float32=("LayerNorm",))
+X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.ones(8, 2)
+
+
+def squares(model: nn.Module, micro: Any) -> Total:
+    return Total(((model(micro[0]) - micro[1]) ** 2).sum(), len(micro[0]))
+
+
+def rows_of(model: nn.Module) -> tuple[Tensor, Tensor]:
+    return X, torch.ones_like(model(X)).detach()
+
+
+def make_step(model: nn.Module, precision: str | Precision, **options: Any) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return Step(model, squares, optimizer, precision=precision, check=False, **options)
+
+
+def trains(step: Step) -> bool:
+    batch = rows_of(step.model)
+    return step.model(X).dtype == torch.float32 and step(batch).loss > step(batch).loss
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+    return nn.Sequential(encoder, nn.Linear(8, 2))
+
+
+# ---- one inside another
+
+
+@pytest.mark.parametrize("outer", [BF16, NORMS], ids=str)
+@pytest.mark.parametrize("inner", [BF16, NORMS], ids=str)
+@pytest.mark.parametrize("is_first", [True, False], ids=["part first", "whole first"])
+def test_a_part_and_the_whole_may_both_be_trained(inner: Precision, outer: Precision, is_first: bool) -> None:
+    model = make_model()
+    chosen = [(model[0], inner), (model, outer)]
+    steps = [make_step(*one) for one in (chosen if is_first else chosen[::-1])]
+    for step in (*steps, *reversed(steps)):
+        assert trains(step)
+
+
+def test_only_the_outermost_casts() -> None:
+    """Between two parts values stay short, and what the outer model keeps in float32 stays so."""
+    model, seen = make_model(), []
+    lower(model[0], BF16, [])
+    lower(model, BF16, [])
+    model[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model(X)
+    assert seen == [torch.bfloat16]
+    assert model[0](X).dtype == torch.float32
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_every_model_casts_again(error: type[BaseException]) -> None:
+    model, other = make_model(), nn.Linear(4, 2)
+    for one in (model[0], model, other):
+        lower(one, BF16, [])
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = model[0][1].register_forward_hook(fail)
+    with pytest.raises(error):
+        model(X)
+    handle.remove()
+    assert [one(X).dtype for one in (other, model[0], model)] == [torch.float32] * 3
+
+
+def test_threads_do_not_meet() -> None:
+    """One model begins while another runs in another thread."""
+    model, other, found = make_model(), nn.Linear(4, 2), []
+    for one in (model, other):
+        lower(one, BF16, [])
+
+    def look(*_: Any) -> None:
+        thread = threading.Thread(target=lambda: found.append(other(X).dtype))
+        thread.start()
+        thread.join()
+
+    model[1].register_forward_pre_hook(look)
+    assert model(X).dtype == torch.float32
+    assert found == [torch.float32]
+
+
+class Student(nn.Module):
+    """Asks another model, which is no part of it and is stored in another dtype."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.others, self.linear, self.head = [teacher], nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.others[0](self.linear(x)))
+
+
+def test_another_model_may_be_asked_in_between() -> None:
+    teacher = nn.Linear(4, 2)
+    lower(teacher, FP16, [])
+    student = Student(teacher)
+    lower(student, BF16, [])
+    assert student(X).dtype == torch.float32
+
+
+@pytest.mark.parametrize("is_whole", [True, False], ids=["model.compile()", "torch.compile(model)"])
+def test_lowered_models_may_be_compiled(is_whole: bool) -> None:
+    torch.compiler.reset()
+    model = make_model()
+    if not is_whole:
+        lower(model[0], NORMS, [])
+    expected = copy.deepcopy(model)
+    lower(expected, NORMS, [])
+    compiled: Any = model if is_whole else torch.compile(model, backend="eager", fullgraph=True)
+    lower(compiled, NORMS, [])
+    if is_whole:
+        model.compile(backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(compiled(X), expected(X))
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("first", "then"), [(NORMS, BF16), (BF16, NORMS)], ids=["kept first", "kept then"])
+def test_what_stays_in_float32_may_change(first: Precision, then: Precision) -> None:
+    model = make_model()
+    model[0].register_buffer("shift", torch.ones(8))
+    before = make_step(model, first)
+    assert trains(before)
+    after = make_step(model, then)
+    norm = model[0][1]
+    assert norm.weight.dtype == (torch.float32 if then is NORMS else torch.bfloat16)
+    assert len(norm._forward_pre_hooks) == len(norm._forward_hooks) == (1 if then is NORMS else 0)
+    for step in (after, before):
+        assert trains(step)
+
+
+def test_what_stays_in_float32_gets_its_digits_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[1].register_buffer("shift", torch.ones(2))
+    digits = model[1].weight.detach().clone()
+    first = make_step(model, BF16)
+    then = make_step(model, Precision(store="bfloat16", keep_float32=("1",)))
+    assert torch.equal(model[1].weight, digits)
+    assert model[1].shift.dtype == torch.float32
+    then((X, Y))
+    assert torch.equal(first.masters.of(model[1].weight), model[1].weight)
+
+
+# ---- one backup for all
+
+
+def slope(model: nn.Module, micro: Any) -> Total:
+    return Total(model(micro[0]).sum(), len(micro[0]))
+
+
+def alternating(model: nn.Module, optimizer: Any) -> Iterator[Step]:
+    steps = [Step(model, slope, optimizer, precision="fp16-true", check=False) for _ in range(2)]
+    while True:
+        yield from steps
+
+
+def made_anew(model: nn.Module, optimizer: Any) -> Iterator[Step]:
+    while True:
+        step = Step(model, slope, optimizer, precision="fp16-true", check=False)
+        yield step
+
+
+def of_a_copy(model: nn.Module, optimizer: Any) -> Iterator[Step]:
+    first = copy.deepcopy(Step(model, slope, optimizer, precision="fp16-true", check=False))
+    yield first
+    while True:
+        yield Step(first.model, slope, first.optimizers, precision="fp16-true", check=False)
+
+
+@pytest.mark.parametrize("make", [alternating, made_anew, of_a_copy])
+def test_a_second_step_begins_where_the_first_one_stands(make: Callable[..., Iterator[Step]]) -> None:
+    """100 updates of 1e-4 on a weight of 1: each by itself is lost in float16."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    steps = make(model, torch.optim.SGD(model.parameters(), lr=1e-4, fused=True))
+    one = torch.ones(1, 1)
+    for _ in range(100):
+        step = next(steps)
+        step((one,))
+    expected = one.clone()
+    for _ in range(100):
+        expected -= 1e-4
+    weight = step.model.weight
+    assert torch.equal(step.masters.of(weight), expected)
+    assert torch.equal(weight, expected.half())
+
+
+def test_what_was_written_meanwhile_counts_for_all() -> None:
+    model = make_model()
+    first = make_step(model, BF16)
+    weight = model[1].weight
+    digits = first.masters.of(weight).clone()
+    with torch.no_grad():
+        weight[0] = 0.5
+    second = make_step(model, BF16)
+    digits[0] = 0.5
+    for step in (first, second):
+        assert torch.equal(step.masters.of(weight), digits)
+    assert first.masters.tensors[0] is second.masters.tensors[0]
+
+
+def test_nothing_is_kept_once_the_last_step_is_gone() -> None:
+    model = make_model()
+    make_step(model, BF16)
+    gc.collect()
+    again = make_step(model, BF16)
+    for parameter in model.parameters():
+        assert torch.equal(again.masters.of(parameter), parameter.float())
+
+
+@pytest.mark.parametrize("precision", ["fp16-true", NORMS], ids=str)
+def test_a_plan_in_another_precision_takes_no_digit(precision: str | Precision) -> None:
+    model = make_model()
+    step = make_step(model, BF16)
+    before = [one.clone() for one in step.masters.tensors]
+    result = model(X)
+    optimizer = torch.optim.Adagrad(model.parameters())
+    ab.plan(model, squares, optimizer, (X, Y), precision=precision, measure=False)
+    assert torch.equal(model(X), result)
+    assert all(
+        torch.equal(step.masters.of(p), was) for p, was in zip(model.parameters(), before, strict=True)
+    )
+    assert {slots["sum"].dtype for slots in optimizer.state.values()} == {torch.bfloat16}
+
+
+# ---- made short by others
+
+
+MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
+}
+
+
+def used(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """After one update of a plain loop in bfloat16."""
+    model = make_model().bfloat16()
+    optimizer = make(model.parameters())
+    model(X.bfloat16()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_dtypes(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
+    values = [value for slots in optimizer.state.values() for value in slots.values()]
+    return {value.dtype for value in values if isinstance(value, Tensor)}
+
+
+@pytest.mark.parametrize("precision", [BF16, FP16, NORMS], ids=str)
+@pytest.mark.parametrize("name", MAKE)
+def test_an_optimizer_with_short_state_goes_on_in_float32(name: str, precision: Precision) -> None:
+    model, optimizer = used(MAKE[name])
+    step = Step(model, squares, optimizer, precision=precision, check=False)
+    assert step((X, Y)).updated
+    assert state_dtypes(optimizer) == {torch.float32}
+
+
+def test_an_optimizer_loads_short_state_in_float32() -> None:
+    _, old = used(MAKE["Adam"])
+    model = make_model()
+    optimizer = MAKE["Adam"](model.parameters())
+    step = Step(model, squares, optimizer, precision=BF16, check=False)
+    optimizer.load_state_dict(old.state_dict())
+    assert step((X, Y)).updated
+    assert state_dtypes(optimizer) == {torch.float32}
+
+
+def test_short_state_of_weights_that_come_later_is_made_float32() -> None:
+    model, old = used(MAKE["Adam"])
+    head = list(model[1].parameters())
+    optimizer = MAKE["Adam"](model[0].parameters())
+    step = Step(model, squares, optimizer, precision=BF16, check=False)
+    optimizer.add_param_group({"params": head})
+    for parameter in head:
+        optimizer.state[parameter] = old.state[parameter]
+    assert step((X, Y)).updated
+    assert state_dtypes(optimizer) == {torch.float32}
+
+
+def test_float32_leaves_short_state_as_it_is() -> None:
+    model, optimizer = used(MAKE["SGD"])
+    Step(model, squares, optimizer, check=False)
+    assert state_dtypes(optimizer) == {torch.bfloat16}
