@@ -19,7 +19,7 @@ one of them is raised from a step, the model, its buffers, the optimizer and the
 before that step, unless the error says that an update was torn.
 """
 
-from collections.abc import Callable
+from collections import abc
 
 
 class AnybatchError(Exception):
@@ -41,7 +41,7 @@ class NonFiniteLossError(LossError):
         go_on: sets random streams that were put back to where they had come to, for a step that goes on.
     """
 
-    go_on: Callable[[], object] = staticmethod(lambda: None)
+    go_on: abc.Callable[[], object] = staticmethod(lambda: None)
 
 
 class PlanError(AnybatchError, ValueError):
