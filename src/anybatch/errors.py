@@ -19,8 +19,6 @@ one of them is raised from a step, the model, its buffers, the optimizer and the
 before that step, unless the error says that an update was torn.
 """
 
-from collections import abc
-
 
 class AnybatchError(Exception):
     """Root of everything anybatch raises on purpose."""
@@ -35,13 +33,7 @@ class LossError(AnybatchError, ValueError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss of some micro-batch is NaN or infinite; no update was made.
-
-    Attributes:
-        go_on: sets random streams that were put back to where they had come to, for a step that goes on.
-    """
-
-    go_on: abc.Callable[[], object] = staticmethod(lambda: None)
+    """The loss of some micro-batch is NaN or infinite; no update was made."""
 
 
 class PlanError(AnybatchError, ValueError):

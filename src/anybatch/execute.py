@@ -80,8 +80,7 @@ def _attempt(
         run.undo(is_skipped=plan.non_finite == "skip")
         if plan.non_finite != "skip":
             raise
-        if isinstance(error, NonFiniteLossError):
-            error.go_on()
+        getattr(error, "go_on", lambda: None)()  # where a loss has put streams back
         return without_update(run, batch.rows)
     except Exception as error:
         if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):

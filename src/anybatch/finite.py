@@ -27,6 +27,8 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
+        if not (tensor.is_floating_point() or tensor.is_complex()):  # as a term that counts
+            continue
         values = tensor.coalesce().values() if tensor.is_sparse else tensor
         if values.is_complex() or values.requires_grad:
             values = (

@@ -51,7 +51,6 @@ class Gradients:
         banks: names of the terms that need a bank of their own; one name where all share one.
         bucket: bytes of gradients that are looked at together before they are added, so that what is not
             finite never gets into the sums; None where nobody looks.
-        sums: of the first micro-batch; all are looked at together if what is missing cannot be sent alone.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class Gradients:
         compensated: bool,
         banks: Sequence[str],
         bucket: float | None = None,
-        sums: Sequence[Tensor] = (),
     ) -> None:
         self._parameters = parameters
         self._compensated = compensated
@@ -71,8 +69,7 @@ class Gradients:
         self._unscale = 1.0  # what gradients are multiplied by as they are added
         self._is_finite = True  # all of this micro-batch, so far
         # Where all of them are looked at together, they are so after backward: no hook has to take each.
-        is_less = sum(p.nbytes for p in parameters) <= (bucket or 0)
-        self._is_gathered = bucket is not None and (is_less or runs_backward_inside(sums))
+        self._is_gathered = bucket is not None and sum(p.nbytes for p in parameters) <= bucket
         many = compensated or len(banks) > 1 or bucket is not None
         own = [p for p in parameters if many or accumulation_dtype(p.dtype, dtype) != p.dtype]
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
@@ -186,6 +183,8 @@ class Gradients:
             raise IndivisibleError(
                 "some parameters have accepted it, and it runs a backward inside of backward"
             )
+        if self._bucket is not None and not self._is_gathered:  # what is missing could not be sent alone
+            self._is_gathered = runs_backward_inside(sums)
         missing = self._missing() if again else None  # None for all that take part
         if missing == []:
             return
@@ -210,7 +209,7 @@ class Gradients:
 
     def _take(self, parameter: Tensor) -> None:
         """Move a finished gradient into the current bank and free it."""
-        if not self._in_backward:
+        if self._is_gathered or not self._in_backward:
             return
         gradient = parameter.grad
         assert gradient is not None  # noqa: S101 - autograd has just set it

@@ -70,7 +70,8 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     get hooks.
 
     The model may be part of another that was lowered, or hold one: it is what the last call says of it, and
-    casts only where it is the outermost that runs.
+    casts only where it is the outermost that runs in its thread (`compile()` of the outer one in place does
+    not know of it; `torch.compile(outer)` does).
 
     Args:
         model: changed in place.

@@ -223,7 +223,6 @@ class Run:
             compensated=self._plan.compensated,
             banks=banks,
             bucket=self._plan.bucket if self.is_guarded else None,
-            sums=list(terms.sums.values()),
         )
 
     def _backward(

@@ -113,7 +113,8 @@ class Adder:
         self, copies: Sequence[tuple[Tensor, Tensor, int]], said: str, kind: type[AnybatchError]
     ) -> None:
         for leaf, value, version in copies:
-            if _version(leaf) != version:  # not all can be written to: rows may be a file, or expanded
+            # Not all can be written to: rows may be a file, or expanded. And `.data` tells no version.
+            if _version(leaf) != version or not _is_same(leaf, value):
                 with torch.no_grad():
                     leaf.copy_(value)
                 self._task.streams.are_rows_written = True
@@ -149,6 +150,11 @@ class Adder:
             "was made. Look for bad data in these rows, a division by zero, or too high a learning rate; "
             'Step(non_finite="drop") leaves such rows out, "skip" the update.'
         )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """NaN is the same as NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _version(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Plan, Precision, Step, Total, WholeBatch
+from anybatch import Plan, Precision, Step, Terms, Total
 from anybatch.errors import NonFiniteLossError
 from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
 from anybatch.gradients import Gradients
@@ -348,31 +348,6 @@ def test_a_scale_that_gave_way_is_put_back_with_all_else(windowed: bool) -> None
     assert changes(before, snapshot(step)) == []
 
 
-def tiny(outputs: Tensor, target: Tensor) -> Tensor:
-    """Its gradient is less than float16 can hold."""
-    return 1e-9 * ((outputs - target).float() * torch.arange(1.0, 5.0)).sum()
-
-
-@pytest.mark.parametrize("loss_rows", [None, 3])
-@pytest.mark.parametrize("micro_batch", [None, 4])
-def test_a_first_pass_keeps_gradients_that_float16_would_lose(
-    micro_batch: int | None, loss_rows: int | None
-) -> None:
-    def by_rows(outputs: Tensor, target: Tensor, rows: Tensor) -> Total:
-        return Total(len(outputs) * tiny(outputs[rows], target[rows]), len(rows))
-
-    moves: list[Tensor] = []
-    for precision in ("float32", "fp16-mixed"):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 4)
-        loss = WholeBatch(tiny if loss_rows is None else by_rows, loss_rows=loss_rows)
-        recorder = GradientRecorder(model)
-        step = Step(model, loss, recorder, micro_batch=micro_batch, precision=precision)
-        step((torch.ones(8, 3), torch.ones(8, 4)))
-        moves.append(torch.cat([one.flatten() for one in recorder.gradients.values()]))
-    assert relative_error(moves[1], moves[0]) <= BOUND
-
-
 def test_sums_in_float16_hold_gradients_that_their_scale_would_drive_out() -> None:
     """What arrives is 2^16 times as large, and fits only without its scale."""
     precision = Precision(compute="bfloat16", accumulate="float16", loss_scale=2.0**16)
@@ -395,3 +370,20 @@ def test_a_scale_of_one_sends_no_more_than_a_scale_of_two() -> None:
         report = step((torch.ones(4096, 4), 30 * torch.ones(4096, 1)))
         found.append((report.updated, report.dropped))
     assert found == [(True, 0)] * 2
+
+
+@pytest.mark.parametrize("options", [{"precision": "fp16-mixed"}, {"non_finite": "skip"}], ids=str)
+def test_a_term_that_counts_in_whole_numbers_is_no_gradient(options: dict[str, Any]) -> None:
+    def counted(model: nn.Module, micro: Any) -> dict[str, Total]:
+        outputs = model(micro[0]).float()
+        right = (outputs.argmax(1) == micro[1]).sum()
+        losses = F.cross_entropy(outputs, micro[1], reduction="none")
+        return {"loss": Total(losses.sum(), len(losses)), "right": Total(right, len(losses))}
+
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    loss = Terms(counted, coefficients={"right": 0.0})
+    step = Step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2, check=False, **options
+    )
+    assert step((torch.randn(8, 3), torch.randint(2, (8,)))).updated

@@ -113,6 +113,9 @@ def test_and_they_are_looked_at_together_only_there() -> None:
     x = nn.Parameter(torch.ones(4))
     plain: Any = x.exp().sum()
     within: Any = checkpoint(torch.exp, x, use_reentrant=True)
-    for value, expected in ((plain, False), (within.sum(), True)):
-        one = Gradients([x], dtype=None, compensated=False, banks=[""], bucket=8.0, sums=[value])
-        assert one._is_gathered is expected
+    gradients = Gradients([x], dtype=None, compensated=False, banks=[""], bucket=8.0)
+    for value, expected in ((plain, False), (within.sum(), True), (x.exp().sum(), True)):
+        gradients.begin()
+        gradients.add([value], [torch.ones(())])
+        assert gradients._is_gathered is expected
+    assert torch.allclose(gradients.finish({})[x], 3 * x.exp())

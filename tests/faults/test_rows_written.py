@@ -113,3 +113,20 @@ def test_rows_that_cannot_be_written_to_are_left_alone(kind: str, policy: str, t
     assert (report.redone > 0, report.updated) == (policy == "raise", policy == "raise")
     assert report.dropped == 8 * (policy == "drop")
     assert not step.guard.streams.are_rows_written
+
+
+def test_rows_written_to_through_their_data_come_back() -> None:
+    """Which tells no version."""
+
+    class Behind(InPlace):
+        def forward(self, x: Tensor) -> Tensor:
+            x.data.add_(1.0)
+            return self.layer(x)
+
+    model = Behind()
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch=4, precision=SCALED
+    )
+    batch = rows()
+    assert step(batch).redone > 0
+    assert torch.equal(batch[0], torch.ones(8, 4))

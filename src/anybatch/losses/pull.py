@@ -87,6 +87,9 @@ class Pull:
                 raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")
 
 
+_FALL = 16  # how much smaller the next scale is: float16 has room, and each one is a backward of the loss
+
+
 def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
     """The gradient with respect to every leaf the value depends on: outputs, and parameters wherever held.
 
@@ -111,9 +114,12 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
     scale = FIRST if _is_in_float16([value, *leaves]) else 1.0
     while scale > 1:
         found = torch.autograd.grad(value, leaves, torch.full_like(value, scale), retain_graph=True)
+        found = [one.contiguous() for one in found]  # some are one number, seen many times
         if all_finite(found):
-            return {leaf: one.float() / scale for leaf, one in zip(leaves, found, strict=True)}
-        scale /= 2
+            wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in found]
+            return {leaf: one / scale for leaf, one in zip(leaves, wide, strict=True)}
+        del found  # before the next ones are made
+        scale /= _FALL
     return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
 
 

@@ -119,8 +119,8 @@ class WholeBatch(Plain):
             rng.restore_process(before)
             yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
         except BaseException as error:
-            if isinstance(error, NonFiniteLossError):
-                error.go_on = partial(rng.restore_process, rng.capture_process())
+            # A step that is skipped goes on from where streams have come to.
+            cast("Any", error).go_on = partial(rng.restore_process, rng.capture_process())
             rng.restore_process(before)
             raise
         rng.restore_process(after)

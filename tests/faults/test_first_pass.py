@@ -1,0 +1,66 @@
+"""The first pass of a whole-batch loss where float16 is on the way: nothing vanishes, nothing is refused."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step, Total, WholeBatch
+from anybatch.testing import GradientRecorder, relative_error, tolerance
+
+BOUND = tolerance(torch.float16, 8)
+
+
+def tiny(outputs: Tensor, target: Tensor) -> Tensor:
+    """Its gradient is less than float16 can hold."""
+    return 1e-9 * ((outputs - target).float() * torch.arange(1.0, 5.0)).sum()
+
+
+@pytest.mark.parametrize("loss_rows", [None, 3])
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_a_first_pass_keeps_gradients_that_float16_would_lose(
+    micro_batch: int | None, loss_rows: int | None
+) -> None:
+    def by_rows(outputs: Tensor, target: Tensor, rows: Tensor) -> Total:
+        return Total(len(outputs) * tiny(outputs[rows], target[rows]), len(rows))
+
+    moves: list[Tensor] = []
+    for precision in ("float32", "fp16-mixed"):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        loss = WholeBatch(tiny if loss_rows is None else by_rows, loss_rows=loss_rows)
+        recorder = GradientRecorder(model)
+        step = Step(model, loss, recorder, micro_batch=micro_batch, precision=precision)
+        step((torch.ones(8, 3), torch.ones(8, 4)))
+        moves.append(torch.cat([one.flatten() for one in recorder.gradients.values()]))
+    assert relative_error(moves[1], moves[0]) <= BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize("precision", ["fp16-mixed", "float32"])
+def test_a_first_pass_takes_gradients_of_any_kind(precision: str, dtype: torch.dtype) -> None:
+    """Expanded ones, as of a sum; wider ones; complex ones."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.arange(1.0, 4.0).to(dtype) * (1 + 2j if dtype.is_complex else 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    found: list[Tensor] = []
+    for micro_batch in (None, 2):
+        model = Scaled()
+        recorder = GradientRecorder(model)
+        loss = WholeBatch(lambda outputs: outputs.abs().sum() + outputs.real.sum())
+        step = Step(model, loss, recorder, micro_batch=micro_batch, precision=precision)
+        step((torch.ones(4, 3),))
+        found.append(next(iter(recorder.gradients.values())))
+    assert found[0].dtype == found[1].dtype
+    assert (
+        relative_error(
+            [torch.view_as_real(one) if one.is_complex() else one for one in found[1:]],
+            [torch.view_as_real(one) if one.is_complex() else one for one in found[:1]],
+        )
+        <= BOUND
+    )
