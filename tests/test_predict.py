@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from anybatch import Plan, Step
+from anybatch import Plan, Step, Total
 from anybatch.batch import TensorBatch
 from anybatch.compose import KEEP
 from anybatch.device import find
@@ -92,3 +92,24 @@ def test_recordings_of_other_steps_are_refused() -> None:
     uncut, cut = [trace(Plan(rows=4, micro_batch=size), step._task(), batch).recording for size in (4, 2)]
     with pytest.raises(ValueError, match="two recordings of the same step"):
         Recorded(sizes=(2, 4), recordings=(cut, uncut), blocks=())
+
+
+def test_a_loss_that_does_more_at_some_sizes_leaves_the_blocks_in_line() -> None:
+    """Event by event, for the highest moment of a block is another one where there are many rows."""
+
+    def fit(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
+        losses = (model(micro[0]) - micro[1]).square().sum(1)
+        for _ in range(len(losses) % 2):
+            losses = losses.clone().clone()
+        return Total(losses.sum(), len(losses))
+
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    step = Step(model, fit, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    task, batch = step._task(), TensorBatch((torch.zeros(512, 64), torch.zeros(512, 64)))
+    one, other = [trace(Plan(rows=2 * size, micro_batch=size), task, batch).recording for size in SIZES]
+    recorded = Recorded(sizes=SIZES, recordings=(one, other), blocks=("0", "1", "2"))
+    assert not recorded.is_aligned
+    beyond = -512 * (64 + 64) * 4  # the recordings are of two micro-batches
+    mix = Family({KEEP: recorded}).mix(512, 512, find("cpu"), half=False, input_bytes=beyond)
+    whole = trace(Plan(rows=512, micro_batch=512), task, batch)
+    assert abs(mix.peak({}) - whole.peak) <= 0.005 * whole.peak

@@ -161,19 +161,18 @@ class Recorded:
         for index, (one, other) in enumerate(zip(*self.parts, strict=True)):
             shared = (ends or {}).get(index, {})
             without = 0.0
-            if self.is_aligned:
-                span = slice(one.start, one.stop)
-                mixed = [a + (b - a) * share for a, b in zip(changes[0][span], changes[1][span], strict=True)]
+            low, high = changes[0][one.start : one.stop], changes[1][other.start : other.stop]
+            if len(low) == len(high):
+                mixed = [a + (b - a) * share for a, b in zip(low, high, strict=True)]
                 net, peak = _net_and_peak(mixed)
                 if shared:
                     ending = {crossing.storage for crossing in shared.values()}
-                    storages = self.recordings[0].storages[span]
+                    storages = self.recordings[0].storages[one.start : one.stop]
                     rest = [0.0 if s in ending else c for s, c in zip(storages, mixed, strict=True)]
                     without = _net_and_peak(rest)[1]
             else:  # an event more here or there: lines through what the stretches add up to
-                low = _net_and_peak(changes[0][one.start : one.stop])
-                high = _net_and_peak(changes[1][other.start : other.stop])
-                net, peak = (a + (b - a) * share for a, b in zip(low, high, strict=True))
+                ends_at = zip(_net_and_peak(low), _net_and_peak(high), strict=True)
+                net, peak = (a + (b - a) * share for a, b in ends_at)
             work = [a + (b - a) * share for a, b in zip(one[3:], other[3:], strict=True)]
             found.append(
                 Segment(
