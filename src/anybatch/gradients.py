@@ -1,7 +1,7 @@
 """The gradient fold: accumulate, divide once, hand over."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import cast
@@ -119,6 +119,7 @@ class Gradients:
             NonFinite: some gradients are not finite, and were not added; what was finite may have been.
         """
         self._unscale, self._is_finite = unscale, True
+        self._is_gathered = self._is_gathered or _is_indivisible(sums, self._bucket)
         self._backward(sums, cotangents, again=again)
         self._close_micro_batch(sums)
 
@@ -129,6 +130,7 @@ class Gradients:
             sums: as for `add`, as are again and unscale; what flows into each is 1 / unscale.
         """
         self._unscale, self._is_finite = unscale, True
+        self._is_gathered = self._is_gathered or _is_indivisible(sums.values(), self._bucket)
         last = len(sums) - 1
         for index, (name, value) in enumerate(sums.items()):
             self._at = name
@@ -183,8 +185,6 @@ class Gradients:
             raise IndivisibleError(
                 "some parameters have accepted it, and it runs a backward inside of backward"
             )
-        if self._bucket is not None and not self._is_gathered:  # what is missing could not be sent alone
-            self._is_gathered = runs_backward_inside(sums)
         missing = self._missing() if again else None  # None for all that take part
         if missing == []:
             return
@@ -277,6 +277,11 @@ class Gradients:
         self._errors.pop(total, None)
         self._errors[new_total] = new_error
         return new_total
+
+
+def _is_indivisible(sums: Iterable[Tensor], bucket: float | None) -> bool:
+    """Whether gradients that are looked at must be so together, as what is missing cannot be sent alone."""
+    return bucket is not None and runs_backward_inside(sums)
 
 
 def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:

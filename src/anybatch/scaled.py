@@ -115,7 +115,7 @@ class Adder:
         for leaf, value, version in copies:
             # Not all can be written to: rows may be a file, or expanded. And `.data` tells no version.
             if _version(leaf) != version or not _is_same(leaf, value):
-                with torch.no_grad():
+                with torch.inference_mode(leaf.is_inference()), torch.no_grad():
                     leaf.copy_(value)
                 self._task.streams.are_rows_written = True
         if copies:
@@ -153,7 +153,9 @@ class Adder:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """NaN is the same as NaN."""
+    """NaN is the same as NaN; of what torch cannot compare the version tells."""
+    if one.is_nested or one.layout != torch.strided:
+        return True
     return bool(((one == other) | ((one != one) & (other != other))).all())
 
 

@@ -1,5 +1,7 @@
 """The first pass of a whole-batch loss where float16 is on the way: nothing vanishes, nothing is refused."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,3 +66,35 @@ def test_a_first_pass_takes_gradients_of_any_kind(precision: str, dtype: torch.d
         )
         <= BOUND
     )
+
+
+class Clusters(nn.Module):
+    """A loss with a table of its own, whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, sparse=True)
+
+    def forward(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return (outputs - self.table(target)).square().mean()
+
+
+def test_a_first_pass_takes_sparse_gradients_of_the_loss() -> None:
+    model, loss = nn.Linear(3, 4), Clusters()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    step = Step(model, WholeBatch(loss), optimizer, micro_batch=2, precision="fp16-mixed")
+    assert step((torch.ones(4, 3), torch.arange(4))).updated
+
+
+def test_an_exception_of_the_callers_own_comes_through_as_it_is() -> None:
+    @dataclass(frozen=True)
+    class Frozen(Exception):  # noqa: N818
+        why: str
+
+    def fail(outputs: Tensor) -> Tensor:
+        raise Frozen("no")
+
+    model = nn.Linear(3, 4)
+    step = Step(model, WholeBatch(fail), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+    with pytest.raises(Frozen):
+        step((torch.ones(4, 3),))

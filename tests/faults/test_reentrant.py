@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anybatch import Step
 from anybatch.errors import OutOfMemoryError
+from anybatch.finite import NonFinite
 from anybatch.gradients import Gradients
 from anybatch.plan import Plan
 from anybatch.testing import relative_error
@@ -119,3 +120,12 @@ def test_and_they_are_looked_at_together_only_there() -> None:
         gradients.add([value], [torch.ones(())])
         assert gradients._is_gathered is expected
     assert torch.allclose(gradients.finish({})[x], 3 * x.exp())
+
+
+def test_a_checkpoint_in_a_later_term_is_known_before_the_first_one_is_sent() -> None:
+    x = nn.Parameter(torch.ones(4))
+    gradients = Gradients([x], dtype=None, compensated=False, banks=["one", "two"], bucket=8.0)
+    within: Any = checkpoint(torch.exp, x, use_reentrant=True)
+    with pytest.raises(NonFinite):
+        gradients.add_each({"one": x.sum(), "two": (within * math.inf).sum()})
+    assert not gradients.holds_part

@@ -90,7 +90,7 @@ def test_a_forward_that_begins_to_write_is_said_once_and_then_known() -> None:
 
 
 @pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
-@pytest.mark.parametrize("kind", ["expanded", "of a file", "with gradient"])
+@pytest.mark.parametrize("kind", ["expanded", "of a file", "with gradient", "sparse"])
 def test_rows_that_cannot_be_written_to_are_left_alone(kind: str, policy: str, tmp_path: Path) -> None:
     """Nobody has changed them: they may be one row many times, or a file that can only be read."""
     x, y = torch.full((8, 4), 2.0), torch.full((8, 1), 40.0)
@@ -101,12 +101,17 @@ def test_rows_that_cannot_be_written_to_are_left_alone(kind: str, policy: str, t
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it cannot be written to
             x = torch.from_numpy(np.load(tmp_path / "rows.npy", mmap_mode="r"))
+    elif kind == "sparse":
+        x = x.to_sparse()
     else:
         x.requires_grad_()
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     options: dict[str, Any] = {"precision": SCALED} if policy == "raise" else {"non_finite": policy}
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch=4, **options)
+    size = None if kind == "sparse" else 4
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=1e-4), micro_batch=size, **options
+    )
     if policy != "raise":
         y = torch.full((8, 1), torch.inf)
     report = step((x, y))

@@ -114,10 +114,11 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
     scale = FIRST if _is_in_float16([value, *leaves]) else 1.0
     while scale > 1:
         found = torch.autograd.grad(value, leaves, torch.full_like(value, scale), retain_graph=True)
-        found = [one.contiguous() for one in found]  # some are one number, seen many times
+        # Some are one number, seen many times.
+        found = [one if one.is_sparse else one.contiguous() for one in found]
         if all_finite(found):
-            wide = [one.to(torch.promote_types(one.dtype, torch.float32)) for one in found]
-            return {leaf: one / scale for leaf, one in zip(leaves, wide, strict=True)}
+            wide = [torch.promote_types(one.dtype, torch.float32) for one in found]
+            return {leaf: one.to(to) / scale for leaf, one, to in zip(leaves, found, wide, strict=True)}
         del found  # before the next ones are made
         scale /= _FALL
     return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))

@@ -1,7 +1,7 @@
 """A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -119,8 +119,8 @@ class WholeBatch(Plain):
             rng.restore_process(before)
             yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
         except BaseException as error:
-            # A step that is skipped goes on from where streams have come to.
-            cast("Any", error).go_on = partial(rng.restore_process, rng.capture_process())
+            with suppress(AttributeError):  # a step that is skipped goes on from where streams have come to
+                cast("Any", error).go_on = partial(rng.restore_process, rng.capture_process())
             rng.restore_process(before)
             raise
         rng.restore_process(after)
