@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,8 +49,10 @@ TORCH_RANDOM = TorchRandom()  # hypothesis keeps only a weak reference
 
 
 def pytest_configure() -> None:
-    """Once: one thread (with more, a busy small machine crawls), and hypothesis without clocks."""
+    """Once: one thread (with more, a busy small machine crawls), hypothesis without clocks, and Ctrl-C."""
     torch.set_num_threads(1)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hypothesis.register_random(TORCH_RANDOM)
     hypothesis.settings.register_profile(
         "house",

@@ -137,6 +137,16 @@ def test_rows_that_meet_are_not_cut() -> None:
     assert report.plan.blocks
 
 
+def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
+    asked = question(make(ConvNet), images(), cut_refused="rows meet.")
+    device, most = asked.device, within(asked, 2**40).peak
+    slow = replace(device, flops=device.flops / 1e9, bandwidth=device.bandwidth / 1e9, launch_s=5e3)
+    fast, late = within(asked, most - 1), within(replace(asked, device=slow), most - 1)
+    assert late.seconds > 10
+    assert late.plan == fast.plan
+    assert 0 < len(late.plan.blocks) < 4
+
+
 @pytest.mark.parametrize("asked_for", ["all", {"blocks.1": "selective"}])
 def test_settled_blocks_leave_only_the_size(asked_for: Any) -> None:
     step, batch = small(), vectors()

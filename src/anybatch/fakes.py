@@ -46,6 +46,8 @@ class FakeMode(FakeTensorMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
+        if func is _DEVICE:  # asked more often than anything is computed
+            return args[0].fake_device
         try:
             result: Any = super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -109,6 +111,7 @@ class FakeMode(FakeTensorMode):
 
 
 _ATEN: Any = torch.ops.aten
+_DEVICE: Any = torch.ops.prim.device.default
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
 _ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
 # Reduced, their scalar lies in a storage of the size of the input.

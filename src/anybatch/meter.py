@@ -30,6 +30,7 @@ from anybatch.recording import (
 from anybatch.tree import tensors_in
 
 _NAME = "anybatch.meter"  # where a node of the graph is told its module
+_DEVICE: Any = torch.ops.prim.device.default
 _AFTER = "after backward"  # not known yet: the next micro-batch may follow, or the update
 
 
@@ -164,9 +165,11 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is _DEVICE:  # no operation: autograd asks every fake tensor where it is
+            return func(*args, **kwargs)
         line = self._timeline
         line.look()
-        kwargs = {} if kwargs is None else kwargs
         result = func(*args, **kwargs)
         line.operations += 1
         count = _COUNTS.get(func._overloadpacket)

@@ -15,7 +15,8 @@ from anybatch.timing import seconds_per_row
 MEASURE_S = 2.0  # for all measured runs of one planning
 SHOWN = 6  # options in a report
 GOOD = 1.05  # times the fastest estimate: what rebuilding a block costs at least
-EVEN = 1.1  # times the fastest estimate: what no estimate tells apart
+EVEN = 1.1  # times the fastest estimate: what no estimate tells apart on the host
+SUMS = 1.5  # times the bytes of an uncut step: what sums beside its gradients add at most
 RIVALS = 5  # plans that are raced in real steps
 NEAR = 2.0  # times the fastest estimate: what a race may turn round
 TRIES = 3  # traces of plans that were composed to fit, before another size is taken
@@ -75,24 +76,27 @@ class _Search:
 
     def _options(self) -> list[Option]:
         """Plans that should fit, fastest first."""
-        sizes = self._question.all_sizes
         found = self._composed_options() if self._survey.is_composed else []
-        kept = [self._scale * self._survey.mix(size, None).seconds({}) for size in sizes] if found else [0.0]
-        # Where one of them is as fast as if there were no limit, rebuilding blocks could hardly be faster.
-        if self._survey.is_composed and min([one.seconds for one in found], default=1.0) > GOOD * min(kept):
+        if self._survey.is_composed and not self._is_good(found):
             self._survey.add_policies()
             found = self._composed_options() if self._survey.is_composed else []
         if not self._survey.is_composed:
             found = self._traced_options()
         return _ordered(found, self._question.device.kind)
 
+    def _is_good(self, found: list[Option]) -> bool:
+        """Whether one is as fast as if there were no limit, so that rebuilding blocks could hardly help."""
+        kept = [self._survey.mix(size, None).seconds({}) for size in self._question.all_sizes]
+        even = EVEN if self._question.device.kind == "cpu" else GOOD
+        return any(one.seconds <= even * self._scale * min(kept) for one in found)
+
     def _composed_options(self) -> list[Option]:
         found: list[Option] = []
         for size in self._question.all_sizes:
             if size == self._question.like.rows:  # whose loss has another form, and which is likeliest
-                whole = self._sure(self._option(self._survey.mix(size, None), size, {}))
-                if whole.peak <= self._limit:
-                    found.append(whole)
+                whole = self._option(self._survey.mix(size, None), size, {})
+                if whole.peak <= SUMS * self._limit and (sure := self._sure(whole)).peak <= self._limit:
+                    found.append(sure)
                     continue
             for foreach in (None, False) if self._question.may_spare else (None,):
                 option = self._fastest(size, self._limit, foreach)
