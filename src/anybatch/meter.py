@@ -30,7 +30,6 @@ from anybatch.recording import (
 from anybatch.tree import tensors_in
 
 _NAME = "anybatch.meter"  # where a node of the graph is told its module
-_DEVICE: Any = torch.ops.prim.device.default
 _AFTER = "after backward"  # not known yet: the next micro-batch may follow, or the update
 
 
@@ -367,7 +366,7 @@ def _settle(marks: list[Mark], phase: str) -> None:
 def _named_parameters(
     loss_module: nn.Module, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> dict[Tensor, str]:
-    """Every parameter, and the name of the module that holds it."""
+    """Each parameter with the name of the module that holds it."""
     held = {p: "" for one in optimizers for group in one.param_groups for p in group["params"]}
     for module in (loss_module, model):
         held |= {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
@@ -387,16 +386,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any)
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _flash_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
-) -> int:
+def _flash_back(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
 
 
-_ATEN = torch.ops.aten
+_ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
 # The CPU's attention is not in torch's own table.
 _COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _flash,
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _flash_back,
 }

@@ -76,19 +76,15 @@ class _Search:
 
     def _options(self) -> list[Option]:
         """Plans that should fit, fastest first."""
+        sizes = self._question.all_sizes
         found = self._composed_options() if self._survey.is_composed else []
-        if self._survey.is_composed and not self._is_good(found):
+        kept = [self._scale * self._survey.mix(size, None).seconds({}) for size in sizes] if found else []
+        if self._survey.is_composed and not _is_good(found, kept, self._question.device.kind):
             self._survey.add_policies()
             found = self._composed_options() if self._survey.is_composed else []
         if not self._survey.is_composed:
             found = self._traced_options()
         return _ordered(found, self._question.device.kind)
-
-    def _is_good(self, found: list[Option]) -> bool:
-        """Whether one is as fast as if there were no limit, so that rebuilding blocks could hardly help."""
-        kept = [self._survey.mix(size, None).seconds({}) for size in self._question.all_sizes]
-        even = EVEN if self._question.device.kind == "cpu" else GOOD
-        return any(one.seconds <= even * self._scale * min(kept) for one in found)
 
     def _composed_options(self) -> list[Option]:
         found: list[Option] = []
@@ -238,6 +234,12 @@ class _Search:
             rivals=(best.plan, *self._rivals(best, others)),
             notes=tuple(self._survey.notes),
         )
+
+
+def _is_good(found: Sequence[Option], kept: Sequence[float], kind: str) -> bool:
+    """Whether one is as fast as if there were no limit, so that rebuilding blocks could hardly be faster."""
+    even = EVEN if kind == "cpu" else GOOD
+    return any(one.seconds <= even * min(kept) for one in found)
 
 
 def _ordered(options: list[Option], kind: str) -> list[Option]:
