@@ -26,7 +26,7 @@ LAYERS = """
     task conditions before run smaller scaled course execute
     fakes feed trace update measured compose predict solve timing options
     question survey blame planner contest shapes budget
-    limits planning guard door noted halfway window step
+    limits planning room guard door noted halfway window step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
     probe.trial probe.finding probe.agreement probe.weights probe.given
     probe.denominators probe.padding probe.nature probe.modules

@@ -4,10 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from anybatch import Step, Total
 from anybatch.batch import TensorBatch
 from anybatch.errors import LossError, PlanError
+from anybatch.room import bytes_of_look
 
 BATCH = torch.randn(8, 2), torch.randn(8, 1)
 
@@ -38,16 +40,24 @@ def test_a_loss_that_does_not_add_up_is_refused_once_looked_at() -> None:
     trusting.guard.check_loss(trusting._task(), TensorBatch(BATCH), 4)
 
 
-def test_where_memory_is_scarce_the_look_takes_no_more_rows_than_a_micro_batch_or_three() -> None:
-    most: dict[bool, int] = {}
+def contrast(model: nn.Module, micro: tuple[torch.Tensor, torch.Tensor]) -> Total:
+    """Every element of the outputs beside each other one, for a moment."""
+    outputs = model(micro[0]).flatten()
+    pairs = (outputs[:, None] * outputs).sum() - outputs.sum().square()
+    return Total(F.mse_loss(outputs, micro[1].flatten(), reduction="sum") + pairs, len(outputs))
+
+
+@pytest.mark.parametrize(("rows", "most"), [(8, 8), (3, 3), (2, 0)])
+def test_within_a_budget_no_more_rows_are_looked_at_than_fit(rows: int, most: int) -> None:
+    seen = [0]
 
     def fit(model: nn.Module, micro: tuple[torch.Tensor, torch.Tensor]) -> Total:
-        losses = F.mse_loss(model(micro[0]), micro[1], reduction="none").sum(1)
-        most[scarce] = max(most.get(scarce, 0), len(losses))
-        return Total(losses.sum(), len(losses))
+        if not isinstance(micro[0], FakeTensor):
+            seen.append(len(micro[0]))
+        return contrast(model, micro)
 
-    for scarce in (False, True):
-        options: dict[str, object] = {"memory": "1GiB"} if scarce else {}
-        step = make(fit, **options)
-        step.guard.check_loss(step._task(), TensorBatch(BATCH), 2)
-    assert most == {False: 8, True: 3}
+    step = make(fit)
+    room = bytes_of_look(step._task(), TensorBatch(BATCH), rows)
+    bounded = make(fit, step.model, memory=room)
+    bounded.guard.check_loss(bounded._task(), TensorBatch(BATCH), 1)
+    assert max(seen) == most

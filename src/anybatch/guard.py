@@ -1,8 +1,11 @@
 """What must hold before a batch is cut: no meeting that was not allowed, and a loss that adds up."""
 
+from functools import partial
+
 from anybatch.batch import Batch
 from anybatch.losses.additive import refuse_what_does_not_add_up
 from anybatch.meetings import refuse
+from anybatch.room import has_room
 from anybatch.surroundings import Streams
 from anybatch.task import Task
 
@@ -13,14 +16,14 @@ class Guard:
     Args:
         batch_norm: what a step does with BatchNorm in training mode; None for nothing.
         check: whether a loss of the caller's own is looked at before the first update.
-        sparing: whether that look may take no more rows than a micro-batch has, because memory is scarce.
+        memory: the budget that this look has to keep to, too; None for none.
 
     Attributes:
         streams: which random streams have to be noted, so that a micro-batch can be undone.
     """
 
-    def __init__(self, *, batch_norm: str | None, check: bool, sparing: bool = False) -> None:
-        self.batch_norm, self._sparing = batch_norm, sparing
+    def __init__(self, *, batch_norm: str | None, check: bool, memory: str | int | None = None) -> None:
+        self.batch_norm, self._memory = batch_norm, memory
         self.streams = Streams()
         self._looks = 3 if check else 0  # some batches tell nothing
 
@@ -37,8 +40,9 @@ class Guard:
     def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
         """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
         if self._looks:
+            fits = partial(has_room, self._memory, task, batch)
             said = refuse_what_does_not_add_up(
-                task.loss, task.model, task.modules, batch, micro_batch, sparing=self._sparing
+                task.loss, task.model, task.modules, batch, micro_batch, fits=fits
             )
             self._looks = 0 if said else self._looks - 1
 

@@ -119,7 +119,7 @@ class Step:
             precision=chosen,
             non_finite=non_finite,
         )
-        self.guard = Guard(batch_norm=batch_norm, check=check, sparing=memory is not None)
+        self.guard = Guard(batch_norm=batch_norm, check=check, memory=memory)
         self.collate = collate
         self.listeners = tuple(listeners)
         self.open_window: Window | None = None

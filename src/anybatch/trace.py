@@ -1,6 +1,6 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -122,7 +122,7 @@ def trace(
         dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.modules, *noted.modules)))
-        run = partial(_run, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
+        run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
             reduced = plan  # none of them stands for others
@@ -144,7 +144,7 @@ def trace(
     )
 
 
-def _run(
+def run_on_fakes(
     plan: Plan,
     *,
     rows: int,
@@ -153,8 +153,20 @@ def _run(
     target: torch.device,
     modules: Sequence[nn.Module],
     idle: Set[nn.Parameter],
+    carry_out: Callable[[Plan, Task, Batch], object] = execute,
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
-    """What was seen, who got no gradient, and whether state was made for any of those."""
+    """What was seen, who got no gradient, and whether state was made for any of those.
+
+    Args:
+        plan: of the rows that are run.
+        rows: of the logical batch.
+        task: what it is carried out on.
+        batch: gives shapes and dtypes of the rows.
+        target: the device that is planned for.
+        modules: all that may hold tensors.
+        idle: parameters that get no gradient, and so have no state.
+        carry_out: a step, or what else is to be seen.
+    """
     mode = FakeMode()
     with stand_ins(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
@@ -180,7 +192,7 @@ def _run(
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
-                execute(plan, fake, logical)
+                carry_out(plan, fake, logical)
         task.streams.are_rows_known = True
         task.streams.are_rows_written |= fake.streams.are_rows_written
         written = set(fake.streams.written)

@@ -1,4 +1,5 @@
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from anybatch import ModelLoss, Step, Terms, Total, rng
 from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
 from anybatch.errors import LossError
+from anybatch.losses import additive
 from anybatch.losses.additive import refuse_what_does_not_add_up
 from anybatch.losses.resolve import resolve
+from anybatch.meter import Meter
 from anybatch.testing import Perceptron
 
 ROWS = 7
@@ -282,14 +285,36 @@ def test_few_rows_do_not_hide_a_fault(loss: Any, labels: list[int], micro_batch:
         step({"x": torch.randn(len(y), 4), "y": y})
 
 
-@pytest.mark.parametrize(("sparing", "most"), [(False, 8), (True, 3)])
-def test_where_memory_is_scarce_no_more_rows_are_taken_than_are_needed(sparing: bool, most: int) -> None:
-    model, seen = nn.Linear(2, 1), list[int]()
+@pytest.mark.parametrize(("room", "most"), [(8, 8), (7, 3), (3, 3), (2, 0)])
+def test_no_more_rows_are_looked_at_than_there_is_memory_for(room: int, most: int) -> None:
+    model, seen = nn.Linear(2, 1), [0]
 
     def loss(model: nn.Module, micro: Tensor) -> Total:
         seen.append(len(micro))
         return Total(model(micro).square().sum(), len(micro))
 
-    rows = TensorBatch(torch.randn(20, 2))
-    refuse_what_does_not_add_up(resolve(loss), model, [model], rows, 1, sparing=sparing)
+    rows, own = TensorBatch(torch.randn(20, 2)), resolve(loss)
+    said = refuse_what_does_not_add_up(own, model, [model], rows, 1, fits=lambda rows: rows <= room)
     assert max(seen) == most
+    assert said is (most > 0)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_nothing_is_kept_of_a_look_at_a_models_own_loss(kept: bool, monkeypatch: Any) -> None:
+    """Of sixteen layers a graph would hold sixteen activations."""
+
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
+
+        def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.layers(inputs), labels)}
+
+    if kept:
+        monkeypatch.setattr(additive, "_nothing_kept", nullcontext)
+    model = Own()
+    rows = TensorBatch({"inputs": torch.randn(8, 64), "labels": torch.arange(8)})
+    with Meter(model) as meter:
+        assert refuse_what_does_not_add_up(resolve(ModelLoss()), model, [*model.modules()], rows, 4)
+    assert (meter.peak - meter.held > 16 * rows.whole["inputs"].nbytes) is kept

@@ -1,11 +1,14 @@
 """Whether a loss of the caller's own adds up: a few rows at once against the same rows in parts."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch import rng
 from anybatch.batch import Batch
@@ -27,14 +30,14 @@ def refuse_what_does_not_add_up(
     batch: Batch,
     micro_batch: int,
     *,
-    sparing: bool = False,
+    fits: Callable[[int], bool] = bool,
 ) -> bool:
     """Compare the terms of a few rows at once with what their parts add up to.
 
-    Cheap: a few forwards of at most eight rows, without gradient, in evaluation mode, so that neither dropout
-    nor BatchNorm disturbs. Buffers, modes, gradients and random streams are as before. A difference within
-    rounding, of numbers that cancel, or of a loss that is not the same twice, is no fault, and what fails is
-    left to the step. `anybatch.check` is the whole test, and says where a fault lies.
+    Cheap: a few forwards of at most eight rows, in evaluation mode, so that neither dropout nor BatchNorm
+    disturbs; nothing is kept for a backward. Buffers, modes, gradients and random streams are as before. A
+    difference within rounding, of numbers that cancel, or of a loss that is not the same twice, is no fault,
+    and what fails is left to the step. `anybatch.check` is the whole test, and says where a fault lies.
 
     Args:
         loss: whose totals are compared. Torch's own add up, and a whole-batch loss need not, so only a
@@ -43,7 +46,7 @@ def refuse_what_does_not_add_up(
         modules: those of the model and of the loss.
         batch: the rows to choose from: the first ones.
         micro_batch: rows that are known to fit.
-        sparing: take no more rows than that, or three, which are needed for unequal parts.
+        fits: whether there is memory for a look at so many rows.
 
     Returns:
         Whether these rows could tell, or there is nothing to ask.
@@ -68,15 +71,21 @@ def refuse_what_does_not_add_up(
     most = min(batch.rows, MOST_ROWS)
     fewer = min(most, max(3, micro_batch)) if micro_batch < most else most - 1
     refusal: LossError | None = None
-    for rows in dict.fromkeys([min(most, max(3, micro_batch)) if sparing else most, fewer]):
+    for rows in dict.fromkeys([most, fewer]):
         try:
-            if rows > 1 and _adds_up(loss, model, modules, batch.head(rows), rows):
+            if rows > 1 and fits(rows) and _adds_up(loss, model, modules, batch.head(rows), rows):
                 return True
         except _RefusedError as error:  # by a model's loss, which another number of rows may show to be sound
             if refusal is not None:
                 raise error.reason from None
             refusal = error.reason
     return False
+
+
+def look(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch) -> None:
+    """One forward of these rows as `refuse_what_does_not_add_up` makes it, to see what it takes."""
+    with evaluating(modules), _nothing_kept():
+        _totals(_alone(loss), model, few, few.rows)
 
 
 class _RefusedError(Exception):
@@ -90,11 +99,10 @@ class _RefusedError(Exception):
 def _adds_up(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch, rows: int) -> bool:
     """Whether these rows could tell; raises if they tell that it does not."""
     part = min(rows - 1, -(-2 * rows // 3))  # unequal parts: equal ones hide a mean of means
-    if isinstance(loss, ModelTerms):  # fresh, and one for all: what it sees first it must see again
-        loss = ModelTerms()
+    loss = _alone(loss)
     whole: Mapping[str, _Added] = {}
     try:
-        with evaluating(modules):
+        with evaluating(modules), _nothing_kept():
             before = rng.capture_process()
             whole = _totals(loss, model, few, rows)
             parts = _totals(loss, model, few, part)
@@ -125,6 +133,30 @@ def _adds_up(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Ba
             "ab.check(model, loss, batch) says which and where; Step(check=False) skips this test."
         )
     return any(total.filled > 1 for total in parts.values())
+
+
+def _alone(loss: Loss) -> Loss:
+    """A model's loss afresh, and one for all rows: what it sees first it must see again."""
+    return ModelTerms() if isinstance(loss, ModelTerms) else loss
+
+
+@contextmanager
+def _nothing_kept() -> Generator[None]:
+    """Forwards with a graph hold no more than those without: nobody sends a gradient back through it."""
+
+    def pack(value: Tensor) -> Any:
+        # What is read off a graph: factors, and which row an index takes. What is alive anyway is there, too.
+        is_small = value.numel() <= 1 or (value.dim() == 1 and not value.is_floating_point())
+        return value.detach() if is_small else weakref.ref(value)
+
+    def unpack(packed: Any) -> Tensor:
+        value = packed if isinstance(packed, Tensor) else packed()
+        if value is None:
+            raise RuntimeError("this graph has no backward: only its values are looked at")
+        return value
+
+    with saved_tensors_hooks(pack, unpack):
+        yield
 
 
 class _Added(NamedTuple):

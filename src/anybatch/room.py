@@ -1,0 +1,72 @@
+"""Whether a budget has room for a look at the caller's loss, before the step that it is made for."""
+
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from anybatch.batch import Batch
+from anybatch.device import find, parse_memory
+from anybatch.errors import TraceError
+from anybatch.fakes import drop_left_fakes, undisturbed
+from anybatch.losses.additive import look
+from anybatch.plan import Plan
+from anybatch.task import Task
+from anybatch.trace import CUDA_GRANULE, device_of, quiet, roots_of, run_on_fakes
+
+
+def has_room(memory: str | int | None, task: Task, batch: Batch, rows: int) -> bool:
+    """Whether a look at the loss of so many rows fits into a budget.
+
+    Where it cannot be traced nobody knows, and so it does not.
+
+    Args:
+        memory: as for a step; None for no limit.
+        task: what a step is carried out on.
+        batch: whose first rows are looked at.
+        rows: how many.
+    """
+    if memory is None:
+        return True
+    try:
+        return bytes_of_look(task, batch, rows) <= parse_memory(memory, find(device_of(task, None)))
+    except TraceError:
+        return False
+
+
+def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
+    """The most bytes alive during a look at the loss of so many rows, with the optimizers' state there.
+
+    Raises:
+        TraceError: it cannot be run without values.
+
+    Example:
+        >>> import torch
+        >>> from anybatch import Step, Total
+        >>> from anybatch.batch import TensorBatch
+        >>> model = torch.nn.Linear(3, 2)
+        >>> def loss(model, micro):
+        ...     return Total(model(micro).sum(), len(micro))
+        >>> step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> bytes_of_look(step._task(), TensorBatch(torch.zeros(9, 3)), 5)  # weights, rows, outputs and sum
+        188
+    """
+
+    def carry_out(plan: Plan, fake: Task, logical: Batch) -> None:
+        look(fake.loss, fake.model, fake.modules, logical)
+
+    target = device_of(task, None)
+    with (
+        _disable_current_modes(),
+        undisturbed([*task.parameters, *task.others], roots=roots_of(task, batch)) as noted,
+    ):
+        recording, _, _ = run_on_fakes(
+            Plan(rows=rows, micro_batch=rows),
+            rows=batch.rows,
+            task=quiet(task),
+            batch=batch,
+            target=target,
+            modules=list(dict.fromkeys((*task.modules, *noted.modules))),
+            idle=frozenset(),
+            carry_out=carry_out,
+        )
+        noted.put_back()
+        drop_left_fakes()
+    return recording.peak(CUDA_GRANULE if target.type == "cuda" else 1)
