@@ -99,6 +99,39 @@ def test_tensors_that_cannot_be_cut_are_refused(value: Any, got: str, todo: str)
     assert todo in str(caught.value)
 
 
+def test_of_many_tensors_only_those_that_disagree_are_shown() -> None:
+    value = {f"x{index}": torch.zeros(4) for index in range(20)} | {"scale": torch.tensor(2.0)}
+    with pytest.raises(BatchError) as caught:
+        TensorBatch(value)
+    assert "got ['x0']: (4,), ['scale']: (), … and 19 more. Give" in str(caught.value)
+    with pytest.raises(BatchError, match=r"an empty batch: \[0\]: \(0,\), … and 4 more\. Skip"):
+        TensorBatch([torch.zeros(0)] * 5)
+
+
+SAMPLES = {
+    "pairs": [(torch.zeros(8), torch.tensor(1))] * 4096,
+    "mappings": [{"x": torch.zeros(8), "y": torch.tensor(1)}] * 4096,
+    "rows of several lengths": [torch.zeros(1 + index % 7) for index in range(4096)],
+    "few": [(torch.zeros(8), torch.tensor(1))],
+}
+
+
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES)
+def test_a_list_of_samples_is_told_of_collate_in_few_words(samples: Any) -> None:
+    with pytest.raises(BatchError, match="A list of samples needs collate=") as caught:
+        TensorBatch(samples)
+    assert len(str(caught.value)) < 400
+    for micro in SampleBatch(samples, lambda some: torch.tensor(len(some))).cut(4096):
+        assert micro == len(samples)  # with it, it is a batch
+
+
+@pytest.mark.parametrize("value", [[torch.zeros(4), torch.zeros(3)], (torch.zeros(4), torch.tensor(1))])
+def test_inputs_and_targets_are_no_samples(value: Any) -> None:
+    with pytest.raises(BatchError) as caught:
+        TensorBatch(value)
+    assert "collate" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("samples", "got"),
     [

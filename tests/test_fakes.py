@@ -1,6 +1,8 @@
 """Tests of stand-ins: fakes while it lasts, and everything as before afterwards."""
 
 import gc
+import logging
+import logging.handlers
 import random
 import warnings
 from collections import OrderedDict
@@ -213,6 +215,27 @@ def test_what_keeps_a_fake_for_good_is_named() -> None:
         with pytest.raises(TraceError, match="got a tensor that a tuple keeps"):
             drop_left_fakes()
     del kept
+
+
+def test_what_fails_is_told_once() -> None:
+    """Not by torch's logger, too: what cannot be traced is measured, and no fault."""
+    log, heard = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
+    before = list(log.filters)
+    log.addHandler(heard)
+    try:
+        mode = FakeMode()
+        with pytest.raises(TraceError, match=r"aten\.mm"), mode.explained(), mode:
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        assert heard.buffer == []
+        assert log.filters == before
+        with mode.explained():
+            log.warning("for somebody else")
+        assert [record.getMessage() for record in heard.buffer] == ["for somebody else"]
+        with pytest.raises(RuntimeError), FakeMode():
+            torch.ones(2, 3) @ torch.ones(2, 3)
+        assert "failed while attempting to run meta" in heard.buffer[-1].getMessage()
+    finally:
+        log.removeHandler(heard)
 
 
 def test_counts_add_up() -> None:

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anybatch import Plan
+from anybatch import Plan, Total
 from anybatch.batch import OpenBatch, TensorBatch
 from anybatch.before import Before
+from anybatch.errors import NonFiniteLossError
 from anybatch.run import Run
 from tests.snapshots import bits
 from tests.test_execute import Scale, X, make_task, total
@@ -82,3 +83,11 @@ def test_a_note_is_of_the_micro_batch_at_hand() -> None:
     assert torch.equal(torch.get_rng_state(), random)
     run.undo()
     assert norm.running_mean.tolist() == [0.0, 0.0]
+
+
+def test_a_mean_over_no_valid_target_is_thought_of() -> None:
+    task = make_task(lambda model, micro: Total((model(micro) * 0).sum() / 0, len(micro)))
+    run = Run(Plan(rows=len(X), micro_batch=len(X)), task, TensorBatch(X), task.loss)
+    run.add(X, task.loss, len(X))
+    with pytest.raises(NonFiniteLossError, match=r"got nan for 'loss'.*a mean over no valid target"):
+        run.update()

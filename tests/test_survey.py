@@ -100,6 +100,18 @@ def test_a_step_that_cannot_be_traced_is_measured_and_says_so() -> None:
         assert found.peak == metered(step, lambda plan=plan: carried_out(step, plan, batch), batch)
 
 
+def test_what_cannot_be_traced_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    run = tracing._run
+    monkeypatch.setattr(
+        tracing, "_run", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
+    )
+    survey = Survey(asked := question(make(Untraceable), rows_of(24)))
+    survey.add_policies()
+    assert {survey.trace(asked.uniform(size, KEEP)).source for size in (24, 12, 5)} == {"measured"}
+    assert len(runs) == 1
+
+
 def test_real_rows_are_counted_as_all_of_the_batch() -> None:
     """What is measured holds views of the whole batch, whatever the size of its micro-batches."""
     survey = Survey(asked := question(make(Untraceable), rows_of(400)))

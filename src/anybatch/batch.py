@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -10,6 +10,8 @@ from anybatch import tree
 from anybatch.errors import BatchError
 
 Collate = Callable[[list[Any]], Any]
+
+_SHOWN = 4  # tensors in an error
 
 
 class Batch(Protocol):
@@ -86,7 +88,7 @@ class TensorBatch:
 
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
-        self.rows = _common_rows(self._nest)
+        self.rows = _common_rows(self._nest, value)
         self.given: Any = value
         self.whole: Any = value
 
@@ -190,7 +192,7 @@ def _from(leaf: Tensor, start: int) -> Tensor:
     return leaf[start:] if start else leaf
 
 
-def _common_rows(nest: tree.Nest) -> int:
+def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
         raise BatchError(
             f"Expected at least one tensor in the batch, got {len(nest.leaves)}. "
@@ -199,7 +201,7 @@ def _common_rows(nest: tree.Nest) -> int:
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:
-            raise BatchError(_disagreement(nest))
+            raise BatchError(_disagreement(nest, value))
     if rows == 0:
         raise BatchError(
             f"Expected at least one row, got an empty batch: {_shapes(nest)}. "
@@ -208,16 +210,28 @@ def _common_rows(nest: tree.Nest) -> int:
     return rows
 
 
-def _disagreement(nest: tree.Nest) -> str:
-    return (
+def _disagreement(nest: tree.Nest, value: object) -> str:
+    message = (
         f"Expected all tensors of a batch to agree in their first axis (the rows), got {_shapes(nest)}. "
         "Give each tensor one entry per row; what all rows share belongs in the model or the loss."
     )
+    if not isinstance(value, list):
+        return message
+    entries = cast("list[Any]", value)
+    if len(entries) <= _SHOWN and isinstance(entries[0], Tensor):  # as in [inputs, targets]
+        return message
+    return f"{message} A list of samples needs collate=, for instance torch.utils.data.default_collate."
 
 
 def _shapes(nest: tree.Nest) -> str:
-    places = zip(nest.paths, nest.leaves, strict=True)
-    return ", ".join(f"{path}: {tuple(leaf.shape)}" for path, leaf in places)
+    """Of many tensors the first one and the first of those that disagree with it."""
+    places = [(path, tuple(leaf.shape)) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
+    shown = places
+    if len(places) > _SHOWN:
+        odd = [one for one in places if one[1][:1] != places[0][1][:1]]
+        shown = [places[0], *odd][:_SHOWN]
+    more = f", … and {len(places) - len(shown):,} more" if len(shown) < len(places) else ""
+    return ", ".join(f"{path}: {shape}" for path, shape in shown) + more
 
 
 def _num_samples(samples: Any) -> int:

@@ -1,6 +1,7 @@
 """Fake tensors in the place of a model's and an optimizer's own, for as long as a step is traced."""
 
 import gc
+import logging
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
@@ -76,12 +77,13 @@ class FakeMode(FakeTensorMode):
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Whatever fails here becomes a TraceError that names the operation.
+        """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
 
         Raises:
             TraceError: something failed.
             PlanError: as it came; a real step would not do better.
         """
+        _LOG.addFilter(quiet := _Quiet())
         try:
             yield
         except (PlanError, TraceError):
@@ -92,6 +94,8 @@ class FakeMode(FakeTensorMode):
                 f"{self.culprit or 'the step'}: {error}. Shapes that depend on values, values taken out of "
                 "tensors and code that is not Python cannot be traced; it is measured instead."
             ) from error
+        finally:
+            _LOG.removeFilter(quiet)
 
     def _likely(self, scalar: Tensor) -> float:
         """A number for whoever asks for one."""
@@ -110,6 +114,14 @@ class FakeMode(FakeTensorMode):
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
 
 
+class _Quiet(logging.Filter):
+    """Lets no error through; each trace has its own, so that those of several threads come and go freely."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+
+_LOG = logging.getLogger(FakeTensorMode.__module__)
 _ATEN: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)

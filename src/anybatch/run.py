@@ -358,7 +358,8 @@ def _check_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> None:
         raise NonFiniteLossError(
             f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
             f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
-            "bad data in these rows of the batch, too high a learning rate, or a sum that overflows float16."
+            "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
+            "a sum that overflows float16."
         )
 
 

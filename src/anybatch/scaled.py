@@ -147,8 +147,8 @@ class Adder:
         raise NonFiniteLossError(
             f"Expected a finite {where}, got NaN or infinity in micro-batch {len(self._run.rows)} "
             f"(rows {place} to {place + rows - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
-            "was made. Look for bad data in these rows, a division by zero, or too high a learning rate; "
-            'Step(non_finite="drop") leaves such rows out, "skip" the update.'
+            "was made. Look for bad data in these rows, a division by zero (a mean over no valid target), or "
+            'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
         )
 
 

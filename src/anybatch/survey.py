@@ -116,16 +116,15 @@ class Survey:
 
     def _traced(self, plan: Plan) -> Trace:
         question = self._question
-        try:
-            kind = question.device.kind
-            return trace(plan, question.task, question.batch, device=kind, idle=self._idle)
-        except TraceError as error:
-            if not question.device.is_here:
-                raise
-            self.is_measured = True
-            note = f"measured on real rows, because it cannot be traced: {error}"
-            if note not in self.notes:
-                self.notes.append(note)
+        if not self.is_measured:  # else it would fail again: all plans are of the same model and rows
+            try:
+                kind = question.device.kind
+                return trace(plan, question.task, question.batch, device=kind, idle=self._idle)
+            except TraceError as error:
+                if not question.device.is_here:
+                    raise
+                self.is_measured = True
+                self.notes.append(f"measured on real rows, because it cannot be traced: {error}")
         rows = min(plan.rows, 2 * plan.micro_batch)
         return probe(plan, question.task, repeated(question.batch, rows), idle=self._idle)
 

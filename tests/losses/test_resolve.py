@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Step, Terms, Total
+from anybatch import ModelLoss, Step, Terms, Total
 from anybatch.errors import LossError
 from anybatch.losses.resolve import check, resolve
 from anybatch.losses.summed import SummedLoss
@@ -69,8 +69,13 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a loss with another forward": (patched(), "got MSELoss, which is a module of torch", TWO_LINES),
     "another function": (F.softplus, "got F.softplus", TWO_LINES),
     "another function with settings": (partial(F.normalize, dim=0), "got F.normalize", TWO_LINES),
-    "no function": (3, "got int", TWO_LINES),
-    "nothing": (None, "got NoneType", TWO_LINES),
+    "no function": (3, "got int", "nn.CrossEntropyLoss(), or write"),
+    "nothing": (None, "got NoneType", "nn.CrossEntropyLoss(), or write"),
+    "its name": ("ce", "got str", "nn.CrossEntropyLoss(), or write"),
+    "a class": (nn.CrossEntropyLoss, "got the class CrossEntropyLoss", "as in nn.CrossEntropyLoss()"),
+    "a class with settings": (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
+    "a class of ours": (ModelLoss, "got the class ModelLoss", "Call it to make one"),
+    "a class of your own": (OwnModule, "got the class OwnModule", "Call it to make one"),
     "no reduction": (nn.MSELoss(reduction="none"), "got 'none'", "one number to minimise"),
     "no reduction, function": (partial(F.mse_loss, reduction="none"), "got 'none'", "one number to minimise"),
     "a reduction of another loss": (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, Terms, Total
+from anybatch import Step, Terms, Total, check
 from anybatch.errors import LossError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 
@@ -76,7 +76,7 @@ def test_a_coefficient_without_its_term() -> None:
 
 
 def test_a_function_is_callable() -> None:
-    with pytest.raises(LossError, match="got int"):
+    with pytest.raises(LossError, match=r"got int\. Pass a loss of torch itself"):
         Terms(3)  # type: ignore[arg-type]
 
 
@@ -186,9 +186,45 @@ def test_nothing_in_the_first_micro_batch_is_no_loss_of_digits() -> None:
     assert relative_error(gradients, expected) <= tolerance(torch.float64, ROWS)
 
 
-@pytest.mark.parametrize("loss", [lambda x, y: (x - y).mean(), lambda x, y: x.size()], ids=["minus", "size"])
-def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any) -> None:
+def loses_its_target(out: Any, y: Any) -> Any:
+    return y.long(out)
+
+
+def loses_its_output(x: Any, target: Any) -> Any:
+    return target.long(x)
+
+
+def outputs_first(logits: Any, micro: Any) -> Any:
+    return micro.long(logits)
+
+
+OTHERWISE = {
+    "minus": lambda a, b: (a - b).mean(),
+    "size": lambda a, b: a.size(),
+    "torch": lambda a, b: nn.functional.mse_loss(a, b),
+    "one argument": lambda a: a.mean(),
+    "by its names": loses_its_target,
+    "by its second name": loses_its_output,
+    "by its first name": outputs_first,
+}
+
+
+@pytest.mark.parametrize("loss", OTHERWISE.values(), ids=OTHERWISE)
+@pytest.mark.parametrize("inner", [False, True], ids=["step", "check"])
+def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any, *, inner: bool) -> None:
     with pytest.raises((TypeError, AttributeError)) as caught:
-        take(loss)
-    assert "as loss(model, micro)" in caught.value.__notes__[0]
-    assert "return ab.Total(losses.sum(), losses.numel())" in caught.value.__notes__[0]
+        check(nn.Linear(2, 1), loss, X.float()) if inner else take(loss)
+    (note,) = caught.value.__notes__
+    assert "as loss(model, micro), not as loss(outputs, targets)" in note
+    assert "F.cross_entropy or nn.CrossEntropyLoss()" in note
+    assert "return ab.Total(losses.sum(), losses.numel())" in note
+
+
+def test_other_errors_of_a_function_stay_as_they_are() -> None:
+    def mistaken(model: nn.Module, micro: Tensor) -> Total:
+        return Total(model(micro).sum(), micro.rows)  # type: ignore[attr-defined]
+
+    for loss in (mistaken, lambda out, y: {}["missing"]):
+        with pytest.raises((AttributeError, KeyError)) as caught:
+            take(loss)
+        assert not hasattr(caught.value, "__notes__")

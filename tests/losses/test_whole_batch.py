@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, Total, Trainer, rng, tree
-from anybatch.errors import LossError
+from anybatch.errors import LossError, NonFiniteLossError
 from anybatch.losses.convention import call
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import reference_step, relative_error, tolerance
@@ -340,3 +340,10 @@ def test_a_batch_without_weight_leaves_the_validation_loss_alone() -> None:
     with torch.no_grad():
         expected = CASES["triplets"].function(model(x[12:]), y[12:]).mean()
     assert relative_error(trainer.evaluate((x, y))["loss"], expected) <= LIMIT
+
+
+def test_a_mean_over_no_valid_target_is_thought_of() -> None:
+    model, masked = nn.Linear(3, 2), torch.full((5,), -100)
+    step = Step(model, WholeBatch(F.cross_entropy), torch.optim.SGD(model.parameters()), micro_batch=2)
+    with pytest.raises(NonFiniteLossError, match=r"all outputs are finite.*a mean over no valid target"):
+        step((torch.ones(5, 3), masked))

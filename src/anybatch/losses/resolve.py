@@ -12,7 +12,7 @@ from anybatch.losses.convention import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model_loss import ModelLoss
 from anybatch.losses.summed import SummedLoss, summed_loss
-from anybatch.losses.terms import BARE_MEAN, Terms
+from anybatch.losses.terms import BARE_MEAN, HOW, Terms
 from anybatch.losses.whole_batch import WholeBatch
 
 
@@ -48,6 +48,16 @@ def resolve(loss: object) -> Loss:
     name = getattr(function, "__name__", "")
     if name and vars(F).get(name) is function:
         raise LossError(f"Expected a loss whose sum and weight are known, got F.{name}. {BARE_MEAN}")
+    if isinstance(function, type):
+        raise LossError(
+            f"Expected a loss, got the class {function.__name__}. Call it to make one, as in "
+            "nn.CrossEntropyLoss()."
+        )
+    if not callable(loss):
+        raise LossError(
+            "Expected a loss of torch or a function (model, micro) -> ab.Total, got "
+            f"{type(loss).__name__}. {HOW}"
+        )
     return Terms(cast("Any", loss))
 
 

@@ -1,5 +1,6 @@
 """A loss written by the user: a function of the model and a micro-batch that returns totals."""
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,15 @@ BARE_MEAN = (
     '    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
     "    return ab.Total(losses.sum(), losses.numel())"
 )
+HOW = (
+    "Pass a loss of torch itself, F.cross_entropy or nn.CrossEntropyLoss(), or write\n"
+    "    def loss(model, micro):\n"
+    '        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
+    "        return ab.Total(losses.sum(), losses.numel())"
+)
+_CALLED = f"anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). {HOW}"
+_OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
+_TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +68,7 @@ class Terms(Plain):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise LossError(
-                f"Expected a function (model, micro) -> ab.Total, got {type(self.function).__name__}. "
-                f"{BARE_MEAN}"
+                f"Expected a function (model, micro) -> ab.Total, got {type(self.function).__name__}. {HOW}"
             )
         for name, value in self.coefficients.items():
             if not math.isfinite(value):
@@ -69,11 +78,7 @@ class Terms(Plain):
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that what comes back can be added up."""
-        try:
-            returned = self.function(model, micro)
-        except (TypeError, AttributeError) as error:  # most often a function of outputs and targets
-            error.add_note(f"anybatch calls a loss of your own as loss(model, micro). {BARE_MEAN}")
-            raise
+        returned = called(self.function, model, micro)
         totals = _named(returned)
         missing = [name for name in self.coefficients if name not in totals]
         if missing:
@@ -99,6 +104,34 @@ class Terms(Plain):
             )
         # A Total checks its weight.
         return {name: Total(0, weight).weight for name, weight in weights.items()}
+
+
+def called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
+    """What a loss of the user's own returns; what it raises says how it was called, where that may be why.
+
+    Args:
+        function: of the user's own.
+        model: its first argument.
+        micro: its second argument.
+    """
+    try:
+        return function(model, micro)
+    except (TypeError, AttributeError) as error:
+        if _CALLED not in getattr(error, "__notes__", ()) and _takes_outputs(function, model, error):
+            error.add_note(_CALLED)
+        raise
+
+
+def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
+    """Whether a function may have been written for outputs and targets, by what it raised and its names."""
+    frames = error.__traceback__
+    if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
+        return True  # it did not take two arguments, or took the model for something else
+    try:
+        names = [name.lower() for name in inspect.signature(cast("Any", function)).parameters]
+    except (TypeError, ValueError):  # one that is not written in Python
+        return False
+    return not _OUTPUTS.isdisjoint(names[:1]) or not _TARGETS.isdisjoint(names[1:2])
 
 
 def _named(value: object) -> Mapping[str, Total]:

@@ -229,8 +229,8 @@ class WholeBatch(Plain):
         where = f"the outputs of rows {rows} are not finite either" if rows else "all outputs are finite"
         raise NonFiniteLossError(
             f"Expected a finite loss, got {value.item()} from {self.name} ({where}). No update was made. "
-            "Look for bad data in these rows of the batch, too high a learning rate, or a logarithm or root "
-            "of 0."
+            "Look for bad data in these rows of the batch, a mean over no valid target, too high a learning "
+            "rate, or a logarithm or root of 0."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from anybatch.losses.resolve import resolve
-from anybatch.losses.terms import Terms
+from anybatch.losses.terms import Terms, called
 from anybatch.total import Total
 
 _NAME = "loss"  # of a term that comes without one
@@ -32,7 +32,7 @@ class Observed(nn.Module):
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
         """The function's totals."""
-        value = self.function(model, micro)
+        value = called(self.function, model, micro)
         if _is_scalar(value):
             self.bare |= {_NAME}
             return Total(value, 1)
