@@ -39,7 +39,7 @@ def main() -> None:
     for _ in range(3):
         with Meter(model, [optimizer], batch_leaves=batch) as meter:
             report = step(batch)
-        print(f"loss {report.loss:.4f} in {report.micro_batches} micro-batches, peak {meter.peak:,} bytes")
+        print(f"loss {report.loss:.4f}, micro-batches {report.micro_batches}, peak {meter.peak:,} bytes")
         if meter.peak > budget:
             raise SystemExit("over the budget")
 

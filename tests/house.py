@@ -35,7 +35,7 @@ LAYERS = """
     train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
     train.interrupt train.trainer train
     observe.picture observe.memory observe.backward observe.exponents observe
-    testing target verbs plan_verb cli
+    testing target verbs plan_verb cli __main__
     anybatch
 """
 ORDER = LAYERS.split()

@@ -33,7 +33,13 @@ def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -
     assert "within 1000 B, got none" in told
     assert "8 rows is 1.6 KiB (1664 bytes), with 2 rows at a time" in told
     places = [
-        told.index(words) for words in ("body optimizer state", "body parameters", "the whole act", "head gr")
+        told.index(words)
+        for words in (
+            "800 B optimizer state of 'body'",
+            "400 B parameters of 'body'",
+            "300 B activations of the model",
+            "100 B gradients of 'head'",
+        )
     ]
     assert places == sorted(places)
     assert "fifth" not in told
@@ -53,6 +59,18 @@ def test_suggestions_come_with_their_bytes() -> None:
         by_module=(),
     )
     assert not any("8-bit" in way for way in suggestions(stateless, [], "", FLOAT32))
+
+
+def test_what_frees_next_to_nothing_is_not_suggested() -> None:
+    moment = Moment(phase="update", micro_batch=0, module="", bytes=(9000, 300, 8, 100, 0, 64, 0))
+    ledger = Ledger(moments=(moment,), source="predicted", device="cpu", by_module=HELD)
+    assert suggestions(ledger, [], "", FLOAT32) == []
+    least = Option(
+        plan=Plan(rows=1, micro_batch=1), peak=9472, seconds=1.0, source="predicted", ledger=ledger
+    )
+    told = str(refusal(least, 1000, [], ""))
+    assert "for a batch of 1 row is 9.2 KiB (9472 bytes), with 1 row at a time. Largest first" in told
+    assert told.endswith(". Allow that much, or make rows smaller or the model.")
 
 
 def test_ways_out_of_a_cut_that_is_refused() -> None:

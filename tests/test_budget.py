@@ -123,6 +123,19 @@ def test_plans_survive_json(made: list[Any]) -> None:
     assert other.contests == {}
 
 
+def test_plans_of_older_checkpoints_are_taken_over(made: list[Any]) -> None:
+    """They say "micro" where nothing was chosen."""
+    step, kept = make(net), Budget(MEMORY)
+    before = kept.plan(question(step, lengths(16)))
+    older = json.loads(json.dumps(kept.state()).replace('batch_norm\\": null', 'batch_norm\\": \\"micro\\"'))
+    assert '"batch_norm": "micro"' in older[0]["plan"]
+    again = Budget(MEMORY)
+    again.load(older)
+    assert again.plan(question(step, lengths(16))) == before
+    assert before.batch_norm is None
+    assert len(made) == 1
+
+
 def padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
     x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
     return x, torch.zeros(len(samples), dtype=torch.long)

@@ -49,6 +49,14 @@ class Noisy(nn.Module):
         return x + F.dropout(heads, 0.5).view(len(x), 2, -1).sum(1) + F.dropout(times, 0.5).sum(0)
 
 
+@pytest.mark.parametrize("batch_there", [True, False])
+def test_shapes_without_values_are_refused(batch_there: bool) -> None:
+    with torch.device("meta"):
+        model, there = nn.Sequential(nn.Linear(5, 2)), rows()
+    with pytest.raises(PlanError, match=r"^Expected a model with values .* of them 0\.weight\. Make it on"):
+        check(model, nn.MSELoss(), there if batch_there else rows())
+
+
 def test_dropout_and_other_draws_are_replayed() -> None:
     report = check(nn.Sequential(Noisy(), Perceptron(5, 2)), nn.MSELoss(), rows())
     assert report.exact, str(report)

@@ -4,8 +4,11 @@ import gzip
 import json
 import random
 import re
+import runpy
 import struct
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,7 +138,11 @@ def test_resume_refuses_other_options(
     [
         (["train", "lenet6"], "lenet5"),
         (["train", "lenet5", "--data", "no/such/folder"], "no/such/folder"),
-        (["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "at least 1 row"),
+        (
+            ["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"],
+            "--micro-batch to be at least 1, got 0",
+        ),
+        (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "the smallest budget"),
         (
             ["train", "lenet5", "--data", "{mnist}", "--micro-batch", "40", "--batch-size", "16"],
             "at most the 16",
@@ -160,8 +167,16 @@ def test_resume_refuses_other_options(
         (["train", "lenet5", "--data", "{mnist}", "--lr", "nan"], "above 0"),
         (["check", "lenet6"], "package.module:function"),
         (["check", "no.such.module:f"], "no.such.module"),
-        (["check", "lenet5", "--data", "{mnist}", "--rows", "1"], "at least 2 rows"),
-        (["check", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "at least 1 row"),
+        (["check", "lenet5", "--rows", "1"], "--rows to be at least 2, got 1. See anybatch check --help"),
+        (["check", "lenet5", "--micro-batch", "0"], "--micro-batch to be at least 1, got 0"),
+        (["plan", "lenet5", "--micro-batch", "0"], "--micro-batch to be at least 1, got 0"),
+        (
+            ["plan", "lenet5", "--batch-size", "-3"],
+            "--batch-size to be at least 1, got -3. See anybatch plan",
+        ),
+        (["plan", "lenet5", "--batch-size", "0"], "--batch-size to be at least 1, got 0"),
+        (["plan", "lenet6"], "Expected a target, got 'lenet6'"),
+        (["eval", "nowhere.safetensors", "--micro-batch", "0"], "--micro-batch to be at least 1, got 0"),
         (["eval", "nowhere.safetensors"], "nowhere.safetensors"),
         (["eval", "{mnist}/t10k-labels-idx1-ubyte"], "safetensors"),
     ],
@@ -194,6 +209,10 @@ def sound():
 def meeting():
     layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
     return layers, nn.MSELoss(), (torch.eye(9)[:, :3], torch.arange(9.0)[:, None])
+
+def without_values():
+    with torch.device("meta"):
+        return sound()
 
 def failing():
     return nn.Linear(2, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
@@ -235,6 +254,15 @@ def test_check_that_cannot_be_made_says_so_in_one_line(
     assert error.startswith("anybatch check: could not check: RuntimeError")
     assert error.count("\n") == 1
     assert "RuntimeError" in json.loads(printed)["error"]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_check_of_shapes_without_values_says_so(
+    targets: str, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    code, _, error = run(capsys, "check", f"{targets}:without_values", "--device", device)
+    assert code == 2
+    assert error.startswith("anybatch check: Expected a model with values to check, got 2 of its tensors")
 
 
 def test_check_of_a_recipe(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,3 +312,26 @@ def test_plan_that_cannot_be_made_says_so_in_one_line(
     with pytest.raises(SystemExit, match="2"):
         cli.main(["plan", f"{targets}:sound", "--optimizer", "lion"])
     assert "invalid choice: 'lion'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", "if not given, what is fastest within --memory, or all of a batch without it"),
+        ("plan", "if not given, what is fastest within --memory, or all of a batch with --memory none"),
+        ("plan", "or a card that need not be here: cuda:t4"),
+        ("check", "to be tried besides those that are tried anyway"),
+        ("eval", "if not given, all of them"),
+    ],
+)
+def test_help_is_that_of_each_command(capsys: pytest.CaptureFixture[str], command: str, words: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["anybatch", "eval", "nowhere.safetensors"])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_module("anybatch", run_name="__main__")
+    assert capsys.readouterr().err.startswith("anybatch eval: nowhere.safetensors: expected a checkpoint")

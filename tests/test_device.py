@@ -17,11 +17,20 @@ def test_processor_is_here_and_has_memory() -> None:
 def test_cards_that_are_not_here() -> None:
     assert find("cuda:A100").num_bytes == 80 * 10**9
     assert not find("cuda").is_here
-    assert "taken to be" in find("cuda").name
+    assert find("cuda:A100").name == "cuda:a100"
+    assert find("cuda").name == "cuda (taken to be a rtx3060)"
+    assert find("cuda:9").name == "cuda:9 (taken to be a rtx3060)"
     assert parse_memory("auto", find("cuda:t4")) == int(0.9 * 16e9)
 
 
-@pytest.mark.parametrize("name", ["", "tpu", "cuda:gtx", "meta"])
+def test_a_card_beyond_those_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not find("cuda:1").is_here
+    assert "taken to be" in find("cuda:1").name
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "cuda:gtx", "cuda:²", "meta"])
 def test_unknown_devices_are_refused(name: str) -> None:
     with pytest.raises(PlanError, match="Expected a device to plan for, got "):
         find(name)

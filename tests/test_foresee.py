@@ -2,12 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.errors import BudgetError, TraceError
+from anybatch.errors import BatchError, BudgetError, PlanError, TraceError
 from tests.budgets import Net, Untraceable, adamw, carried_out, changed_by, make, metered, rows_of, sgd
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
@@ -26,6 +27,24 @@ def test_without_a_budget_nothing_is_chosen() -> None:
     assert told.plan == ab.Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
     carried_out(step, told.plan, batch)
     assert metered(step, lambda: carried_out(step, told.plan, batch), batch) == told.peak
+
+
+@pytest.mark.parametrize("rows", [0, -3, 1.5, "7", True])
+def test_no_number_of_rows_is_refused_by_its_name(rows: Any) -> None:
+    step, batch = make(net), rows_of(12, 5, 8)
+    with pytest.raises(PlanError, match=rf"^Expected rows to be a whole .*, got {rows!r}\. Leave it out"):
+        ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=rows)
+    counted = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=np.int64(7))
+    assert counted.plan.to_json() == ab.Plan(rows=7, micro_batch=7).to_json()
+
+
+def test_rows_that_are_not_on_the_meta_device_need_a_device() -> None:
+    with torch.device("meta"):
+        model = net()
+    arguments: Any = model, CROSS_ENTROPY, adamw(model.parameters()), rows_of(12, 5, 8)
+    with pytest.raises(BatchError, match=r"device meta, got cpu\. To plan, name the device"):
+        ab.plan(*arguments)
+    assert ab.plan(*arguments, device="cpu").plan == ab.Plan(rows=12, micro_batch=12)
 
 
 def test_a_model_without_memory_and_a_batch_of_two_rows_do() -> None:

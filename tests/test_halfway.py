@@ -48,6 +48,15 @@ def vars_of(report: Any) -> dict[str, Any]:
     return {name: getattr(report, name) for name in report.__slots__}
 
 
+def test_nothing_chosen_for_batch_norm_gives_the_sums_of_micro() -> None:
+    """Older states say "micro" for both."""
+    for there, here in ((None, "micro"), ("micro", None)):
+        found = build(batch_norm=there).window()
+        found.add(rows(0))
+        assert found.state()["made"]["batch_norm"] == "micro"
+        assert build(batch_norm=here).window(found.state()).rows == found.rows
+
+
 def test_the_loss_scale_that_gave_way_is_saved_along(tmp_path: Path) -> None:
     """And it would be seen if it were not."""
     options = CASES["fp16-true"]

@@ -23,7 +23,6 @@ micro_batch  as they come
 clip_norm    0.5
 accumulate   float64
 compensated  yes
-batch_norm   micro
 blocks       all kept
 foreach      as set
 precision    float32
@@ -35,6 +34,18 @@ def test_table_of_a_window() -> None:
     assert str(plan) == WINDOW_TABLE
     assert plan.micro_batches == 0
     assert not plan.is_cut
+
+
+def test_batch_norm_is_told_only_where_it_was_chosen() -> None:
+    plan = Plan(rows=4, micro_batch=4)
+    assert "batch_norm" not in str(plan)
+    assert json.loads(plan.to_json())["batch_norm"] is None
+    for chosen in ("micro", "frozen"):
+        plan = Plan(rows=4, micro_batch=4, batch_norm=chosen)
+        assert f"\nbatch_norm   {chosen}\n" in str(plan)
+        assert Plan.from_json(plan.to_json()) == plan
+    older = '{"rows": 4, "micro_batch": 4, "clip_norm": null, "batch_norm": "micro"}'
+    assert Plan.from_json(older).batch_norm == "micro"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +118,7 @@ def test_accumulation_dtype_is_none_where_parameters_decide() -> None:
 @pytest.mark.parametrize(
     ("values", "expected", "got"),
     [
-        ({"micro_batch": 0}, "at least 1 row", "got 0"),
+        ({"micro_batch": 0}, "at least 1 row", "got 0. Leave it out"),
         ({"micro_batch": -4}, "at least 1 row", "got -4"),
         ({"micro_batch": 2.0}, "a whole number of rows", "got 2.0"),
         ({"micro_batch": True}, "a whole number of rows", "got True"),

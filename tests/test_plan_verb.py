@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch import cli, plan_verb
+from anybatch import cli, foresee, plan_verb
 from anybatch.errors import PlanError
 from anybatch.plan import Plan
 
@@ -93,10 +93,14 @@ def test_precision(target: str) -> None:
     assert short["peak"] < whole["peak"]
 
 
-def test_pictures(target: str, tmp_path: Path) -> None:
+def test_pictures(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for ending, start in (("png", b"\x89PNG"), ("svg", b"<?xml"), ("html", b"<!DOCTYPE")):
         _, told = planned(f"{target}:make", "--memory", "1MB", "--plot", f"{tmp_path}/memory.{ending}")
         assert (tmp_path / f"memory.{ending}").read_bytes().startswith(start)
         assert told.splitlines()[-1] == f"picture      {tmp_path}/memory.{ending}"
+    # Before anything is planned, which would be for nothing.
+    monkeypatch.setattr(foresee, "plan", lambda *_, **__: pytest.fail("planned"))
+    with pytest.raises(PlanError, match="Expected a folder for the picture, got nowhere"):
+        planned(f"{target}:make", "--memory", "1MB", "--plot", "nowhere/memory.png")
     with pytest.raises(PlanError, match="picture's name"):
         planned(f"{target}:make", "--memory", "1MB", "--plot", "memory.gif")

@@ -113,6 +113,25 @@ def test_batch_norm_is_never_cut() -> None:
         assert (allowed(batch).micro_batches > 1) is cut
 
 
+def test_nothing_is_chosen_for_batch_norm_where_nobody_chose() -> None:
+    batch = images(8)
+    for options in ({}, {"memory": 10**6}):
+        step = make(ConvNet, **options)
+        assert step.foresee(batch).plan.batch_norm is None
+        assert step(batch).micro_batches == 1
+        # As with "micro": what memory has taught does not cut a batch whose rows meet.
+        task, rows = step._task(), TensorBatch(batch)
+        step.planning.limits.learn(rows.like, 8, largest=8, failed=8)
+        assert step.planning._limited(task, rows, 8) == 8
+        assert make(ConvNet, batch_norm="micro", **options).foresee(batch).plan.batch_norm == "micro"
+
+
+def test_one_layer_is_told_as_one() -> None:
+    step = make(lambda: nn.Sequential(nn.Flatten(), nn.Linear(40, 4), nn.BatchNorm1d(4)), memory=100)
+    with pytest.raises(BudgetError, match="rows meet in 1 BatchNorm layer in training mode"):
+        step(vectors())
+
+
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The questions that a planner was asked."""

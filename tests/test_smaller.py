@@ -32,7 +32,11 @@ def test_why_a_batch_is_not_cut() -> None:
     task = make_task(nn.MSELoss())
     assert why_not_cut(plan, task, batch, 6, is_uncut=True) == ""
     assert "one row" in why_not_cut(plan, task, batch, 1, is_uncut=True)
-    assert "BatchNorm (0)" in why_not_cut(plan, with_norm(), batch, 6, is_uncut=False)
+    for chosen in (None, "micro"):
+        plan = Plan(rows=6, micro_batch=6, batch_norm=chosen)
+        assert "BatchNorm (0)" in why_not_cut(plan, with_norm(), batch, 6, is_uncut=False)
+    plan = Plan(rows=6, micro_batch=6, batch_norm="frozen")
+    assert why_not_cut(plan, with_norm(), batch, 6, is_uncut=False) == ""
     object.__setattr__(task, "before_cut", refuse)
     assert "not in parts of 3" in why_not_cut(plan, task, batch, 6, is_uncut=True)
     assert why_not_cut(plan, task, batch, 6, is_uncut=False) == ""

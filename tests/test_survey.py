@@ -102,9 +102,9 @@ def test_a_step_that_cannot_be_traced_is_measured_and_says_so() -> None:
 
 def test_what_cannot_be_traced_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run = tracing._run
+    run = tracing.run_on_fakes
     monkeypatch.setattr(
-        tracing, "_run", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
+        tracing, "run_on_fakes", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
     )
     survey = Survey(asked := question(make(Untraceable), rows_of(24)))
     survey.add_policies()
@@ -154,9 +154,9 @@ def test_measured_is_the_second_step() -> None:
 
 def test_parameters_without_gradient_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[int] = []
-    run = tracing._run
+    run = tracing.run_on_fakes
     monkeypatch.setattr(
-        tracing, "_run", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
+        tracing, "run_on_fakes", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
     )
     step = make()
     step.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(100))]})

@@ -75,6 +75,7 @@ def test_target_moves_to_a_device(here: str) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
+        ("lenet6", "Expected a target, got 'lenet6'. Name a function"),
         ("lenet6", "lenet5"),
         ("{here}:nowhere", "'nowhere'"),
         ("{here}:broken", "of type int"),

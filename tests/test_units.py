@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.errors import PlanError
-from anybatch.units import format_bytes, format_count, format_seconds, parse_bytes
+from anybatch.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
@@ -92,3 +92,8 @@ def test_bytes_are_read(text: str | int, num_bytes: int) -> None:
 def test_other_bytes_are_refused(text: object) -> None:
     with pytest.raises(PlanError, match="Expected a number of bytes above 0, got "):
         parse_bytes(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
+def test_one_of_a_thing_is_not_many(number: int, text: str) -> None:
+    assert counted(number, "row") == text

@@ -12,7 +12,9 @@ from anybatch.plan import Plan, Precision
 from anybatch.recompute import find_blocks
 from anybatch.task import Batch, Task
 from anybatch.trace import trace
-from anybatch.units import format_bytes
+from anybatch.units import counted, format_bytes
+
+_LITTLE = 0.01  # of the peak: what frees less is not worth a choice that changes the result
 
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
@@ -26,12 +28,13 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     """
     assert least.ledger is not None  # noqa: S101, whoever asks has traced it
     held = least.ledger.largest(4)
-    holders = ", ".join(f"{one.module or 'the whole'} {one.owner} {format_bytes(one.bytes)}" for one in held)
+    holders = ", ".join(f"{format_bytes(one.bytes)} {one.owner} of {_quoted(one.module)}" for one in held)
     ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
+    told = " ".join(ways) or "Allow that much, or make rows smaller or the model."
     return BudgetError(
         f"Expected a plan within {format_bytes(budget)}, got none: the smallest budget for a batch of "
-        f"{least.plan.rows} rows is {format_bytes(least.peak)} ({least.peak} bytes), with "
-        f"{least.plan.micro_batch} rows at a time. Largest first: {holders}. {' '.join(ways)}",
+        f"{counted(least.plan.rows, 'row')} is {format_bytes(least.peak)} ({least.peak} bytes), with "
+        f"{counted(least.plan.micro_batch, 'row')} at a time. Largest first: {holders}. {told}",
         smallest=least.peak,
         ledger=least.ledger,
     )
@@ -48,19 +51,24 @@ def suggestions(
         cut_refused: why the batch may not be cut; "" where it may.
         precision: in which it is made.
     """
-    held = ledger.at_peak
+    held, little = ledger.at_peak, _LITTLE * ledger.peak
     ways: list[str] = []
     if cut_refused:
         ways.append(f"The batch may not be cut: {cut_refused}")
     if batch_norms and cut_refused:
         ways.append("With ab.batch_norm_to_group_norm(model), or batch_norm=..., it may be cut.")
-    state = held.get("optimizer state", 0)
-    if state:
-        ways.append(f"8-bit optimizer states would free about {format_bytes(state * 3 / 4)}.")
-    if not precision.is_short:
-        half = format_bytes(held.get("activations", 0) / 2)
-        ways.append(f'Activations in 16 bits, precision="bf16-mixed", would free up to {half}.')
+    state = held.get("optimizer state", 0) * 3 / 4
+    if state > little:
+        ways.append(f"8-bit optimizer states would free about {format_bytes(state)}.")
+    half = held.get("activations", 0) / 2
+    if half > little and not precision.is_short:
+        words = f'Activations in 16 bits, precision="bf16-mixed", would free up to {format_bytes(half)}.'
+        ways.append(words)
     return ways
+
+
+def _quoted(module: str) -> str:
+    return repr(module) if module else "the model"
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:

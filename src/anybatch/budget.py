@@ -60,13 +60,15 @@ class Budget:
         wanted = self._rounded(shape)
         like = question.like
         # In a window sizes are free, even where they are settled for batches.
-        settings = replace(like, rows=0, micro_batch=0)
+        # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
+        settings = replace(like, rows=0, micro_batch=0, batch_norm=like.batch_norm or "micro")
         alike = settings, question.cut_refused, bool(question.sizes), _signature(question.task)
         for (known, *settled), contest in self.contests.items():
             plan = contest.plan
             serves = known in (shape, wanted) and tuple(settled) == alike
             if serves and plan.rows >= like.rows:
-                return replace(plan, rows=like.rows, micro_batch=min(plan.micro_batch, like.rows))
+                size = min(plan.micro_batch, like.rows)
+                return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
         report, longest = self._ask(question, shape, wanted)
         self.reports[report.plan] = report
         self.contests[longest, *alike] = Contest(report.rivals)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from anybatch.batch import Collate
-from anybatch.errors import BatchError
+from anybatch.errors import BatchError, PlanError
 from anybatch.plan import check_micro_batch
 from anybatch.probe.copies import untouched
 from anybatch.probe.draws import OutOfTime
@@ -129,6 +129,7 @@ def check(
         True
     """
     start = time.perf_counter()
+    refuse_without_data(model, loss)
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with untouched(model, loss):
@@ -178,6 +179,22 @@ def check(
         notes=tuple(notes),
         seconds=time.perf_counter() - start,
     )
+
+
+def refuse_without_data(model: nn.Module, loss: object) -> None:
+    """Refuse what has shapes only: there is nothing to compare.
+
+    Raises:
+        PlanError: a parameter or buffer is on the meta device.
+    """
+    held = [one for one in (model, loss) if isinstance(one, nn.Module)]
+    named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        raise PlanError(
+            f"Expected a model with values to check, got {len(empty)} of its tensors on the meta device, the "
+            f"first of them {empty[0]}. Make it on a real device; anybatch.plan takes it as it is."
+        )
 
 
 def _open(prepared: Prepared) -> Court:

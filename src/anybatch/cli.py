@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from anybatch import plan_verb, recipes, target, verbs
-from anybatch.check import check
+from anybatch.check import check, refuse_without_data
+from anybatch.device import CARDS
 from anybatch.errors import AnybatchError
 from anybatch.meetings import CHOICES
 from anybatch.precision import NAMED, POLICIES
 from anybatch.train import learning_rate
 
+_DEVICE = "cpu, cuda, cuda:1 or auto"
 _PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
 
 
@@ -57,7 +59,9 @@ def _refuse(options: argparse.Namespace, told: str) -> int:
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`anybatch check`: split held against whole."""
+    verbs.check_rows(options)
     found = target.find(options.target, options.data)
+    refuse_without_data(found.model, found.loss)  # it could not be moved either
     if options.device != "auto" or ":" not in options.target:  # a function's own choice stands
         found = found.to(verbs.find_device(options.device))
     report = check(
@@ -77,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="anybatch", description="Train with any batch size in the memory you have, and the same result."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    train = _command(commands, "train", "train a recipe on real data", verbs.train)
+    together = "rows that go through the model together; if not given,"
+    within = f"{together} what is fastest within --memory, or all of a batch without it"
+    train = _command(commands, "train", "train a recipe on real data", verbs.train, micro_batch=within)
     train.add_argument("recipe", help=f"one of: {', '.join(recipes.names())}")
     add = train.add_argument
     add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
@@ -102,9 +108,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", help="folder for checkpoints and logs, by default runs/RECIPE; no run overwrites another")
     add("--resume", metavar="FOLDER", help="go on with the run in this folder")
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
-    evaluate = _command(commands, "eval", "evaluate a checkpoint on held-out rows", verbs.evaluate)
+    purpose = "evaluate a checkpoint on held-out rows"
+    evaluate = _command(commands, "eval", purpose, verbs.evaluate, micro_batch=f"{together} all of them")
     evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
-    checked = _command(commands, "check", "prove that split equals whole, or find what prevents it", _check)
+    purpose = "prove that split equals whole, or find what prevents it"
+    tried = "a size of micro-batches to be tried besides those that are tried anyway"
+    checked = _command(commands, "check", purpose, _check, micro_batch=tried)
     checked.add_argument(
         "target", help="package.module:function that returns (model, loss, batch), or a recipe"
     )
@@ -113,7 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     checked.add_argument("--batch-norm", choices=CHOICES, help="what a step does with BatchNorm")
     purpose = "the fastest plan within a budget, before anything runs"
-    planned = _command(commands, "plan", purpose, plan_verb.plan)
+    within = f"{together} what is fastest within --memory, or all of a batch with --memory none"
+    cards = ", ".join(f"cuda:{card}" for card in CARDS)
+    there = f"{_DEVICE} for where the target's model is, or a card that need not be here: {cards}"
+    planned = _command(commands, "plan", purpose, plan_verb.plan, micro_batch=within, device=there)
     add = planned.add_argument
     add("target", help="package.module:function that returns (model, loss, batch), or a recipe")
     add("--batch-size", type=int, help="rows of one update; those of the target's batch if not given")
@@ -127,7 +139,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _command(commands: Any, name: str, purpose: str, run: Callable[..., Any]) -> argparse.ArgumentParser:
+def _command(
+    commands: Any,
+    name: str,
+    purpose: str,
+    run: Callable[..., Any],
+    *,
+    micro_batch: str,
+    device: str = _DEVICE,
+) -> argparse.ArgumentParser:
     """A command with the options that all commands share."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -135,9 +155,7 @@ def _command(commands: Any, name: str, purpose: str, run: Callable[..., Any]) ->
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("--data", default="digits", help="digits, or a folder with MNIST (IDX) or CIFAR-10 (binary) files")
-    add(
-        "--micro-batch", type=int, help="rows that go through the model together; all of a batch if not given"
-    )
-    add("--device", default="auto", help="cpu, cuda, cuda:1 or auto")
+    add("--micro-batch", type=int, help=micro_batch)
+    add("--device", default="auto", help=device)
     add("--json", action="store_true", help="print one JSON object as the last line")
     return parser

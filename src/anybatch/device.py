@@ -72,6 +72,9 @@ _GPUS: dict[str, tuple[str, float, float, float]] = {
     "l4": ("24GB", 30.3e12, 121e12, 0.30e12),
     "a10": ("24GB", 31.2e12, 125e12, 0.60e12),
 }
+#: Cards that can be planned for where there is none, as in "cuda:a100".
+CARDS = tuple(_GPUS)
+
 _TYPICAL = "rtx3060"  # what "cuda" means where there is none: a second-hand card
 _REACHED = 0.5  # of the published figures, by ordinary models
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
@@ -93,13 +96,14 @@ def find(name: str | torch.device) -> Device:
     kind, _, model = text.partition(":")
     if kind == "cpu":
         return _cpu(text)
-    if kind == "cuda" and torch.cuda.is_available() and (not model or model.isdigit()):
-        return _cuda_here(text)
-    if kind == "cuda" and (not model or model.isdigit() or model in _GPUS):
-        return _gpu(text, _TYPICAL if not model or model.isdigit() else model)
+    if kind == "cuda" and (not model or model.isdecimal()):
+        is_here = torch.cuda.is_available() and int(model or 0) < torch.cuda.device_count()
+        return _cuda_here(text) if is_here else _gpu(text, _TYPICAL)
+    if kind == "cuda" and model in _GPUS:
+        return _gpu(text, model)
     raise PlanError(
         f"Expected a device to plan for, got {str(name)!r}. Use cpu, cuda, or a card by name: "
-        f"{', '.join(f'cuda:{one}' for one in _GPUS)}."
+        f"{', '.join(f'cuda:{one}' for one in CARDS)}."
     )
 
 
@@ -132,7 +136,7 @@ def parse_memory(memory: str | int, device: Device) -> int:
 def _gpu(name: str, model: str) -> Device:
     memory, flops, half_flops, bandwidth = _GPUS[model]
     return Device(
-        name=name if ":" in name else f"{name} (taken to be a {model})",
+        name=name if name.endswith(f":{model}") else f"{name} (taken to be a {model})",
         kind="cuda",
         num_bytes=parse_bytes(memory),
         flops=_REACHED * flops,

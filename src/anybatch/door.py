@@ -99,6 +99,12 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         strange = {leaf.device for leaf in logical.leaves} - task.devices
+        if strange and any(device.type == "meta" for device in task.devices):
+            raise BatchError(
+                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. To "
+                'plan, name the device to plan for, as in device="cuda" or --device cuda; to run the model, '
+                "give it real weights, as in model.to_empty(device=...)."
+            )
         if strange and task.devices:
             raise BatchError(
                 f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "

@@ -173,7 +173,8 @@ def _conditions(task: Task, settings: Plan, loss: object) -> dict[str, Any]:
         "non_finite": settings.non_finite,
         "accumulate": settings.accumulate,
         "compensated": settings.compensated,
-        "batch_norm": settings.batch_norm,
+        # In a window both take the statistics of each micro-batch, so that its sums are the same.
+        "batch_norm": settings.batch_norm or "micro",
         "loss": _named(loss),
         "coefficients": {name: float(value) for name, value in task.loss.coefficients.items()},
     }

@@ -29,7 +29,7 @@ class Plan:
         accumulate: dtype of gradient sums, as in "float32"; "auto" for float32 or the parameter's if wider.
         compensated: Kahan summation of gradients.
         batch_norm: statistics of BatchNorm in training mode: "micro" for those of each micro-batch, "frozen"
-            for the running ones.
+            for the running ones; None where nothing was chosen, so a batch whose rows meet there is not cut.
         cut: rows of each micro-batch where they differ, as after memory ran out; empty where each has
             `micro_batch` rows and the last one what is left.
         blocks: (name, policy) of each block of the model whose activations are not kept
@@ -55,7 +55,6 @@ class Plan:
         clip_norm    none
         accumulate   auto
         compensated  no
-        batch_norm   micro
         blocks       all kept
         foreach      as set
         precision    float32
@@ -67,7 +66,7 @@ class Plan:
     clip_norm: float = math.inf
     accumulate: str = "auto"
     compensated: bool = False
-    batch_norm: str = "micro"
+    batch_norm: str | None = None
     cut: tuple[int, ...] = ()
     blocks: tuple[tuple[str, str], ...] = ()
     foreach: bool | None = None
@@ -80,7 +79,7 @@ class Plan:
         if self.micro_batch > self.rows:
             raise PlanError(
                 f"Expected micro_batch to be at most the {self.rows} rows of the batch, "
-                f"got {self.micro_batch}. Pass a smaller one, or None for the uncut batch."
+                f"got {self.micro_batch}. Pass a smaller one, or leave it out for the uncut batch."
             )
         _check_clip_norm(self.clip_norm)
         check_batch_norm(self.batch_norm)
@@ -155,7 +154,8 @@ class Plan:
             "clip_norm": "none" if math.isinf(self.clip_norm) else str(self.clip_norm),
             "accumulate": self.accumulate,
             "compensated": "yes" if self.compensated else "no",
-            "batch_norm": self.batch_norm,
+            # A row would read as if somebody had chosen.
+            **({} if self.batch_norm is None else {"batch_norm": self.batch_norm}),
             "blocks": self._blocks_in_words(),
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
             "precision": str(self.precision),
@@ -203,11 +203,11 @@ def check_micro_batch(micro_batch: object) -> None:
     if not isinstance(micro_batch, int) or isinstance(micro_batch, bool):
         raise PlanError(
             f"Expected micro_batch to be a whole number of rows, got {micro_batch!r}. "
-            "Pass an int, or None for the uncut batch."
+            "Pass an int, or leave it out for the uncut batch."
         )
     if micro_batch < 1:
         raise PlanError(
-            f"Expected micro_batch to be at least 1 row, got {micro_batch}. Pass None for the uncut batch."
+            f"Expected micro_batch to be at least 1 row, got {micro_batch}. Leave it out for the uncut batch."
         )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from anybatch import foresee, target
-from anybatch.observe import memory
+from anybatch import foresee, target, verbs
+from anybatch.observe import memory, picture
 from anybatch.recompute import POLICIES
 
 #: For `anybatch plan`, where the target brings none.
@@ -16,6 +16,9 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch
 
 def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`anybatch plan`: the fastest plan within a budget, before anything runs."""
+    verbs.check_rows(options)
+    if options.plot:
+        picture.checked(options.plot)  # planning may take a while, and would be for nothing
     found = target.find(options.target, options.data)
     optimizer = found.optimizer or OPTIMIZERS[options.optimizer](found.model.parameters(), lr=1e-3)
     report = foresee.plan(

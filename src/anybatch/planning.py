@@ -70,7 +70,6 @@ class Planning:
             check_micro_batch(micro_batch)
         self.micro_batch = micro_batch
         self.budget = None if memory is None else Budget(memory)
-        self._batch_norm = batch_norm
         self._may_choose_blocks = recompute is None
         # What it refuses is refused here, not in the first step.
         self.settings = Plan(
@@ -79,7 +78,7 @@ class Planning:
             clip_norm=math.inf if clip_norm is None else clip_norm,
             accumulate=_accumulate(accumulate, precision),
             compensated=compensated,
-            batch_norm="micro" if batch_norm is None else batch_norm,
+            batch_norm=batch_norm,
             blocks=choose_blocks(model, recompute),
             precision=precision,
             non_finite=non_finite,
@@ -134,7 +133,7 @@ class Planning:
 
     def _limited(self, task: Task, batch: Batch, wanted: int) -> int:
         """Rows that fit, as far as memory has taught; as wanted where the result depends on the cut."""
-        keeps_cut = task.batch_norms and self.settings.batch_norm == "micro"
+        keeps_cut = task.batch_norms and self.settings.batch_norm != "frozen"
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
     def learn(
@@ -191,8 +190,12 @@ class Planning:
         device: str | torch.device | None,
         measure: bool,
     ) -> PlanReport:
-        """What a batch of so many rows like these would cost, on this device, within this much memory."""
-        rows = batch.rows if rows is None else rows
+        """What a batch of so many rows like these would cost, on this device, within this much memory.
+
+        Raises:
+            PlanError: no number of rows.
+        """
+        rows = batch.rows if rows is None else _at_least_one(rows)
         question = self._question(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
             plan = self._within(question, self.budget)
@@ -214,17 +217,20 @@ class Planning:
 
     def _prefers_whole(self, question: Question) -> bool:
         """Whether a cut, though allowed, is only the last way out."""
-        return bool(question.task.batch_norms) and self._batch_norm == "micro" and not question.sizes
+        chosen = self.settings.batch_norm == "micro"
+        return bool(question.task.batch_norms) and chosen and not question.sizes
 
     def _question(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Question:
-        norms = task.batch_norms if self._batch_norm is None else ()
+        norms = task.batch_norms if self.settings.batch_norm is None else ()
         size = rows if as_it_comes else self._size(rows)
         blocks = find_blocks(task.model) if self._may_choose_blocks else ()
         return Question(
             task=task,
             batch=batch,
             like=_of_size(self.settings, rows, size),
-            cut_refused=f"rows meet in {len(norms)} BatchNorm layers in training mode." if norms else "",
+            cut_refused=f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
+            if norms
+            else "",
             blocks=tuple([name for name in blocks if (name, "recompute") not in self._distrusted]),
             without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
             sizes=() if self.micro_batch is None or as_it_comes else (size,),
@@ -233,6 +239,15 @@ class Planning:
     def _size(self, rows: int) -> int:
         micro_batch = rows if self.micro_batch is None else self.micro_batch
         return rows if rows < micro_batch <= self.most_rows else micro_batch
+
+
+def _at_least_one(rows: object) -> int:
+    if not isinstance(rows, Integral) or isinstance(rows, bool) or rows < 1:
+        raise PlanError(
+            f"Expected rows to be a whole number of at least 1, got {rows!r}. Leave it out for those of the "
+            "batch."
+        )
+    return int(rows)  # NumPy's too; a plan holds a plain int
 
 
 def _accumulate(chosen: torch.dtype | None, precision: Precision) -> str:

@@ -70,7 +70,7 @@ def why_not_cut(plan: Plan, task: Task, batch: Batch, rows: int, *, is_uncut: bo
     """Why parts smaller than these rows would be impossible, or would change the result; empty if neither."""
     if rows == 1:
         return "one row is the least that can go through the model"
-    if plan.batch_norm == "micro" and task.batch_norms:
+    if plan.batch_norm != "frozen" and task.batch_norms:
         return (
             f"BatchNorm ({names(task.model, task.batch_norms)}) takes the statistics of each micro-batch, so "
             'the result would depend on the cut (batch_norm="frozen" and ab.batch_norm_to_group_norm do not)'

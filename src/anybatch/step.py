@@ -43,7 +43,7 @@ class Step:
             over the outputs of all rows; or `ab.ModelLoss`, for a model that computes its own.
         optimizer: a torch optimizer, or several that share no parameter.
         micro_batch: rows that go through the model together; None for the whole batch at once, or for what
-            fits the memory budget.
+            fits the memory budget. A batch of fewer rows is refused unless a larger one came before (`plan`).
         memory: budget of bytes: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or a number.
             The fastest plan within it is chosen for each shape of rows; None for no budget.
         recompute: blocks of the model that are run again in backward rather than kept: "all", "selective",

@@ -90,7 +90,7 @@ def find(name: str, data_name: str) -> Target:
 
 def _from_recipe(name: str, data_name: str) -> Target:
     if name not in recipes.names():
-        raise PlanError(f"Expected something to check, got {name!r}. {HINT}: {', '.join(recipes.names())}.")
+        raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(recipes.names())}.")
     recipe = recipes.find(name)
     train = data.load(data_name).train
     return Target(

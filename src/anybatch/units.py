@@ -59,6 +59,16 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def counted(number: int, noun: str) -> str:
+    """Print a number of things, as in `1 row` and `2 rows`.
+
+    Example:
+        >>> counted(1, "row"), counted(2000, "row")
+        ('1 row', '2000 rows')
+    """
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
 def format_count(number: float) -> str:
     """Print a whole number with separators, as in `60,000`.
 

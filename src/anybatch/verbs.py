@@ -53,10 +53,10 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers that nothing could be trained with, before anything is read or written."""
+    """Refuse what nothing could be trained with, before anything is read or written."""
+    check_rows(options)
     ranges = {
         "epochs": ("at least 1", options.epochs >= 1),
-        "batch-size": ("at least 1", options.batch_size >= 1),
         "lr": ("above 0", 0 < options.lr < math.inf),
         "momentum": ("from 0 to below 1", 0 <= options.momentum < 1),
         "label-smoothing": ("from 0 to 1", 0 <= options.label_smoothing <= 1),
@@ -66,12 +66,28 @@ def _check(options: argparse.Namespace) -> None:
     }
     for name, (range_, holds) in ranges.items():
         if not holds:
-            value = getattr(options, name.replace("-", "_"))
-            raise PlanError(f"Expected --{name} to be {range_}, got {value}. See anybatch train --help.")
+            raise _out_of_range(options, name, range_)
     if options.resume and not Path(options.resume, LAST).is_file():
         raise CheckpointError(
             f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
         )
+
+
+def check_rows(options: argparse.Namespace) -> None:
+    """Refuse numbers of rows by the names that they have on the command line.
+
+    Raises:
+        PlanError: one is too small.
+    """
+    for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
+        rows = getattr(options, name.replace("-", "_"), None)  # not every command has each
+        if rows is not None and rows < least:
+            raise _out_of_range(options, name, f"at least {least}")
+
+
+def _out_of_range(options: argparse.Namespace, name: str, range_: str) -> PlanError:
+    value = getattr(options, name.replace("-", "_"))
+    return PlanError(f"Expected --{name} to be {range_}, got {value}. See anybatch {options.command} --help.")
 
 
 def _prepare(
@@ -101,6 +117,10 @@ def _prepare(
     if options.validation:
         train, held_out = data.hold_out(split.train, options.validation, options.seed)
         validation = (held_out.inputs, held_out.targets)
+    if options.memory and not options.resume:
+        # Planned here, and remembered: a budget in which nothing fits is refused before there is a folder.
+        first = slice(options.batch_size)
+        step.foresee((train.inputs[first].to(device), train.targets[first].to(device)))
     kept = ("recipe", "momentum", "label_smoothing", "clip_norm", "warm_up", "validation")
     out = Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{recipe.name}"))
     trainer = Trainer(
@@ -140,6 +160,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
 
 def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`anybatch eval`: a checkpoint on held-out rows."""
+    check_rows(options)
     path = Path(options.checkpoint)
     if path.is_dir():
         path = path / (BEST if (path / BEST).exists() else LAST)

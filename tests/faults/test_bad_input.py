@@ -52,8 +52,8 @@ def works_afterwards(step: Step, twin: Step) -> None:
 
 FOREIGN = nn.Linear(2, 2)
 MAKE: dict[str, tuple[Callable[[Step], object], type[AnybatchError], str, str]] = {
-    "micro-batch 0": (lambda s: make(s, micro_batch=0), PlanError, "got 0", "Pass None for the uncut batch"),
-    "micro-batch negative": (lambda s: make(s, micro_batch=-2), PlanError, "got -2", "Pass None"),
+    "micro-batch 0": (lambda s: make(s, micro_batch=0), PlanError, "got 0", "Leave it out for the uncut"),
+    "micro-batch negative": (lambda s: make(s, micro_batch=-2), PlanError, "got -2", "Leave it out"),
     "micro-batch not whole": (lambda s: make(s, micro_batch=2.5), PlanError, "got 2.5", "Pass an int"),
     "micro-batch a text": (lambda s: make(s, micro_batch="4"), PlanError, "got '4'", "Pass an int"),
     "micro-batch a bool": (lambda s: make(s, micro_batch=True), PlanError, "got True", "Pass an int"),

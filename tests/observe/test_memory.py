@@ -6,7 +6,8 @@ import pytest
 
 from anybatch.errors import PlanError
 from anybatch.ledger import OWNERS, Ledger, Moment
-from anybatch.observe.memory import COLOURS, FORMATS, plot
+from anybatch.observe.memory import COLOURS, plot
+from anybatch.observe.picture import FORMATS
 from anybatch.survey import Survey
 from tests.budgets import make, question, rows_of
 

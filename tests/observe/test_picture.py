@@ -34,6 +34,11 @@ def test_other_endings_are_refused(name: str) -> None:
         checked(name)
 
 
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"Expected a folder for the picture, got .*nowhere, which is none"):
+        checked(tmp_path / "nowhere" / "a.png")
+
+
 def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

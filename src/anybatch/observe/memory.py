@@ -7,9 +7,8 @@ from typing import Any
 
 from anybatch.errors import PlanError
 from anybatch.ledger import OWNERS, Ledger
+from anybatch.observe.picture import checked
 from anybatch.units import format_bytes
-
-FORMATS = (".png", ".svg", ".html", ".pdf")
 
 #: One colour per owner, told apart by people who do not see all colours (Okabe and Ito 2008).
 COLOURS = {
@@ -37,14 +36,9 @@ def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: 
         The path.
 
     Raises:
-        PlanError: another ending, or matplotlib is not installed.
+        PlanError: another ending, no such folder, or matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise PlanError(
-            f"Expected a picture's name to end in one of {', '.join(FORMATS)}, got {path.name!r}. "
-            "Name the file so."
-        )
+    path = checked(path)
     figure = _draw(ledger, budget, title or f"{ledger.source} memory of one step, {ledger.device}")
     if path.suffix.lower() != ".html":
         figure.savefig(path, dpi=150)

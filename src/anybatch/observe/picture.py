@@ -34,10 +34,10 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def checked(path: str | Path) -> Path:
-    """The path of a picture, if its ending is one of `FORMATS`.
+    """The path of a picture, if its ending is one of `FORMATS` and its folder is there.
 
     Raises:
-        PlanError: it is not.
+        PlanError: one of them is not so.
 
     Example:
         >>> checked("memory.SVG").name
@@ -48,6 +48,10 @@ def checked(path: str | Path) -> Path:
         raise PlanError(
             f"Expected a picture's name to end in one of {', '.join(FORMATS)}, got {path.name!r}. "
             "Name the file so."
+        )
+    if not path.parent.is_dir():
+        raise PlanError(
+            f"Expected a folder for the picture, got {path.parent}, which is none. Make it or choose another."
         )
     return path
 
