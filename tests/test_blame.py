@@ -1,5 +1,7 @@
 """Why nothing fits: the numbers in the message are those of a real step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -45,6 +47,14 @@ def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -
     assert "fifth" not in told
     assert "BatchNorm" not in told
     assert "may not be cut" not in told
+
+
+@pytest.mark.parametrize(("source", "word"), [("composed", "about"), ("measured", "at least")])
+def test_of_what_was_not_run_it_says_what_is_known(source: str, word: str) -> None:
+    error = refusal(replace(LEAST, source=source, ledger=None), 1000, [], "rows meet.")
+    assert (error.smallest, error.ledger) == (1664, None)
+    assert f"is {word} 1.6 KiB (1664 bytes), with 2 rows at a time. It was not run" in str(error)
+    assert str(error).endswith("The batch may not be cut: rows meet.")
 
 
 def test_suggestions_come_with_their_bytes() -> None:

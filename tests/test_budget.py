@@ -1,6 +1,8 @@
 """One plan for each shape of rows: rounded up, remembered, and never one that is too small."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from anybatch import budget as budget_module
 from anybatch.batch import SampleBatch
-from anybatch.budget import Budget, aimed, device_of
+from anybatch.budget import Budget, aimed, answer, device_of
 from anybatch.errors import BudgetError, PlanError
 from anybatch.planner import choose
 from tests.budgets import (
@@ -251,3 +253,23 @@ def test_what_is_trained_later_is_planned_anew() -> None:
     step(batch)
     assert len(step.planning.budget.contests) == 2
     assert metered(step, lambda: step(batch), batch) <= 60_000
+
+
+def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    held: list[object] = []
+
+    @contextmanager
+    def noting(memory: object, task: object) -> Iterator[None]:
+        held.append(memory)
+        yield
+        held.pop()
+
+    monkeypatch.setattr(budget_module, "enforced", noting)
+    monkeypatch.setattr(budget_module, "choose", lambda asked: kept.append(list(held)) or choose(asked))
+    asked = question(make(), rows_of())
+    Budget(10**7).plan(asked)
+    answer(asked, "20MB", None, measure=False)
+    answer(asked, None, None, measure=False)
+    answer(asked, "20MB", "cuda:a100", measure=False)
+    assert kept == [[10**7], ["20MB"], [], []]

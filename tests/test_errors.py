@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+import anybatch
 from anybatch import errors
 from anybatch.errors import AnybatchError, NonFiniteLossError, WindowError
 
@@ -36,3 +37,8 @@ def test_one_root_catches_all() -> None:
 
 def test_every_error_says_what_it_is_for() -> None:
     assert all(one.__doc__ for one in TREE.values())
+
+
+def test_what_callers_catch_by_name_is_at_the_front_door() -> None:
+    assert anybatch.BudgetError is errors.BudgetError
+    assert anybatch.AnybatchError is AnybatchError

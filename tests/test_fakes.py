@@ -105,6 +105,24 @@ def test_optimizers_are_as_before() -> None:
     assert [slots["step"].item() for slots in state.values()] == steps
 
 
+def test_scalars_of_optimizers_keep_their_values() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=torch.tensor(0.25))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    products = [slots["mu_product"].item() for slots in optimizer.state.values()]
+    mode = FakeMode()
+    with stand_ins(mode, [model], [optimizer]) as fakes, mode:
+        assert optimizer.param_groups[0]["lr"].item() == 0.25
+        assert [slots["mu_product"].item() for slots in optimizer.state.values()] == products
+        assert products[0] not in (0.0, 1.0)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        assert fakes.settings({"lr": 0.5}) == {"lr": 0.5}
+    assert [slots["mu_product"].item() for slots in optimizer.state.values()] == products
+
+
 def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
     flat = torch.zeros(6)
     first, second = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.batch import TensorBatch
-from anybatch.errors import PlanError
+from anybatch.errors import OutOfMemoryError, PlanError
 from anybatch.measured import probe
 from anybatch.plan import Plan
 from anybatch.trace import trace
@@ -86,3 +86,24 @@ def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(PlanError, match="dense"):
         probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
     assert all(p.grad is None for p in model.parameters())
+
+
+class Greedy(Forgetful):
+    """More than three rows are too many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+def test_rows_that_are_too_many_are_not_measured_in_parts() -> None:
+    model = Greedy()
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    before = model.layer.weight.detach().clone()
+    batch = TensorBatch(vectors())
+    assert probe(Plan(rows=ROWS, micro_batch=3), task_of(step), batch).source == "measured"
+    with pytest.raises(OutOfMemoryError, match="Expected 6 rows that can be measured, got out of memory"):
+        probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+    assert torch.equal(model.layer.weight, before)
+    assert model.layer.weight.grad is None

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch import PlanReport, Step, WholeBatch
-from anybatch.errors import BudgetError
+from anybatch import PlanReport, Step, WholeBatch, survey
+from anybatch.errors import BudgetError, OutOfMemoryError
 from anybatch.options import Option
 from anybatch.plan import Plan
-from anybatch.planner import _ordered, choose
+from anybatch.planner import _ahead, _grown, _ordered, choose
 from anybatch.question import Question
 from anybatch.recompute import choose as settle
 from anybatch.survey import Survey
@@ -234,3 +234,97 @@ def test_on_the_host_of_even_estimates_the_smallest_comes_first() -> None:
     assert _ordered([slow, small, large], "cuda") == [large, small, slow]
     fast = option(8, 1.0, 80, measured=True)
     assert _ordered([small, fast], "cpu") == [fast, small]
+
+
+class UntraceableNormed(ConvNet):
+    """It may not be cut, and its shapes depend on its data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * x[(x > 9).nonzero()[:, 0]].sum()
+
+
+class UntraceableCells(Untraceable):
+    """Its bytes are no line in the rows, either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.cells(x[:, None])[0][:, 0])
+
+
+UNTRACEABLE: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] = {
+    "composed": (lambda: make(Untraceable), lambda: rows_of(400), {}),
+    "each by itself": (lambda: make(UntraceableCells), lambda: rows_of(400), {}),
+    "uncut": (lambda: make(UntraceableNormed), lambda: images(400), {"cut_refused": "rows meet."}),
+    "settled": (lambda: make(Untraceable), lambda: rows_of(400), {"sizes": (100,), "blocks": ()}),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_no_real_run_is_known_beforehand_to_go_over_the_budget(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, batch_of, options = UNTRACEABLE[name]
+    runs: list[tuple[int, int]] = []
+    own = survey.probe
+
+    def probe(plan: Plan, *given: Any, **more: Any) -> Any:
+        found = own(plan, *given, **more)
+        runs.append((plan.micro_batch, found.peak))
+        return found
+
+    monkeypatch.setattr(survey, "probe", probe)
+    asked = question(build(), batch_of(), **options)
+    whole = within(asked, 2**40).peak
+    assert max(runs)[0] >= 100
+    for budget in (1, whole // 8, whole // 2, whole * 4 // 5, whole - 1):
+        runs.clear()
+        try:
+            assert within(asked, budget).peak <= budget
+        except BudgetError as error:
+            assert error.smallest > budget  # noqa: PT017
+        # Where bytes bend upwards between two sizes a line is a little below them.
+        assert all(peak <= 1.05 * budget for size, peak in runs if size > survey.LOW)
+        assert runs
+
+
+def test_what_runs_out_of_memory_while_it_is_measured_is_over_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = survey.probe
+
+    def probe(plan: Plan, *given: Any, **more: Any) -> Any:
+        if plan.micro_batch > most:
+            raise OutOfMemoryError(f"Expected memory, got none for {plan.micro_batch} rows.")
+        return own(plan, *given, **more)
+
+    monkeypatch.setattr(survey, "probe", probe)
+    for most in (5, 1):
+        report = within(question(make(Untraceable), rows_of(24)), 2**20)
+        assert 1 <= report.plan.micro_batch <= most
+    most = 0
+    with pytest.raises(BudgetError, match=r"at least 1.0 MiB .*It was not run"):
+        within(question(make(Untraceable), rows_of(24)), 2**20)
+
+
+def test_sizes_are_measured_from_the_smallest_on() -> None:
+    def option(rows: int, peak: int = 0) -> Option:
+        plan = Plan(rows=64, micro_batch=rows)
+        return Option(plan=plan, peak=peak or 100 + 10 * rows, seconds=1.0, source="measured")
+
+    seen: list[int] = []
+
+    def measure(rows: int) -> Option:
+        seen.append(rows)
+        return option(rows)
+
+    assert [one.plan.micro_batch for one in _grown([64, 32, 22, 16, 8, 4, 2, 1], 350, measure)] == seen[::-1]
+    assert seen == [1, 2, 4, 8, 16, 22]
+    seen.clear()
+    assert [one.plan.micro_batch for one in _grown([40, 20], 350, measure)] == [20]
+    assert seen == [2, 4, 8, 16, 20]
+    assert _grown([64], 119, measure) == []
+    assert _ahead([option(4, 90)], 8) == 90
+    assert _ahead([option(4, 90), option(2, 100), option(1, 80)], 8) == 90 + 4 * 20

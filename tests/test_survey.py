@@ -112,6 +112,21 @@ def test_what_cannot_be_traced_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
     assert len(runs) == 1
 
 
+def test_no_more_rows_are_run_than_are_known_to_be_too_many() -> None:
+    asked = question(make(Untraceable), rows_of(24))
+    low = Survey(asked).trace(replace(asked.uniform(2, KEEP), rows=4)).peak
+    short, enough = (Survey(replace(asked, budget=budget)) for budget in (low - 1, low))
+    assert not short.is_composed
+    assert any("2 rows at a time within the budget" in note for note in short.notes)
+    assert any("no bound where bytes depend on the data" in note for note in short.notes)
+    assert short.is_over(short.trace(asked.uniform(2, KEEP)))
+    assert enough.is_composed
+    plans = [asked.uniform(size, KEEP) for size in (2, 24)]
+    assert [short.may_run(plan, low) for plan in plans] == [True, False]
+    assert [enough.may_run(plan, low) for plan in plans] == [True, True]
+    assert Survey(question(make(), rows_of(24), budget=1)).may_run(plans[1], low)  # nothing is run
+
+
 def test_real_rows_are_counted_as_all_of_the_batch() -> None:
     """What is measured holds views of the whole batch, whatever the size of its micro-batches."""
     survey = Survey(asked := question(make(Untraceable), rows_of(400)))

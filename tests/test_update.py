@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from anybatch import Plan, Step
+from anybatch.errors import TraceError
+from anybatch.meter import Meter
 from anybatch.update import Watcher, has_state, trace_update
 
 
@@ -45,3 +47,25 @@ def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:
     watcher.step()
     assert watcher.idle == {other}
     assert torch.equal(one, torch.ones(2))
+
+
+class Asking(torch.optim.SGD):
+    """Wants a value that only a real step has."""
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore
+        1 / (self.param_groups[0]["params"][0].grad.max().item() - 1)
+
+
+def test_an_update_that_cannot_be_traced_says_what_to_do() -> None:
+    step = make()
+    alone = Step(step.model, nn.MSELoss(), Asking(step.model.parameters(), lr=0.1), check=False)
+    with pytest.raises(TraceError, match=r"an update .* ZeroDivisionError .*choose micro_batch= yourself"):
+        trace_update(Plan(rows=2, micro_batch=2), alone._task(), set(), [])
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_whoever_measures_does_not_see_it() -> None:
+    step = make()
+    with Meter(step.model, step.optimizers) as meter:
+        trace_update(Plan(rows=2, micro_batch=2), step._task(), set(), [])
+    assert meter.peak == sum(p.nbytes for p in step.model.parameters())

@@ -1,7 +1,7 @@
 """Train with any batch size, any model, in the memory you have, and the same result."""
 
 from anybatch.check import CheckReport, check
-from anybatch.errors import AnybatchError
+from anybatch.errors import AnybatchError, BudgetError
 from anybatch.events import StepReport
 from anybatch.fold import Fold, weighted_mean
 from anybatch.foresee import plan
@@ -21,6 +21,7 @@ from anybatch.window import Window
 
 __all__ = [
     "AnybatchError",
+    "BudgetError",
     "CheckReport",
     "Fold",
     "ModelLoss",

@@ -21,37 +21,38 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     """The error that says why nothing fits.
 
     Args:
-        least: the plan that takes fewest bytes, with its ledger.
+        least: the plan that takes fewest bytes; with its ledger, unless it could not be run to measure it.
         budget: what there is.
         batch_norms: modules in which rows meet.
         cut_refused: why the batch may not be cut; "" where it may.
     """
-    assert least.ledger is not None  # noqa: S101, whoever asks has traced it
-    held = least.ledger.largest(4)
+    held = least.ledger.largest(4) if least.ledger else ()
     holders = ", ".join(f"{format_bytes(one.bytes)} {one.owner} of {_quoted(one.module)}" for one in held)
     ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
     told = " ".join(ways) or "Allow that much, or make rows smaller or the model."
+    largest = f"Largest first: {holders}." if held else "It was not run, being over the budget."
+    near = "" if held else "about " if least.source == "composed" else "at least "
     return BudgetError(
         f"Expected a plan within {format_bytes(budget)}, got none: the smallest budget for a batch of "
-        f"{counted(least.plan.rows, 'row')} is {format_bytes(least.peak)} ({least.peak} bytes), with "
-        f"{counted(least.plan.micro_batch, 'row')} at a time. Largest first: {holders}. {told}",
+        f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), with "
+        f"{counted(least.plan.micro_batch, 'row')} at a time. {largest} {told}",
         smallest=least.peak,
         ledger=least.ledger,
     )
 
 
 def suggestions(
-    ledger: Ledger, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
+    ledger: Ledger | None, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
 ) -> list[str]:
     """What would free bytes but changes the result, and so is the caller's to choose.
 
     Args:
-        ledger: of the smallest plan.
+        ledger: of the smallest plan; None where nobody knows.
         batch_norms: modules in which rows meet.
         cut_refused: why the batch may not be cut; "" where it may.
         precision: in which it is made.
     """
-    held, little = ledger.at_peak, _LITTLE * ledger.peak
+    held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
     if cut_refused:
         ways.append(f"The batch may not be cut: {cut_refused}")

@@ -129,7 +129,8 @@ class Budget:
                 return choose(longer), wanted
             except (TraceError, BudgetError):  # longer than the model takes, or than fits: so as they are
                 pass
-        return choose(question), shape
+        with enforced(self.memory, question.task):  # what cannot be traced is really run
+            return choose(question), shape
 
     def _shape(self, batch: Batch) -> Shape:
         """What a row of this batch looks like; of samples, the longest of each."""
@@ -165,7 +166,11 @@ def answer(
     Raises:
         BudgetError: nothing fits.
     """
-    return choose(aimed(question, memory, device, measure=measure))
+    question = aimed(question, memory, device, measure=measure)
+    if memory is None or not question.device.is_here:
+        return choose(question)
+    with enforced(memory, question.task):  # what cannot be traced is really run
+        return choose(question)
 
 
 def aimed(

@@ -60,8 +60,9 @@ class BudgetError(PlanError):
     """No plan fits the memory budget.
 
     Attributes:
-        smallest: the smallest budget that would do, in bytes.
-        ledger: where the bytes of that plan go (`anybatch.ledger.Ledger`).
+        smallest: the smallest budget that would do, in bytes; as the message says, only about that, or more,
+            where a step cannot be traced and was not run, to stay within the budget.
+        ledger: where the bytes of that plan go (`anybatch.ledger.Ledger`); None where it was not run.
     """
 
     def __init__(self, message: str, *, smallest: int = 0, ledger: object = None) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from anybatch import rng
+from anybatch import likely, rng
 from anybatch.errors import PlanError, TraceError
 from anybatch.remembered import Remembered
 from anybatch.surroundings import Surroundings
@@ -29,7 +29,8 @@ class FakeMode(FakeTensorMode):
     """Operations on tensors without memory; whoever asks for a value gets one that is likely.
 
     The sum of many numbers is how many they are, as if each was 1, so that counts of rows and of valid
-    tokens add up; what is computed from such a count is the count; any other number is 1, any bool true.
+    tokens add up; what is computed from such a count is the count. No number is NaN or infinite. Any other
+    number is 1, any other bool true.
     An int is refused, though, where a shape may be made of it: inside a module, and in code of the caller's
     that asks for what is no count.
 
@@ -66,18 +67,17 @@ class FakeMode(FakeTensorMode):
             result.untyped_storage().resize_(shape.numel() * result.itemsize)
         if func is _RNN:
             return (*result[:3], result[3].new_empty(_rnn_workspace(args)))
-        if isinstance(result, Tensor) and not result.dim() and args and isinstance(args[0], Tensor):
-            like = args[0]
-            count = getattr(like, _COUNT, like.numel() if func in _SUMS else 1)
-            if func in _ADDS and isinstance(args[1], Tensor):
-                count += getattr(args[1], _COUNT, 0)
-            if count != 1 or func in _SUMS or hasattr(like, _COUNT):
-                setattr(result, _COUNT, count)
+        if isinstance(result, Tensor):
+            likely.note(func, args, result)
         return result
 
     @contextmanager
-    def explained(self) -> Generator[None]:
+    def explained(self, what: str = "a step", instead: str = "it is measured instead") -> Generator[None]:
         """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
+
+        Args:
+            what: runs here.
+            instead: what is done, or what to do, where it cannot.
 
         Raises:
             TraceError: something failed.
@@ -90,25 +90,27 @@ class FakeMode(FakeTensorMode):
             raise
         except Exception as error:
             raise TraceError(
-                f"Expected a step that runs on fake tensors, got {type(error).__name__} from "
-                f"{self.culprit or 'the step'}: {error}. Shapes that depend on values, values taken out of "
-                "tensors and code that is not Python cannot be traced; it is measured instead."
+                f"Expected {what} that runs on fake tensors, got {type(error).__name__} from "
+                f"{self.culprit or what}: {error}. Shapes that depend on values, values taken out of "
+                f"tensors and code that is not Python cannot be traced; {instead}."
             ) from error
         finally:
             _LOG.removeFilter(quiet)
 
     def _likely(self, scalar: Tensor) -> float:
         """A number for whoever asks for one."""
+        each = likely.known(scalar)
+        number = 1 if each is None else each
         if scalar.dtype is torch.bool or scalar.is_floating_point():
-            return (bool if scalar.dtype is torch.bool else float)(getattr(scalar, _COUNT, 1))
+            return (bool if scalar.dtype is torch.bool else float)(number)
         module, is_ours = _who_asks()
-        if module is not None or not (is_ours or hasattr(scalar, _COUNT)):
+        if module is not None or not (is_ours or each is not None):
             place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
             raise TraceError(
                 f"Expected shapes that are known before it runs, got an int asked of a tensor in {place}; "
                 "its shapes depend on values. It is measured instead where the device is here."
             )
-        return int(getattr(scalar, _COUNT, 1))
+        return int(number)
 
     def _blame(self, func: object) -> None:
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
@@ -124,8 +126,6 @@ class _Quiet(logging.Filter):
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 _ATEN: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
-_SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
-_ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
 # Reduced, their scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,
@@ -133,7 +133,6 @@ _DRAGGING = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
-_COUNT = "anybatch_count"  # attribute of a fake scalar
 _CALLS = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
 _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
@@ -189,6 +188,16 @@ class Fakes:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)
+
+    def settings(self, value: Any) -> Any:
+        """The same as `within`; a scalar keeps its value, as updates divide by it and branch on it."""
+        fresh = self.within(value)
+        for key, one in value.items():
+            if isinstance(one, Tensor) and not one.dim() and one.device.type != "meta":
+                number = one.item()
+                with self._mode:
+                    fresh[key] = torch.tensor(number, dtype=one.dtype, device=one.device)
+        return fresh
 
     def within(self, value: Any, depth: int = 4) -> Any:
         """The same value with fakes, through Python's own containers; they are new ones."""
@@ -248,8 +257,8 @@ def stand_ins(
     try:
         for one, attributes in held.values():
             if isinstance(one, Optimizer):
-                one.param_groups = [fakes.within(group) for group in one.param_groups]
-                state = ((fakes.of(p), fakes.within(slots)) for p, slots in one.state.items())
+                one.param_groups = [fakes.settings(group) for group in one.param_groups]
+                state = ((fakes.of(p), fakes.settings(slots)) for p, slots in one.state.items())
                 one.state = defaultdict(dict, state)
                 # Callers count updates there, and this is none.
                 vars(one).update(

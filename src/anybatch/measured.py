@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from anybatch.batch import Batch
+from anybatch.errors import OutOfMemoryError
 from anybatch.execute import execute
 from anybatch.fakes import dense_only, undisturbed
 from anybatch.feed import leaves_of, rows_kept
 from anybatch.meter import Meter
 from anybatch.plan import Plan
 from anybatch.recording import joined
-from anybatch.task import Task
+from anybatch.task import Batch, Task
 from anybatch.trace import CUDA_GRANULE, Trace, device_of, loss_module_of, quiet, roots_of
 from anybatch.update import Watcher, has_state, trace_update
 
@@ -33,6 +33,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
 
     Raises:
         AnybatchError: whatever such a step raises.
+        OutOfMemoryError: memory ran out.
         PlanError: there are sparse gradients.
 
     Example:
@@ -66,7 +67,12 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         )
         alone = replace(quiet(task), optimizers=(watcher,))
         with meter:
-            execute(small, alone, head)
+            report = execute(small, alone, head)
+        if report.too_large:  # it went on in smaller parts, and those are what was measured
+            raise OutOfMemoryError(
+                f"Expected {small.micro_batch} rows that can be measured, got out of memory with "
+                f"{report.too_large}. Free memory, or allow more."
+            )
         task.streams.write(alone.streams.written)
     if watcher.idle & made:
         return probe(plan, task, batch, idle=watcher.idle)
@@ -85,11 +91,12 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
 @contextmanager
 def _weights_kept(parameters: Iterable[nn.Parameter]) -> Generator[None]:
     """Afterwards parameters hold what they did, though a forward has written to them."""
-    copies = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    # On the host, as what is measured has to fit beside them.
+    copies = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
     try:
         yield
     finally:
         with torch.no_grad():
             for parameter, value in copies:
-                if not torch.equal(parameter, value):
+                if not torch.equal(parameter.cpu(), value):
                     parameter.copy_(value)

@@ -1,15 +1,17 @@
 """The fastest Plan within a budget of bytes, or why there is none."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from anybatch.blame import refusal
 from anybatch.compose import KEEP, Mix
+from anybatch.errors import OutOfMemoryError
 from anybatch.options import Option, PlanReport
 from anybatch.plan import Plan
 from anybatch.question import Question
 from anybatch.solve import as_choice, fastest, smallest
-from anybatch.survey import Survey
+from anybatch.survey import LOW, Survey
 from anybatch.timing import seconds_per_row
 
 MEASURE_S = 2.0  # for all measured runs of one planning
@@ -30,7 +32,8 @@ def choose(question: Question) -> PlanReport:
 
     Every size of the micro-batch that makes another number of them is considered; at each, the policies of
     the blocks come from an integer program. The bytes are those of a few traced steps, composed; the plan
-    that is chosen is traced as it is, and the next one taken if it were over the budget.
+    that is chosen is traced as it is, and the next one taken if it were over the budget. What cannot be
+    traced is really run, and no run is made that is known beforehand to go over the budget.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
@@ -91,7 +94,8 @@ class _Search:
         for size in self._question.all_sizes:
             if size == self._question.like.rows:  # whose loss has another form, and which is likeliest
                 whole = self._option(self._survey.mix(size, None), size, {})
-                if whole.peak <= SUMS * self._limit and (sure := self._sure(whole)).peak <= self._limit:
+                most = self._limit if self._survey.is_measured else SUMS * self._limit
+                if whole.peak <= most and (sure := self._sure(whole)).peak <= self._limit:
                     found.append(sure)
                     continue
             for foreach in (None, False) if self._question.may_spare else (None,):
@@ -117,7 +121,13 @@ class _Search:
     def _traced_options(self) -> list[Option]:
         """The largest sizes that fit, each traced by itself, all blocks under one policy."""
         sizes = self._question.all_sizes
+        self._traced_option(min(LOW, sizes[-1]), KEEP)  # tells whether it can be traced at all
         for policy in (KEEP, *sorted(self._question.policies, key=_CHEAP_FIRST.index)):
+            if self._survey.is_measured:
+                grown = _grown(sizes, self._limit, lambda size, by=policy: self._traced_option(size, by))
+                if grown:
+                    return grown[:RACED]
+                continue
             # More rows take more bytes: halving the list finds the border. Uncut is a case of its own.
             low, high = 1, len(sizes)
             while low < high:
@@ -126,9 +136,7 @@ class _Search:
                     high = middle
                 else:
                     low = middle + 1
-            near = sizes[low : low + RACED]
-            if low == 1 or not self._survey.is_measured:
-                near = [sizes[0], *near][:RACED]
+            near = [sizes[0], *sizes[low : low + RACED]][:RACED]
             found = [self._traced_option(size, policy) for size in near]
             fitting = [option for option in found if option.peak <= self._limit]
             if fitting:
@@ -144,7 +152,10 @@ class _Search:
 
     def _sure(self, option: Option) -> Option:
         """The same option as a trace of exactly this plan knows it."""
-        found = self._survey.trace(option.plan)
+        try:
+            found = self._survey.trace(option.plan)
+        except OutOfMemoryError:  # measured where the allocator keeps to the budget
+            return replace(option, peak=max(option.peak, self._limit + 1), source="measured")
         seconds = option.seconds or self._scale * self._survey.seconds(found)
         return replace(option, peak=found.peak, seconds=seconds, source=found.source, ledger=found.ledger)
 
@@ -170,24 +181,28 @@ class _Search:
         self._survey.add_policies()
         sizes = self._question.all_sizes[::-1]
         least = self._least_at(sizes[0])
+        if self._survey.is_measured:
+            return least
         for size in sizes[1:]:  # each micro-batch leaves a few bytes, so a row at a time may take more
             larger = self._least_at(size)
             if larger.peak >= least.peak:
                 break
             least = larger
-        if self._survey.is_measured:
-            return least
         # Uncut there are no sums beside the gradients.
         return min(least, self._least_at(sizes[-1]), key=lambda option: option.peak)
 
     def _least_at(self, size: int) -> Option:
-        question = self._question
+        question, may_run = self._question, self._survey.may_run
         if not self._survey.is_composed:
-            tried = [self._traced_option(size, policy) for policy in (KEEP, *question.policies)]
-            return min(tried, key=lambda option: option.peak)
+            policies, over = (KEEP, *question.policies), self._limit + 1
+            able = [policy for policy in policies if may_run(question.uniform(size, policy), over)]
+            tried = [self._traced_option(size, policy) for policy in able]
+            unknown = Option(plan=question.uniform(size, KEEP), peak=over, seconds=0.0, source="measured")
+            return min(tried or [unknown], key=lambda option: option.peak)
         foreach = False if question.may_spare else None
         mixture = self._survey.mix(size, foreach)
-        return self._sure(self._option(mixture, size, smallest(mixture), foreach))
+        option = self._option(mixture, size, smallest(mixture), foreach)
+        return self._sure(option) if may_run(option.plan, option.peak) else option
 
     def _raced(self, options: list[Option]) -> list[Option]:
         """The fastest by estimate, measured in turn; the others in proportion."""
@@ -234,6 +249,38 @@ class _Search:
             rivals=(best.plan, *self._rivals(best, others)),
             notes=tuple(self._survey.notes),
         )
+
+
+def _grown(sizes: Sequence[int], limit: int, measure: Callable[[int], Option]) -> list[Option]:
+    """What fits, largest first, really run from the smallest size on.
+
+    Each next size is at most twice as large, and still within the limit if bytes grow as fast as they have.
+    Where there is none as small as that, others lead up to it.
+    """
+    fitting: list[Option] = []
+    steps, step = sorted(sizes), LOW
+    while step < min(sizes):
+        steps.append(step)
+        step *= 2
+    steps.sort()
+    ahead = steps[:1]
+    while ahead:
+        option = measure(ahead[-1])
+        if option.peak > limit:
+            break
+        fitting.insert(0, option)
+        size = option.plan.micro_batch
+        ahead = [one for one in steps if size < one <= 2 * size and _ahead(fitting, one) <= limit]
+    return [option for option in fitting if option.plan.micro_batch in sizes]
+
+
+def _ahead(measured: Sequence[Option], size: int) -> float:
+    """Bytes of a larger size by the steepest line so far; of one run only that it fitted is known."""
+    slopes = [
+        (large.peak - small.peak) / (large.plan.micro_batch - small.plan.micro_batch)
+        for large, small in pairwise(measured)
+    ]
+    return measured[0].peak + max(slopes, default=0.0) * (size - measured[0].plan.micro_batch)
 
 
 def _is_good(found: Sequence[Option], kept: Sequence[float], kind: str) -> bool:

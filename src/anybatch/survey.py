@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch.compose import KEEP, Mix
-from anybatch.errors import TraceError
+from anybatch.errors import OutOfMemoryError, TraceError
 from anybatch.feed import grows_in_lines
 from anybatch.measured import probe
 from anybatch.plan import Plan
@@ -64,6 +64,7 @@ class Survey:
 
         Raises:
             TraceError: it cannot, and the device is not here.
+            OutOfMemoryError: not even one of its rows could be measured.
         """
         if plan not in self._traces:
             self._traces[plan] = self._look(plan)
@@ -73,6 +74,21 @@ class Survey:
         """Of a traced step, from the work that its marks count."""
         last = found.marks[-1]
         return self._question.device.seconds(last.operations, last.flops, last.moved, half=self._half)
+
+    def may_run(self, plan: Plan, peak: int) -> bool:
+        """Whether a plan may be looked at, where that means a real run, only to say how many bytes it takes.
+
+        Args:
+            plan: more rows than the fewest that are run anyway.
+            peak: what it takes, as far as is known.
+        """
+        within = self._question.budget is None or peak <= self._question.budget
+        return within or not self.is_measured or plan.micro_batch <= LOW or plan in self._traces
+
+    def is_over(self, found: Trace) -> bool:
+        """Whether a real run took more than there is, so that none of more rows may be made."""
+        budget = self._question.budget
+        return found.source == "measured" and budget is not None and found.peak > budget
 
     def give_mixtures_up(self, why: str) -> None:
         """From now on each plan is traced by itself."""
@@ -97,7 +113,7 @@ class Survey:
                 low, high = [one.input_bytes for one in recorded[KEEP].recordings]
                 self._input_per_row = (high - low) / (2 * (HIGH - LOW))
             self.is_composed = True
-        except (TraceError, ValueError) as error:
+        except (TraceError, ValueError, OutOfMemoryError) as error:
             self.give_mixtures_up(str(error))
 
     def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
@@ -105,7 +121,10 @@ class Survey:
         plans = [
             replace(question.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
         ]
-        one, other = [self.trace(plan).recording for plan in plans]
+        low = self.trace(plans[0])
+        if self.is_over(low):  # then so are more rows, and these would really be run
+            raise TraceError(f"Expected {LOW} rows at a time within the budget, got {low.peak} bytes.")
+        one, other = low.recording, self.trace(plans[1]).recording
         names = question.blocks or tuple(name for name, _ in question.like.blocks)
         return Recorded(sizes=(LOW, HIGH), recordings=(one, other), blocks=names)
 
@@ -124,7 +143,10 @@ class Survey:
                 if not question.device.is_here:
                     raise
                 self.is_measured = True
-                self.notes.append(f"measured on real rows, because it cannot be traced: {error}")
+                self.notes.append(
+                    "measured on some of the rows given, and no bound where bytes depend on the data, "
+                    f"because it cannot be traced: {error}"
+                )
         rows = min(plan.rows, 2 * plan.micro_batch)
         return probe(plan, question.task, repeated(question.batch, rows), idle=self._idle)
 

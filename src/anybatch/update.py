@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch import optimize
 from anybatch.fakes import FakeMode, stand_ins, undisturbed
@@ -23,12 +24,13 @@ def trace_update(
     """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
     mode = FakeMode()
     with (
+        _disable_current_modes(),  # as in `trace`
         undisturbed([*task.parameters, *task.others]),
         stand_ins(mode, task.modules, task.optimizers) as fakes,
     ):
         fake = faked(task, fakes)
         lacks = {fakes.of(parameter) for parameter in idle}
-        with mode:
+        with mode.explained("an update", "choose micro_batch= yourself, without memory="), mode:
             made = make_state(fake, lacks)
             advance(fake)
             gradients = {
