@@ -76,7 +76,8 @@ def make_step(loss: object = None, model: nn.Module | None = None, **options: An
     step = Step(
         model, loss, optimizer, **{"scheduler": scheduler, "batch_norm": "micro", "check": False} | options
     )
-    warm = Step(model, nn.CrossEntropyLoss(), optimizer, scheduler=scheduler)
+    precision = options.get("precision", "float32")
+    warm = Step(model, nn.CrossEntropyLoss(), optimizer, scheduler=scheduler, precision=precision)
     warm(make_batch(seed=7))
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)

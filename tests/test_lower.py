@@ -1,8 +1,6 @@
 """Models stored short: what is cast, what stays in float32, and what is refused before anything changes."""
 
 import copy
-from collections import OrderedDict, namedtuple
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from tests.snapshots import changes, make_batch, make_model, make_step, snapshot
 
 TRUE = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
 ALL = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
-Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Spy(nn.Module):
@@ -133,6 +130,69 @@ def test_running_statistics_of_instance_norm_stay_in_float32(name: str, tracks: 
     assert dtypes(model[1]) == {torch.float32 if tracks else TRUE[name]}
     assert model[1].running_mean is None or model[1].running_mean.dtype == torch.float32
     assert model(torch.ones(2, 1, 4)).dtype == torch.float32
+
+
+class Rotary(nn.Module):
+    """As written by hand: frequencies, and tables made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 10_000 ** -(torch.arange(4) / 4), persistent=False)
+        angles = torch.arange(2048)[:, None] * self.inv_freq
+        self.register_buffer("cos", angles.cos(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.cos[-len(x) :]
+
+
+class Turned(nn.Module):
+    """Turns by itself, with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("local_inv_freq", 10_000 ** -(torch.arange(4) / 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(2048)[-len(x) :, None] * self.local_inv_freq
+        return self.linear(x * self.weight) * angles.cos().to(x.dtype)
+
+
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("make", [Rotary, Turned])
+def test_frequencies_of_rotary_embeddings_stay_in_float32(make: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make())
+    full, seen = copy.deepcopy(model[1]), []
+    lower(model, find(name), model.parameters())
+    model[1].register_forward_hook(lambda _, args, output: seen.append((*args, output)))
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    (entered, left), dtype = seen[0], TRUE[name]
+    assert all(b.dtype == torch.float32 for b in model[1].buffers())
+    assert left.dtype == dtype
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    with torch.no_grad():
+        assert relative_error(left.float(), full(entered.float())) <= tolerance(dtype, 8)
+
+
+def test_frequencies_of_transformers_stay_in_float32() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name, more in (("Llama", {"num_key_value_heads": 2}), ("GPTNeoX", {})):
+        config = getattr(transformers, f"{name}Config")(**sizes, **more, intermediate_size=16)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        expected = {key: one for key, one in model.named_buffers() if key.endswith("inv_freq")}
+        lower(model, find("bf16-true"), model.parameters())
+        assert expected
+        assert all(one.dtype == torch.float32 for one in expected.values())
+        assert changes(expected, {key: dict(model.named_buffers())[key] for key in expected}) == []
+        assert model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+def test_frequencies_are_left_to_autocast(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Rotary())
+    lower(model, find(name), [])
+    assert not model[1]._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
@@ -275,65 +335,6 @@ def test_weights_that_nobody_trains_have_no_backup() -> None:
     masters = lower(model, find("fp16-true"), model.leave.parameters())
     assert model.enter.weight.dtype == torch.float16
     assert len(masters.tensors) == 2
-
-
-@dataclass
-class Record:
-    x: Tensor
-
-
-class Nested(nn.Module):
-    """Gives back what it was given, in every nest."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.seen: Any = None
-
-    def forward(self, value: Any, *, more: Any = None) -> Any:
-        self.seen = value, more
-        return value, more
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        torch.ones(2),
-        (torch.ones(2), [torch.zeros(1)]),
-        {"a": torch.ones(2), "b": {"c": torch.ones(1)}},
-        OrderedDict(a=torch.ones(2)),
-        Pair(torch.ones(2), torch.zeros(3)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_every_nest_is_cast_and_keeps_its_class(value: Any) -> None:
-    model = Nested()
-    lower(model, find("bf16-true"), [])
-    back = model(value, more=value)
-    assert changes({"value": (value, value)}, {"value": back}) == []  # ones and zeros survive
-
-    def leaves(one: Any) -> list[Tensor]:
-        parts = one.values() if isinstance(one, dict) else one
-        return [one] if isinstance(one, Tensor) else [leaf for part in parts for leaf in leaves(part)]
-
-    assert {leaf.dtype for leaf in leaves(model.seen)} == {torch.bfloat16}
-    assert {leaf.dtype for leaf in leaves(back)} == {torch.float32}
-
-
-def test_what_is_no_float_goes_through() -> None:
-    model = Nested()
-    lower(model, find("fp16-true"), [])
-    tokens, mask, record = torch.arange(3), torch.tensor([True]), Record(torch.ones(1))
-    for value in (tokens, mask, record, "word", 3, None):
-        assert model(value)[0] is value
-
-
-def test_callers_mappings_are_not_written_to() -> None:
-    model = Nested()
-    lower(model, find("fp16-true"), [])
-    given = OrderedDict(a=torch.ones(2))
-    model(given)
-    assert given["a"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ALL)

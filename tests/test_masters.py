@@ -268,6 +268,19 @@ def test_states_hold_the_float32_weights(precision: str) -> None:
         assert torch.equal(mine, theirs.to(mine.dtype))
 
 
+def test_a_part_of_a_state_may_be_loaded() -> None:
+    """As that of adapters."""
+    short, full = steps()
+    weights = {"first.weight": full.model.first.weight.detach() + 1e-5}
+    bias = short.masters.of(short.model.first.bias).clone()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        short.masters.load_state_dict(short.model, weights)
+    found = short.masters.load_state_dict(short.model, weights | {"more": torch.ones(1)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["first.bias", "second.weight"], ["more"])
+    assert torch.equal(short.masters.of(short.model.first.weight), weights["first.weight"])
+    assert torch.equal(short.masters.of(short.model.first.bias), bias)
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adam fused"])
 def test_an_optimizer_loads_its_state_in_float32(name: str) -> None:
     short, full = steps(OPTIMIZERS[name])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch import tree
 from anybatch.errors import BatchError
@@ -194,3 +195,45 @@ def test_any_nest_comes_back(nest: Any) -> None:
     assert tree.flatten(doubled).paths == flat.paths
     for one, two in zip(flat.leaves, tree.flatten(doubled).leaves, strict=True):
         assert torch.equal(2 * one, two)
+
+
+@dataclasses.dataclass(eq=False)
+class Module(nn.Module):
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize("value", [X, 3, "word", None, {1}, Frozen, Module])
+def test_what_is_no_container_has_no_parts(value: Any) -> None:
+    assert tree.parts(value) is None
+
+
+def test_a_module_is_no_container_though_it_is_a_dataclass() -> None:
+    module = Module.__new__(Module)
+    nn.Module.__init__(module)
+    module.x = X
+    assert dataclasses.is_dataclass(module)
+    assert tree.parts(module) is None
+
+
+@pytest.mark.parametrize(("nest", "paths"), NESTS.values(), ids=NESTS)
+def test_a_container_is_filled_with_its_own_parts(nest: Any, paths: list[str]) -> None:
+    found = tree.parts(nest)
+    if found is not None:
+        again = tree.mould(nest)(found)
+        assert again is not nest or not found
+        assert shape(again) == shape(nest)
+        assert all(a is b for a, b in zip(tree.parts(again) or [], found, strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda x: (x, [x]), lambda x: Pair(x, {"x": x})], ids=["plain", "named"])
+def test_what_builds_a_plain_nest_holds_none_of_its_tensors(make: Callable[[Tensor], Any]) -> None:
+    """Outputs of many rows would stay with it."""
+    leaf = torch.ones(1)
+    build = tree.flatten(make(leaf)).build
+    gone = weakref.ref(leaf)
+    del leaf
+    assert gone() is None
+    assert shape(build(iter([X, Y]))) == shape(make(X))

@@ -1,22 +1,17 @@
 """A model whose weights are stored short: cast where values enter and leave, parts of it left in float32."""
 
-import copy
-import inspect
-import threading
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from anybatch.casts import Around, Outside, Within, lengthened
 from anybatch.errors import PlanError
 from anybatch.integrations.torchao import refuse_without_float8, with_float8_linear
 from anybatch.masters import Masters, lengthen, lengthen_states
@@ -66,8 +61,8 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
 
     Weights and buffers are stored short, all but those of parts that stay in float32, and the model takes and
     gives what it did before: hooks cast what enters to the short dtype and what leaves to float32. The hooks
-    stay, so the model can be called by anybody afterwards. Under autocast only the parts that stay in float32
-    get hooks.
+    stay, so the model can be called by anybody afterwards; they warn of a forward that writes to what is
+    stored short (`anybatch.stalled`). Under autocast only the parts that stay in float32 get hooks.
 
     The model may be part of another that was lowered, or hold one: it is what the last call says of it, and
     casts only where it is the outermost that runs in its thread (`compile()` of the outer one in place does
@@ -82,8 +77,9 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         The float32 weights behind those that are stored short.
 
     Raises:
-        PlanError: a pattern that no module matches, a weight shared by parts of two precisions, or weights
-            to be stored short that have no shape yet; nothing is changed.
+        PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights to
+            be stored short that have no shape yet, or weights that an earlier call has stored short where
+            they are to be as they were made; nothing is changed.
 
     Example:
         >>> from anybatch.precision import find
@@ -93,6 +89,8 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         (torch.bfloat16, torch.float32, torch.float32)
     """
     masters = Masters(is_needed=precision.store is not None)
+    if precision.store is None:
+        _refuse_stored_short(model, set(trained))
     if not precision.is_short:
         return masters
     kept = _kept(model, precision)
@@ -117,7 +115,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         for parameter in module.parameters(recurse=False):
             lengthen(parameter)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = _lengthened(buffer)  # pyright: ignore[reportPrivateUsage]
+            module._buffers[name] = lengthened(buffer)  # pyright: ignore[reportPrivateUsage]
     if model not in inside:
         _store(model, [one for one in model.modules() if one not in inside], dtype, masters, set(trained))
         like = _first(model, dtype)
@@ -138,7 +136,7 @@ def _store(
             parameter.data = parameter.data.to(dtype)
     for module in short:
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not _is_frequency(name):
                 module._buffers[name] = buffer.to(dtype)  # pyright: ignore[reportPrivateUsage]
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
@@ -150,102 +148,6 @@ def _store(
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
     return next((parameter for parameter in module.parameters() if parameter.dtype == dtype), None)
-
-
-class Around:
-    """Hooks of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
-
-    Only of the outermost such model that runs; one inside of it takes and gives what is short.
-
-    Args:
-        like: one of its weights; whatever dtype it has when the model is called is the model's.
-    """
-
-    def __init__(self, like: nn.Parameter) -> None:
-        self._like = like
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        outer = _NEST.enter(self)
-        return _mapped((args, kwargs), self._inwards if outer is None else partial(_as_short_as, self._like))
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After it, also after an error."""
-        outer = _NEST.leave(self)
-        return _mapped(output, _lengthened if outer is None else partial(_as_short_as, outer._like))
-
-    def _inwards(self, value: Tensor) -> Tensor:
-        return value.to(self._like.dtype) if value.is_floating_point() else value
-
-
-class _Nest(threading.local):
-    """The models stored short that run in this thread, each inside of the one before it."""
-
-    def __init__(self) -> None:
-        self._running: list[tuple[Around, FrameType]] = []
-
-    def enter(self, hooks: Around) -> Around | None:
-        """One begins; the one that it is inside of."""
-        outer = self.leave(hooks)
-        if torch.compiler.is_compiling():  # no frames there, and an error would leave it running
-            return outer
-        # An interrupt, unlike an error, calls no hooks: what it has left is not among our callers.
-        frames = _frames()
-        self._running = [one for one in self._running if one[1] in frames]
-        outer = self._running[-1][0] if self._running else None
-        self._running.append((hooks, frames[0]))
-        return outer
-
-    def leave(self, hooks: Around) -> Around | None:
-        """One ends; the one that it was inside of."""
-        for index, (one, _) in enumerate(self._running):
-            if one is hooks:
-                del self._running[index:]
-                break
-        return self._running[-1][0] if self._running else None
-
-
-_NEST = _Nest()
-
-
-class Within:
-    """Hooks of a part that stays in float32 inside a model that is stored short: the other way round."""
-
-    def __init__(self, like: nn.Parameter) -> None:
-        self._like = like
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        return _mapped((args, kwargs), _lengthened)
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After it."""
-        return _mapped(output, self._outwards)
-
-    def _outwards(self, value: Tensor) -> Tensor:
-        short = self._like.dtype in SHORT_DTYPES
-        return value.to(self._like.dtype) if short and value.dtype == torch.float32 else value
-
-
-class Outside:
-    """Hooks of a part that stays in float32 under autocast: inside of it there is none."""
-
-    def __init__(self) -> None:
-        self._open: list[Sequence[AbstractContextManager[Any]]] = []
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        kinds = {p.device.type for p in module.parameters()} or {"cpu", "cuda"}
-        contexts = [torch.autocast(kind, enabled=False) for kind in kinds if torch.is_autocast_enabled(kind)]
-        for context in contexts:
-            context.__enter__()
-        self._open.append(contexts)
-        return _mapped((args, kwargs), _lengthened) if contexts else None
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After it, also after an error."""
-        for context in reversed(self._open.pop() if self._open else []):
-            context.__exit__(None, None, None)
 
 
 def _tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -295,9 +197,19 @@ def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 
 def _stays(module: nn.Module, precision: Precision) -> bool:
-    """Whether it is a norm whose statistics would stand still in a short dtype."""
+    """Whether it is a norm whose statistics would stand still in a short dtype, or turns by wrong angles."""
     keeps = isinstance(module, _InstanceNorm) and module.track_running_stats
-    return isinstance(module, BatchNorm) or (keeps and precision.store is not None)
+    own = [name for name, _ in module.named_buffers(recurse=False)]
+    turns = any(map(_is_frequency, own)) and not any(True for _ in module.parameters())
+    return isinstance(module, BatchNorm) or ((keeps or turns) and precision.store is not None)
+
+
+def _is_frequency(name: str) -> bool:
+    """Whether a buffer of this name holds the frequencies of a rotary embedding, as the field calls them.
+
+    Position times frequency is an angle: with 8 bits of the frequency it may be off by a radian at 1000.
+    """
+    return name.endswith("inv_freq")
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
@@ -305,6 +217,19 @@ def _called(module: nn.Module) -> list[nn.Module]:
     if getattr(module.forward, "__func__", None) is not nn.Module.forward:
         return [module]
     return [one for child in module.children() for one in _called(child)]
+
+
+def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
+    """Hooks tell who stored weights short: it was no caller, whose own choice is left as it is."""
+    hooked = [module for module in model.modules() if _keys(_tables(module)[0], Around)]
+    short = {p.dtype for module in hooked for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
+    if short:
+        raise PlanError(
+            "Expected a model that stores its weights as it was made, got one that an earlier step stores in "
+            f"{str(short.pop()).removeprefix('torch.')}, where small updates vanish. Bring it back first, "
+            "with all the digits that step has: weights = step.masters.state_dict(model); model.float(); "
+            "model.load_state_dict(weights)."
+        )
 
 
 def _refuse_unshaped(model: nn.Module, kept: set[nn.Module]) -> None:
@@ -330,41 +255,3 @@ def _refuse_shared(model: nn.Module, kept: set[nn.Module]) -> None:
             f"Expected parts that stay in float32 to share no weight with the others, got {shared[:3]}. Name "
             "both modules in keep_float32, or neither."
         )
-
-
-def _frames() -> list[FrameType]:
-    """Those that called this, from the innermost outwards, beginning with who called the hook."""
-    frame = inspect.currentframe()
-    found: list[FrameType] = []
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found[3:]  # not this one, nor `_Nest.enter`, nor the hook
-
-
-def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:
-    return value.to(like.dtype) if value.dtype in SHORT_DTYPES else value
-
-
-def _lengthened(value: Tensor) -> Tensor:
-    return value.float() if value.dtype in SHORT_DTYPES else value
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with its tensors changed; what is no tuple, list or mapping goes through."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        kind: Any = type(cast("Any", value))
-        parts = [_mapped(one, change) for one in cast("Iterable[Any]", value)]
-        return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
-    if isinstance(value, Mapping):
-        known = cast("Mapping[Any, Any]", value)
-        changed = {key: _mapped(one, change) for key, one in known.items()}
-        if type(known) is dict or not isinstance(known, MutableMapping):
-            return changed
-        fresh: Any = copy.copy(known)  # keeps the class, such as a ModelOutput
-        for key, one in changed.items():
-            fresh[key] = one
-        return fresh
-    return value

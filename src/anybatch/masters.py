@@ -203,13 +203,23 @@ class Masters:
             found[name] = (value.detach() if isinstance(value, Tensor) else value) if full is None else full
         return found
 
-    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave: the float32 weights as they are, the short ones rounded from them."""
-        module.load_state_dict(state)
+    def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """Load what `state_dict` gave: the float32 weights as they are, the short ones rounded from them.
+
+        Args:
+            module: loaded into.
+            state: of it, or of a part of it, such as its adapters.
+            strict: refuse a state that lacks something of the module's, or holds more, as torch does.
+
+        Returns:
+            What was lacking, and what was more, as torch says it.
+        """
+        found = module.load_state_dict(state, strict=strict)
         for name, value in module.state_dict(keep_vars=True).items():
-            if isinstance(value, nn.Parameter) and value in self._held:
+            if name in state and isinstance(value, nn.Parameter) and value in self._held:
                 self._held[value].weights.copy_(state[name])
                 self._held[value].note(value)
+        return found
 
 
 def lengthen(parameter: nn.Parameter) -> None:

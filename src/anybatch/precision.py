@@ -33,7 +33,9 @@ class Precision:
         reduce: dtype in which sums are exchanged between ranks; None for that of the sums.
         keep_float32: modules that stay in float32, with all that is in them: patterns of their names as in
             `fnmatch`, or names of their classes. BatchNorm stays in any case, and InstanceNorm with running
-            statistics where weights are stored short: these move in steps too small for a short dtype.
+            statistics where weights are stored short: these move in steps too small for a short dtype. So do
+            rotary embeddings there, whose angles would be wrong: buffers named `inv_freq`, and modules that
+            hold one and no parameters.
         loss_scale: what the loss is multiplied by in backward, so that small gradients do not vanish in
             float16: a power of two, "dynamic" to begin at 65,536 and follow the gradients, None for 1.
 

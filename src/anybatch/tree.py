@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.errors import BatchError
 
@@ -75,6 +75,77 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(one)
 
 
+def parts(node: object) -> list[Any] | None:
+    """What a container holds: items, values or fields, in their order; None for what is no container.
+
+    Example:
+        >>> parts({"x": 1, "y": [2]})
+        [1, [2]]
+        >>> parts("word") is None
+        True
+    """
+    if isinstance(node, tuple | list):
+        return list(cast("Sequence[Any]", node))
+    if isinstance(node, Mapping):
+        return list(cast("Mapping[Any, Any]", node).values())
+    return [getattr(node, name) for name in _fields(node)] if _is_record(node) else None
+
+
+def _places(node: Any) -> list[str]:
+    """Where each of its parts stands in a container."""
+    if isinstance(node, tuple | list):
+        return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
+    if isinstance(node, Mapping):
+        return [f"[{key!r}]" for key in cast("Mapping[Any, Any]", node)]
+    return [f".{name}" for name in _fields(node)]
+
+
+def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
+    """What makes the same container around other parts, in the order of `parts`.
+
+    It never writes to the one given, and holds it only where a copy is made of it: not where that is a plain
+    tuple, list or dict, so that its tensors may go.
+
+    Example:
+        >>> mould({"x": 1, "y": 2})([3, 4])
+        {'x': 3, 'y': 4}
+    """
+    kind: Any = type(node)
+    if isinstance(node, tuple | list):
+        return getattr(kind, "_make", kind)  # a named tuple takes its fields one by one
+    if isinstance(node, Mapping):
+        known = cast("Mapping[Any, Any]", node)
+        keys = tuple(known)
+        # Python's own copy of any other mapping may share its items with the caller's.
+        copies_items = isinstance(known, dict) or hasattr(known, "__copy__")
+        if kind is dict or not (copies_items and isinstance(known, MutableMapping)):
+            return lambda fresh: dict(zip(keys, fresh, strict=True))
+        return lambda fresh: _with_items(copy.copy(known), keys, fresh)
+    return lambda fresh: _with_fields(copy.copy(node), fresh)
+
+
+def _with_items(other: Any, keys: Sequence[Any], fresh: Sequence[Any]) -> Any:
+    # A copy keeps the subclass and what it carries besides its items (a BatchEncoding, a ModelOutput).
+    for key, part in zip(keys, fresh, strict=True):
+        other[key] = part
+    return other
+
+
+def _with_fields(other: Any, fresh: Sequence[Any]) -> Any:
+    for name, part in zip(_fields(other), fresh, strict=True):
+        object.__setattr__(other, name, part)  # also for frozen dataclasses
+    return other
+
+
+def _is_record(node: object) -> bool:
+    # A module or a class may be a dataclass, too.
+    return dataclasses.is_dataclass(node) and not isinstance(node, type | nn.Module)
+
+
+def _fields(node: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
     """Append the tensors below `node` and return what builds `node` again."""
     if isinstance(node, Tensor):
@@ -83,52 +154,17 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
         return next
     if node is None:
         return lambda rest: None
-    if isinstance(node, tuple | list):
-        return _visit_sequence(cast("tuple[Any, ...] | list[Any]", node), path, paths, leaves)
-    if isinstance(node, Mapping):
-        return _visit_mapping(cast("Mapping[Any, Any]", node), path, paths, leaves)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        names = [field.name for field in dataclasses.fields(node)]
-        builds = [_visit(getattr(node, name), f"{path}.{name}", paths, leaves) for name in names]
-        return lambda rest: _refill(node, names, builds, rest)
-    raise BatchError(
-        f"Expected tensors (or None) at every leaf of a batch, got {_describe(node)} at {path or 'the top'}. "
-        "Turn it into a tensor with one entry per row, or hand over a list of samples and a `collate`."
-    )
-
-
-def _visit_sequence(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
-    builds = [_visit(child, f"{path}[{index}]", paths, leaves) for index, child in enumerate(node)]
-    kind: Any = type(node)
-    if kind is tuple:
-        return lambda rest: tuple([build(rest) for build in builds])
-    if hasattr(kind, "_make"):  # a named tuple takes its fields one by one
-        return lambda rest: kind._make([build(rest) for build in builds])
-    return lambda rest: kind([build(rest) for build in builds])
-
-
-def _visit_mapping(node: Mapping[Any, Any], path: str, paths: list[str], leaves: list[Tensor]) -> Build:
-    builds = {key: _visit(child, f"{path}[{key!r}]", paths, leaves) for key, child in node.items()}
-    # Python's own copy of any other mapping may share its items with the caller's.
-    copies_items = isinstance(node, dict) or hasattr(node, "__copy__")
-    if type(node) is dict or not (copies_items and isinstance(node, MutableMapping)):
-        return lambda rest: {key: build(rest) for key, build in builds.items()}
-
-    def build(rest: Iterator[Tensor]) -> Any:
-        # A copy keeps the subclass and what it carries besides its items (a BatchEncoding, a ModelOutput).
-        fresh: Any = copy.copy(node)
-        for key, child in builds.items():
-            fresh[key] = child(rest)
-        return fresh
-
-    return build
-
-
-def _refill(node: Any, names: list[str], builds: list[Build], rest: Iterator[Tensor]) -> Any:
-    fresh = copy.copy(node)
-    for name, build in zip(names, builds, strict=True):
-        object.__setattr__(fresh, name, build(rest))  # also for frozen dataclasses
-    return fresh
+    found = parts(node)
+    if found is None:
+        raise BatchError(
+            f"Expected tensors (or None) at every leaf of a batch, got {_describe(node)} at "
+            f"{path or 'the top'}. Turn it into a tensor with one entry per row, or hand over a list of "
+            "samples and a `collate`."
+        )
+    places = zip(_places(node), found, strict=True)
+    builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
+    fill = mould(node)
+    return lambda rest: fill([build(rest) for build in builds])
 
 
 def _describe(node: object) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Precision, Step, Total
+from anybatch.errors import PlanError
 from anybatch.lower import lower
 from anybatch.precision import find
 
@@ -307,3 +308,56 @@ def test_float32_leaves_short_state_as_it_is() -> None:
     model, optimizer = used(MAKE["SGD"])
     Step(model, squares, optimizer, check=False)
     assert state_dtypes(optimizer) == {torch.bfloat16}
+
+
+# ---- made as it was again
+
+SHORT = {"fp16-true": "float16", "bf16-true": "bfloat16"}
+
+
+def dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in model.parameters()}
+
+
+STORED = "Expected a model that stores its weights as it was made, got one that an earlier step stores in "
+
+
+@pytest.mark.parametrize("second", ["float32", "tf32", "bf16-mixed", "fp16-mixed"])
+@pytest.mark.parametrize("name", SHORT)
+def test_weights_that_an_earlier_step_stores_short_are_brought_back_first(name: str, second: str) -> None:
+    """Each update is less than half of what weights of 16 bits are apart."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
+    options = {"batch_norm": "micro"}
+    step = Step(model, nn.MSELoss(), optimizer, precision=name, **options)
+    step((torch.rand(4, 3), torch.ones(4, 3)))
+    with pytest.raises(PlanError, match=STORED + SHORT[name]) as caught:
+        Step(model, nn.MSELoss(), optimizer, precision=second, **options)
+    assert dtypes(model[2]) == {getattr(torch, SHORT[name])}
+
+    digits = [step.masters.of(p).clone() for p in model[2].parameters()]
+    # As the message says it.
+    assert "weights = step.masters.state_dict(model); model.float(); model.load_state_dict(weights)" in str(
+        caught.value
+    )
+    weights = step.masters.state_dict(model)
+    model.float()
+    model.load_state_dict(weights)
+    assert all(torch.equal(p, was) for p, was in zip(model[2].parameters(), digits, strict=True))
+    again = Step(model, nn.MSELoss(), optimizer, precision=second, **options)
+    assert again((torch.rand(4, 3), torch.ones(4, 3))).updated
+    assert not any(torch.equal(p, was) for p, was in zip(model[2].parameters(), digits, strict=True))
+    assert dtypes(model) == {torch.float32}
+    assert model(torch.ones(2, 3)).dtype == torch.float32
+
+
+def test_a_short_model_of_the_callers_and_a_part_that_nobody_trains_are_left_as_they_are() -> None:
+    own = nn.Linear(3, 2).bfloat16()
+    lower(own, find("float32"), own.parameters())
+    assert dtypes(own) == {torch.bfloat16}
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    lower(model[0], find("bf16-true"), [])
+    lower(model, find("float32"), model[1].parameters())
+    assert dtypes(model[0]) == {torch.bfloat16}
+    assert model(torch.ones(2, 3)).dtype == torch.float32
