@@ -309,6 +309,38 @@ def test_what_runs_out_of_memory_while_it_is_measured_is_over_the_budget(
         within(question(make(Untraceable), rows_of(24)), 2**20)
 
 
+class Heavy(nn.Module):
+    """Weights are most of it, and its shapes depend on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x[(x.sum(1) > -1e9).nonzero()[:, 0]])
+
+
+def test_what_has_to_be_run_may_fit_only_uncut() -> None:
+    """Its gradients need no sums beside them."""
+    model = Heavy()
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    asked = question(step, (torch.randn(8, 64), torch.randn(8, 512)))
+    uncut = within(replace(asked, budget=2**40), 2**40).peak
+    report = within(asked, uncut)
+    assert not report.plan.is_cut
+    assert report.peak == uncut < Survey(asked).trace(replace(asked.like, micro_batch=1)).peak
+
+
+def test_without_a_budget_running_out_of_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(*given: Any, **more: Any) -> Any:
+        raise OutOfMemoryError("Expected memory, got none.")
+
+    monkeypatch.setattr(survey, "probe", probe)
+    asked = question(make(Untraceable), rows_of(24), sizes=(24,))
+    with pytest.raises(OutOfMemoryError):
+        choose(asked)
+
+
 def test_sizes_are_measured_from_the_smallest_on() -> None:
     def option(rows: int, peak: int = 0) -> Option:
         plan = Plan(rows=64, micro_batch=rows)

@@ -30,8 +30,13 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     holders = ", ".join(f"{format_bytes(one.bytes)} {one.owner} of {_quoted(one.module)}" for one in held)
     ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
     told = " ".join(ways) or "Allow that much, or make rows smaller or the model."
-    largest = f"Largest first: {holders}." if held else "It was not run, being over the budget."
-    near = "" if held else "about " if least.source == "composed" else "at least "
+    largest = (
+        f"Largest first: {holders}."
+        if held
+        else "It was not run, being over the budget, or memory ran out in it."
+    )
+    is_known = least.source == "predicted"  # what was measured need not be all that could be tried
+    near = "" if is_known else "about " if held or least.source == "composed" else "at least "
     return BudgetError(
         f"Expected a plan within {format_bytes(budget)}, got none: the smallest budget for a batch of "
         f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), with "

@@ -35,7 +35,9 @@ _OF_TWO: dict[Any, Callable[[Any, Any], bool]] = {
     _ATEN.lt.Scalar: operator.lt,
     _ATEN.le.Scalar: operator.le,
 }
-_EACH = "anybatch_each"  # attribute of a fake: what each of its elements is likely to be
+_EACH = (
+    "anybatch_each"  # attribute of a fake: what each of its elements is likely to be, and its version then
+)
 
 
 def note(func: Any, args: Sequence[Any], result: Tensor) -> None:
@@ -46,7 +48,7 @@ def note(func: Any, args: Sequence[Any], result: Tensor) -> None:
         args: what it was given.
         result: what it gave.
     """
-    if not args or not isinstance(args[0], Tensor):
+    if not args or not isinstance(args[0], Tensor) or result.is_inference():
         return
     each = None
     if result.dtype is torch.bool:
@@ -54,7 +56,8 @@ def note(func: Any, args: Sequence[Any], result: Tensor) -> None:
     elif not result.dim():
         each = _count(func, args)
     if each is not None:
-        setattr(result, _EACH, each)
+        # Written to, through a view too, it is another; an operation in place counts itself afterwards.
+        setattr(result, _EACH, (each, _version(result) + (result is args[0])))
 
 
 def known(tensor: object) -> Any:
@@ -67,7 +70,12 @@ def known(tensor: object) -> Any:
         ...     known((x > 0).sum()), known(x.isnan().any()), known(x.max())
         (3, False, None)
     """
-    return getattr(tensor, _EACH, None)
+    each, version = getattr(tensor, _EACH, (None, 0))
+    return each if each is not None and _version(tensor) == version else None
+
+
+def _version(tensor: Any) -> int:
+    return tensor._version
 
 
 def _truth(func: Any, args: Sequence[Any]) -> bool | None:
@@ -87,12 +95,13 @@ def _truth(func: Any, args: Sequence[Any]) -> bool | None:
 
 
 def _count(func: Any, args: Sequence[Any]) -> int | None:
-    """The sum of many numbers is how many they are; what is computed from a count is the count."""
-    each = known(args[0])
+    """The sum of many numbers is how many they are, as if each was 1: sums are what a loss is divided by.
+
+    What is computed from a count is the count.
+    """
     if func in _SUMS:
-        return args[0].numel() * (1 if each is None else each)
-    if func is _ATEN.where.self:
-        return None if each is None else known(args[1] if each else args[2])
+        return args[0].numel()
+    each = known(args[0])
     more = known(args[1]) if func in _ADDS else None
     if each is None and more is None:
         return None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 from anybatch.blame import refusal
@@ -121,30 +122,31 @@ class _Search:
     def _traced_options(self) -> list[Option]:
         """The largest sizes that fit, each traced by itself, all blocks under one policy."""
         sizes = self._question.all_sizes
-        self._traced_option(min(LOW, sizes[-1]), KEEP)  # tells whether it can be traced at all
+        self._traced_option(KEEP, min(LOW, sizes[-1]))  # tells whether it can be traced at all
         for policy in (KEEP, *sorted(self._question.policies, key=_CHEAP_FIRST.index)):
             if self._survey.is_measured:
-                grown = _grown(sizes, self._limit, lambda size, by=policy: self._traced_option(size, by))
-                if grown:
-                    return grown[:RACED]
+                fitting = _measured(self._question, self._limit, partial(self._traced_option, policy))
+                if fitting:
+                    return fitting[:RACED]
                 continue
             # More rows take more bytes: halving the list finds the border. Uncut is a case of its own.
             low, high = 1, len(sizes)
             while low < high:
                 middle = (low + high) // 2
-                if self._traced_option(sizes[middle], policy).peak <= self._limit:
+                if self._traced_option(policy, sizes[middle]).peak <= self._limit:
                     high = middle
                 else:
                     low = middle + 1
             near = [sizes[0], *sizes[low : low + RACED]][:RACED]
-            found = [self._traced_option(size, policy) for size in near]
+            found = [self._traced_option(policy, size) for size in near]
             fitting = [option for option in found if option.peak <= self._limit]
             if fitting:
                 return fitting
         return []
 
-    def _traced_option(self, size: int, policy: str) -> Option:
+    def _traced_option(self, policy: str, size: int, *, rows: int | None = None) -> Option:
         plan = self._question.uniform(size, policy)
+        plan = plan if rows is None else replace(plan, rows=rows)
         option = self._sure(Option(plan=plan, peak=0, seconds=0.0, source="composed"))
         if option.peak > self._limit and self._question.may_spare:
             return self._sure(replace(option, plan=replace(plan, foreach=False), seconds=0.0))
@@ -155,6 +157,8 @@ class _Search:
         try:
             found = self._survey.trace(option.plan)
         except OutOfMemoryError:  # measured where the allocator keeps to the budget
+            if self._question.budget is None:
+                raise
             return replace(option, peak=max(option.peak, self._limit + 1), source="measured")
         seconds = option.seconds or self._scale * self._survey.seconds(found)
         return replace(option, peak=found.peak, seconds=seconds, source=found.source, ledger=found.ledger)
@@ -196,7 +200,7 @@ class _Search:
         if not self._survey.is_composed:
             policies, over = (KEEP, *question.policies), self._limit + 1
             able = [policy for policy in policies if may_run(question.uniform(size, policy), over)]
-            tried = [self._traced_option(size, policy) for policy in able]
+            tried = [self._traced_option(policy, size) for policy in able]
             unknown = Option(plan=question.uniform(size, KEEP), peak=over, seconds=0.0, source="measured")
             return min(tried or [unknown], key=lambda option: option.peak)
         foreach = False if question.may_spare else None
@@ -251,6 +255,15 @@ class _Search:
         )
 
 
+def _measured(question: Question, limit: int, measure: Callable[..., Option]) -> list[Option]:
+    """What fits of what has to be really run: the uncut batch, which needs no sums, and the largest cuts."""
+    sizes, rows = question.all_sizes, question.like.rows
+    if question.budget is None:
+        return [measure(sizes[0])]
+    whole = _grown([one for one in sizes if one == rows], limit, lambda size: measure(size, rows=size))
+    return whole + _grown([one for one in sizes if one != rows], limit, measure)
+
+
 def _grown(sizes: Sequence[int], limit: int, measure: Callable[[int], Option]) -> list[Option]:
     """What fits, largest first, really run from the smallest size on.
 
@@ -259,7 +272,7 @@ def _grown(sizes: Sequence[int], limit: int, measure: Callable[[int], Option]) -
     """
     fitting: list[Option] = []
     steps, step = sorted(sizes), LOW
-    while step < min(sizes):
+    while sizes and step < min(sizes):
         steps.append(step)
         step *= 2
     steps.sort()

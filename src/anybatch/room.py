@@ -46,7 +46,7 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
         ...     return Total(model(micro).sum(), len(micro))
         >>> step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> bytes_of_look(step._task(), TensorBatch(torch.zeros(9, 3)), 5)  # weights, rows, outputs and sum
-        188
+        184
     """
 
     def carry_out(plan: Plan, fake: Task, logical: Batch) -> None:

@@ -312,9 +312,46 @@ def test_nothing_is_kept_of_a_look_at_a_models_own_loss(kept: bool, monkeypatch:
             return {"loss": nn.functional.cross_entropy(self.layers(inputs), labels)}
 
     if kept:
-        monkeypatch.setattr(additive, "_nothing_kept", nullcontext)
+        monkeypatch.setattr(additive, "_nothing_kept", lambda loss: nullcontext())
     model = Own()
     rows = TensorBatch({"inputs": torch.randn(8, 64), "labels": torch.arange(8)})
     with Meter(model) as meter:
         assert refuse_what_does_not_add_up(resolve(ModelLoss()), model, [*model.modules()], rows, 4)
     assert (meter.peak - meter.held > 16 * rows.whole["inputs"].nbytes) is kept
+
+
+class Heads(nn.Module):
+    """Two losses, weighed by a table, and one of them scaled by how many rows come together."""
+
+    def __init__(self, *, slopes: bool = False) -> None:
+        super().__init__()
+        self.layer, self.slopes = nn.Linear(4, 3), slopes
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        scores = self.layer(inputs)
+        if self.slopes:  # a graph of its own
+            inner = inputs.detach().requires_grad_()
+            slope = torch.autograd.grad(self.layer(inner).tanh().sum(), inner)[0]
+            scores = scores + slope.sum(1, keepdim=True)
+        one, other = F.cross_entropy(scores, labels), F.mse_loss(scores, scores.detach() + 1)
+        losses = torch.stack([one * len(inputs) / 4, other])
+        return {"loss": (losses * torch.tensor([0.3, 0.7])).sum()}
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+def test_a_fault_is_found_whatever_a_graph_is_needed_for(slopes: bool) -> None:
+    batch = TensorBatch({"inputs": torch.randn(8, 4), "labels": torch.randint(3, (8,))})
+    with pytest.raises(LossError):
+        look(ModelLoss(), model=Heads(slopes=slopes), batch=batch)
+
+
+def forces(model: nn.Module, micro: Any) -> Total:
+    with torch.enable_grad():
+        places = micro[0].detach().requires_grad_()
+        force = torch.autograd.grad(model(places).tanh().sum(), places, create_graph=True)[0]
+    return Total((force - 1).square().mean() + by_rows(model, micro).sum * 0, 1)
+
+
+def test_a_loss_that_takes_a_gradient_of_its_own_is_looked_at() -> None:
+    with pytest.raises(LossError):
+        look(forces)

@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from anybatch.meetings import batch_norms
 from anybatch.surroundings import evaluating
 
 MOST_ROWS = 8
+_SMALL = 64  # elements of what may be a table of factors
 
 
 def refuse_what_does_not_add_up(
@@ -84,8 +85,12 @@ def refuse_what_does_not_add_up(
 
 def look(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch) -> None:
     """One forward of these rows as `refuse_what_does_not_add_up` makes it, to see what it takes."""
-    with evaluating(modules), _nothing_kept():
-        _totals(_alone(loss), model, few, few.rows)
+    try:
+        with evaluating(modules), _nothing_kept(loss):
+            _totals(_alone(loss), model, few, few.rows)
+    except Exception:  # it is looked at with all that is kept, then
+        with evaluating(modules):
+            _totals(_alone(loss), model, few, few.rows)
 
 
 class _RefusedError(Exception):
@@ -96,13 +101,15 @@ class _RefusedError(Exception):
         self.reason = reason
 
 
-def _adds_up(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch, rows: int) -> bool:
+def _adds_up(
+    loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch, rows: int, *, keeps: bool = False
+) -> bool:
     """Whether these rows could tell; raises if they tell that it does not."""
     part = min(rows - 1, -(-2 * rows // 3))  # unequal parts: equal ones hide a mean of means
     loss = _alone(loss)
     whole: Mapping[str, _Added] = {}
     try:
-        with evaluating(modules), _nothing_kept():
+        with evaluating(modules), nullcontext() if keeps else _nothing_kept(loss):
             before = rng.capture_process()
             whole = _totals(loss, model, few, rows)
             parts = _totals(loss, model, few, part)
@@ -119,7 +126,8 @@ def _adds_up(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Ba
             raise _RefusedError(error) from None
         return False
     except Exception:  # the step meets it again, and says what is to be said
-        return False
+        # Or it sends a gradient back through a graph of its own.
+        return not keeps and _keeps_graph(loss) and _adds_up(loss, model, modules, few, rows, keeps=True)
     if again != whole:  # the same rows twice are not the same: a state, or numbers of its own
         return False
     for name in _differing(whole, parts, model):
@@ -140,13 +148,21 @@ def _alone(loss: Loss) -> Loss:
     return ModelTerms() if isinstance(loss, ModelTerms) else loss
 
 
+def _keeps_graph(loss: Loss) -> bool:
+    """Whether it is evaluated with a graph, which tells what it is made of; others are without."""
+    return isinstance(loss, ModelTerms)
+
+
 @contextmanager
-def _nothing_kept() -> Generator[None]:
+def _nothing_kept(loss: Loss) -> Generator[None]:
     """Forwards with a graph hold no more than those without: nobody sends a gradient back through it."""
+    if not _keeps_graph(loss):
+        yield
+        return
 
     def pack(value: Tensor) -> Any:
         # What is read off a graph: factors, and which row an index takes. What is alive anyway is there, too.
-        is_small = value.numel() <= 1 or (value.dim() == 1 and not value.is_floating_point())
+        is_small = value.numel() <= _SMALL or (value.dim() == 1 and not value.is_floating_point())
         return value.detach() if is_small else weakref.ref(value)
 
     def unpack(packed: Any) -> Tensor:
