@@ -14,7 +14,7 @@ LAYERS = """
     batch total rng events exhausted finite nested surroundings remembered
     fold meetings integrations.transformers integrations.torchao integrations
     ledger recording device
-    precision scale masters digits stalled casts lower
+    precision scale masters stalled casts lower
     recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload
     recompute.apply recompute
     meter

@@ -1,18 +1,19 @@
 """Hooks of a model in two precisions: cast where values enter and leave it, and parts of it in float32."""
 
-import inspect
+import dataclasses
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
 from types import FrameType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.digits import Digits
 from anybatch.stalled import Marks, Stalled
 from anybatch.total import SHORT_DTYPES
 from anybatch.tree import mould, parts
@@ -22,7 +23,7 @@ class Around:
     """Hooks of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
 
     Only of the outermost such model that runs; one inside of it takes and gives what is short. What the
-    model gives just as it was given, or as its last part in float32 gave it, was never rounded.
+    model gives just as its last part in float32 gave it was never rounded.
 
     Args:
         like: one of its weights; whatever dtype it has when the model is called is the model's.
@@ -35,50 +36,63 @@ class Around:
         """Before the forward."""
         outer = _NEST.enter(self)
         running = _NEST.outermost()
-        if outer is None and running is not None:
-            running.before = self._stalled.before(module)
-        return mapped((args, kwargs), self._inwards if outer is None else partial(_as_short_as, self._like))
+        if outer is not None:
+            return mapped((args, kwargs), partial(_as_short_as, self._like))
+        if running is None:
+            return mapped((args, kwargs), self._inwards)
+        running.before = self._stalled.before(module)
+        fresh = tuple([mapped(one, self._inwards, running.copies) for one in args])
+        return fresh, {name: mapped(one, self._inwards, running.copies) for name, one in kwargs.items()}
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After it, also after an error."""
         outer, ended = _NEST.leave(self)
         if ended is not None and output is not None:  # no error
             self._stalled.after(module, ended.before)
+        for given, copy, put in () if ended is None else ended.copies:
+            _write_back(given, copy, put)
         if outer is not None:
             return mapped(output, partial(_as_short_as, outer._like))
         return mapped(output, lengthened if ended is None else ended.outwards)
 
     def _inwards(self, value: Tensor) -> Tensor:
-        if not value.is_floating_point():
-            return value
-        running = _NEST.outermost()
-        dtype = self._like.dtype
-        return value.to(dtype) if running is None else running.given.shortened(value, dtype)
+        return value.to(self._like.dtype) if value.is_floating_point() else value
 
 
 class _Running:
-    """A model that runs; the outermost one knows what was rounded on the way.
+    """A model that runs.
 
     Attributes:
         hooks: of the model.
         frame: that called it.
-        has_grad: whether gradients were on when it began.
-        given: the digits behind what it was given.
-        last: those behind what its last part in float32 gave.
         before: how its buffers stood, where somebody looks.
+        copies: containers that were given, their copies with cast tensors, and what was put into these.
+        last: what its last part in float32 gave: short tensors, how they stood, and what they were cast from.
     """
 
     def __init__(self, hooks: Around, frame: FrameType) -> None:
-        self.hooks, self.frame, self.has_grad = hooks, frame, torch.is_grad_enabled()
-        self.given, self.last = Digits(), Digits()
+        self.hooks, self.frame = hooks, frame
         self.before: Marks = {}
+        self.copies: list[tuple[Any, Any, list[Any]]] = []
+        self.last: list[tuple[ref[Tensor], object, Tensor]] = []
+
+    def shortened(self, full: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a part in float32 gives, for what comes next; itself is given out if nothing does."""
+        short = full.to(dtype)
+        self.last.append((ref(short), _version(short), full))
+        return short
 
     def outwards(self, value: Tensor) -> Tensor:
         """What leaves the model, in float32."""
-        if value.dtype not in SHORT_DTYPES:
-            return value
-        known = [digits.behind(value) for digits in (self.last, self.given)]
-        return next((full for full in known if full is not None), value).float()
+        for weak, version, full in self.last:
+            if weak() is not value or version != _version(value) or _is_awaited(value):
+                continue
+            # A block under a checkpoint gives what has no graph yet, and gets one afterwards. In inference
+            # nobody counts who writes to a tensor.
+            is_it = full.requires_grad == value.requires_grad
+            if is_it and (not value.is_inference() or torch.equal(full.to(value.dtype), value)):
+                return full
+        return lengthened(value)
 
 
 class _Nest(threading.local):
@@ -116,16 +130,9 @@ class _Nest(threading.local):
 
 _NEST = _Nest()
 
-#: Behind what a part in float32 took, as long as that lives: a block that runs again in backward, perhaps in
-#: another thread, takes the same.
-_TAKEN = Digits()
-
 
 class Within:
-    """Hooks of a part that stays in float32 inside a model that is stored short: the other way round.
-
-    What the model was given it takes as that was, not rounded.
-    """
+    """Hooks of a part that stays in float32 inside a model that is stored short: the other way round."""
 
     def __init__(self, like: nn.Parameter) -> None:
         self._like = like
@@ -134,8 +141,8 @@ class Within:
         """Before the forward."""
         running = _NEST.outermost()
         if running is not None:
-            running.last.forget()
-        return mapped((args, kwargs), partial(_inwards, running))
+            running.last.clear()
+        return mapped((args, kwargs), lengthened)
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After it."""
@@ -146,22 +153,7 @@ class Within:
             return value
         if running is None:
             return value.to(self._like.dtype)
-        return running.last.shortened(value, self._like.dtype)
-
-
-def _inwards(running: _Running | None, value: Tensor) -> Tensor:
-    """What enters a part in float32."""
-    if value.dtype not in SHORT_DTYPES or torch.compiler.is_compiling():
-        return lengthened(value)
-    full = None
-    if running is None:
-        full = _TAKEN.behind(value) if torch.is_grad_enabled() else None
-    # A checkpoint of torch's older kind runs blocks without gradients first, and then on other tensors.
-    elif torch.is_grad_enabled() == running.has_grad:
-        full = running.given.behind(value)
-        if full is not None and running.has_grad:
-            _TAKEN.note(value, full)
-    return (value if full is None else full).float()
+        return running.shortened(value, self._like.dtype)
 
 
 class Outside:
@@ -186,13 +178,42 @@ class Outside:
 
 
 def _frames() -> list[FrameType]:
-    """Those that called this, from the innermost outwards, beginning with who called the hook."""
-    frame = inspect.currentframe()
-    found: list[FrameType] = []
+    """Those that called the hook, from the innermost outwards."""
+    frame: FrameType | None = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
+    found: list[FrameType] = []  # without this frame, which would hold itself, and all that callers hold
     while frame is not None:
         found.append(frame)
         frame = frame.f_back
-    return found[3:]  # not this one, nor `_Nest.enter`, nor the hook
+    return found
+
+
+def _version(tensor: Tensor) -> object:
+    """What changes where somebody writes to a tensor, or puts other memory in its place."""
+    version = 0 if tensor.is_inference() else tensor._version
+    try:
+        return version, tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    except NotImplementedError:  # under torch.func
+        return object()  # which is like no other
+
+
+def _is_awaited(short: Any) -> bool:
+    """Whether somebody waits for the gradient of this very tensor."""
+    return bool(short._backward_hooks) or short.retains_grad
+
+
+def _write_back(given: Any, copy: Any, put: list[Any]) -> None:
+    """What a forward has put into the copy of a container it put into the caller's."""
+    if isinstance(given, MutableMapping):
+        known = dict(zip(given, put, strict=True))
+        for key, now in copy.items():
+            if key not in known or now is not known[key]:
+                given[key] = mapped(now, lengthened)
+        return
+    names = [field.name for field in dataclasses.fields(given) if hasattr(given, field.name)]
+    for name, part in zip(names, put, strict=True):
+        now = getattr(copy, name)
+        if now is not part:
+            object.__setattr__(given, name, mapped(now, lengthened))
 
 
 def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:
@@ -204,8 +225,15 @@ def lengthened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in SHORT_DTYPES else value
 
 
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def mapped(
+    value: Any, change: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any, list[Any]]] | None = None
+) -> Any:
     """The same value with its tensors changed; what is no container, or holds none of these, goes through.
+
+    Args:
+        value: tensors in tuples, lists, mappings and dataclasses.
+        change: gives another tensor, or the same.
+        copies: takes up each container that can be written to, its copy, and what was put into that.
 
     Example:
         >>> mapped({"x": torch.ones(1), "name": "one"}, torch.neg)
@@ -216,7 +244,11 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     found = parts(value)
     if found is None:
         return value
-    fresh = [mapped(part, change) for part in found]
+    fresh = [mapped(part, change, copies) for part in found]
     # While a model is compiled nobody can tell.
-    is_same = not torch.compiler.is_compiling() and all(map(is_, fresh, found))
-    return value if is_same else mould(value)(fresh)
+    if not torch.compiler.is_compiling() and all(map(is_, fresh, found)):
+        return value
+    made = mould(value)(fresh)
+    if copies is not None and (isinstance(value, MutableMapping) or dataclasses.is_dataclass(value)):
+        copies.append((value, made, fresh))
+    return made

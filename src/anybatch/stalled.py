@@ -55,9 +55,16 @@ class Stalled:
 
 def _marks(model: nn.Module) -> Iterator[tuple[str, tuple[Tensor, int, int]]]:
     untrained = ((name, one) for name, one in model.named_parameters() if not one.requires_grad)
-    for name, tensor in (*model.named_buffers(), *untrained):
+    held = [pair for pair in model.named_buffers() if not _is_spectral(pair[0])]
+    for name, tensor in (*held, *untrained):
         if tensor.dtype in SHORT_DTYPES:
-            yield name, (tensor, tensor._version, _memory(tensor))  # pyright: ignore[reportPrivateUsage]
+            version = 0 if tensor.is_inference() else tensor._version
+            yield name, (tensor, version, _memory(tensor))
+
+
+def _is_spectral(name: str) -> bool:
+    """A vector of torch's spectral norm: made anew in each forward, not moved by small steps."""
+    return name.endswith((".0._u", ".0._v", "weight_u", "weight_v"))
 
 
 def _memory(tensor: Tensor) -> int:
