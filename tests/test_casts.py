@@ -18,7 +18,7 @@ from anybatch import Precision, Step, Total
 from anybatch.lower import lower
 from anybatch.precision import find
 from anybatch.recompute.find import POLICIES
-from anybatch.testing import tolerance
+from anybatch.testing import relative_error, tolerance
 from tests.snapshots import changes
 
 BF16 = find("bf16-true")
@@ -93,22 +93,6 @@ def test_what_is_no_float_goes_through() -> None:
         assert model(value)[0] is value
 
 
-def test_what_a_forward_writes_into_its_nest_is_seen_where_nothing_was_cast() -> None:
-    class Writer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(3, 2)
-
-        def forward(self, batch: dict[str, Tensor]) -> None:
-            batch["rows"] = self.table(batch["tokens"])
-
-    model = Writer()
-    lower(model, BF16, [])
-    batch = {"tokens": torch.arange(3)}
-    model(batch)
-    assert batch["rows"].shape == (3, 2)
-
-
 @dataclass
 class State:
     hidden: Tensor
@@ -142,7 +126,7 @@ def test_what_a_forward_writes_into_a_copy_comes_back() -> None:
         assert state.hidden.dtype == told["hidden"].dtype == told["x"].dtype == torch.float32
         assert torch.equal(outputs, state.hidden)
         found.append(outputs)
-    assert torch.allclose(*found, atol=0.02)
+    assert relative_error(*found) <= tolerance(torch.bfloat16, 8)
     assert found[0].abs().max() > 0.1
 
 
@@ -179,12 +163,9 @@ def test_batches_and_outputs_may_be_dataclasses(name: str) -> None:
 def test_callers_mappings_are_not_written_to() -> None:
     model = Nested()
     lower(model, find("fp16-true"), [])
-    given = OrderedDict(a=torch.ones(2))
+    given = OrderedDict(a=torch.ones(2), frozen=Frozen(torch.ones(2)))
     model(given)
-    assert given["a"].dtype == torch.float32
-    record = Frozen(torch.ones(2))
-    model(record)
-    assert record.x.dtype == torch.float32
+    assert given["a"].dtype == given["frozen"].x.dtype == torch.float32
 
 
 # ---- what is never rounded
@@ -242,19 +223,15 @@ def test_what_the_last_part_gives_is_not_rounded(mode: Callable[[], Any]) -> Non
 )
 def test_what_the_model_makes_of_it_is_what_counts(change: Any, mode: Callable[[], Any]) -> None:
     """It is rounded, as all that flows between modules."""
-    inner, full = lowered(before=change)
-    outer, _ = lowered(after=change)
+    model, _ = lowered(after=change)
     with mode():
-        assert torch.equal(inner(YEARS), full(YEARS.clone()))
-        left = outer(YEARS)
+        left = model(YEARS)
         assert torch.equal(left, left.bfloat16().float())
 
 
 def test_what_is_written_in_place_counts() -> None:
-    inner, full = lowered(before=lambda x: x.sub_(16))
-    assert torch.equal(inner(YEARS), full.kept(YEARS.bfloat16().sub_(16).float()))
-    outer, full = lowered(after=lambda x: x.add_(1))
-    assert torch.equal(outer(YEARS), full.kept(YEARS).bfloat16().add_(1).float())
+    model, full = lowered(after=lambda x: x.add_(1))
+    assert torch.equal(model(YEARS), full.kept(YEARS).bfloat16().add_(1).float())
 
 
 def test_gradients_flow_through_what_was_not_rounded() -> None:
@@ -274,7 +251,7 @@ def test_rows_may_ask_for_gradients() -> None:
         found.append(rows.grad)
         with torch.no_grad():
             assert torch.equal(model(rows), full(rows))
-    assert torch.allclose(*found, rtol=0.01)  # they are rounded where they pass the door
+    assert relative_error(*found) <= tolerance(torch.bfloat16, 8)  # they are rounded at the door
     assert found[0].abs().sum() > 0
 
 
