@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from anybatch.stalled import Marks, Stalled
 from anybatch.total import SHORT_DTYPES
 from anybatch.tree import mould, parts
+
+#: A container that was given, its copy with cast tensors, and what that held at first.
+Copy = tuple[Any, Any, dict[Any, Any]]
 
 
 class Around:
@@ -49,8 +52,8 @@ class Around:
         outer, ended = _NEST.leave(self)
         if ended is not None and output is not None:  # no error
             self._stalled.after(module, ended.before)
-        for given, copy, put in () if ended is None else ended.copies:
-            _write_back(given, copy, put)
+        for given, copy, before in () if ended is None else ended.copies:
+            _write_back(given, copy, before)
         if outer is not None:
             return mapped(output, partial(_as_short_as, outer._like))
         return mapped(output, lengthened if ended is None else ended.outwards)
@@ -66,14 +69,14 @@ class _Running:
         hooks: of the model.
         frame: that called it.
         before: how its buffers stood, where somebody looks.
-        copies: containers that were given, their copies with cast tensors, and what was put into these.
+        copies: of containers that were given.
         last: what its last part in float32 gave: short tensors, how they stood, and what they were cast from.
     """
 
     def __init__(self, hooks: Around, frame: FrameType) -> None:
         self.hooks, self.frame = hooks, frame
         self.before: Marks = {}
-        self.copies: list[tuple[Any, Any, list[Any]]] = []
+        self.copies: list[Copy] = []
         self.last: list[tuple[ref[Tensor], object, Tensor]] = []
 
     def shortened(self, full: Tensor, dtype: torch.dtype) -> Tensor:
@@ -201,19 +204,26 @@ def _is_awaited(short: Any) -> bool:
     return bool(short._backward_hooks) or short.retains_grad
 
 
-def _write_back(given: Any, copy: Any, put: list[Any]) -> None:
-    """What a forward has put into the copy of a container it put into the caller's."""
-    if isinstance(given, MutableMapping):
-        known = dict(zip(given, put, strict=True))
-        for key, now in copy.items():
-            if key not in known or now is not known[key]:
-                given[key] = mapped(now, lengthened)
-        return
-    names = [field.name for field in dataclasses.fields(given) if hasattr(given, field.name)]
-    for name, part in zip(names, put, strict=True):
-        now = getattr(copy, name)
-        if now is not part:
-            object.__setattr__(given, name, mapped(now, lengthened))
+def _write_back(given: Any, copy: Any, before: Mapping[Any, Any]) -> None:
+    """What a forward has put into the copy of a container, or taken out of it, happens to the caller's."""
+    now = _held(copy)
+    for key, part in now.items():
+        if key not in before or part is not before[key]:
+            full = mapped(part, lengthened)
+            if isinstance(given, MutableMapping):
+                given[key] = full
+            else:
+                object.__setattr__(given, key, full)
+    for key in before.keys() - now.keys() if isinstance(given, MutableMapping) else ():
+        given.pop(key, None)
+
+
+def _held(container: Any) -> dict[Any, Any]:
+    """What a mapping or a dataclass holds, by key or field."""
+    if isinstance(container, Mapping):
+        return {**container}
+    names = [field.name for field in dataclasses.fields(container) if hasattr(container, field.name)]
+    return {name: getattr(container, name) for name in names}
 
 
 def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:
@@ -226,14 +236,16 @@ def lengthened(value: Tensor) -> Tensor:
 
 
 def mapped(
-    value: Any, change: Callable[[Tensor], Tensor], copies: list[tuple[Any, Any, list[Any]]] | None = None
+    value: Any,
+    change: Callable[[Tensor], Tensor],
+    copies: list[Copy] | None = None,
 ) -> Any:
     """The same value with its tensors changed; what is no container, or holds none of these, goes through.
 
     Args:
         value: tensors in tuples, lists, mappings and dataclasses.
         change: gives another tensor, or the same.
-        copies: takes up each container that can be written to, its copy, and what was put into that.
+        copies: takes up each container that can be written to, its copy, and what that holds.
 
     Example:
         >>> mapped({"x": torch.ones(1), "name": "one"}, torch.neg)
@@ -250,5 +262,5 @@ def mapped(
         return value
     made = mould(value)(fresh)
     if copies is not None and (isinstance(value, MutableMapping) or dataclasses.is_dataclass(value)):
-        copies.append((value, made, fresh))
+        copies.append((value, made, _held(made)))
     return made
