@@ -94,43 +94,6 @@ def test_what_is_no_float_goes_through() -> None:
 
 
 @dataclass
-class State:
-    hidden: Tensor
-
-
-class Cell(nn.Module):
-    """It keeps its state in what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor, state: State, told: dict[str, Tensor]) -> Tensor:
-        state.hidden = torch.tanh(self.linear(x) + state.hidden)
-        told["hidden"] = state.hidden
-        told.pop("label", None)
-        return state.hidden
-
-
-def test_what_a_forward_writes_into_a_copy_comes_back() -> None:
-    model = Cell()
-    full = copy.deepcopy(model)
-    lower(model, BF16, [])
-    found: list[Tensor] = []
-    for one in (model, full):
-        state, x = State(torch.zeros(3, 2)), torch.ones(3, 2)
-        told = {"x": torch.ones(1), "label": torch.ones(1)}
-        for _ in range(4):
-            outputs = one(x, state, told)
-        assert {one.dtype for one in (state.hidden, *told.values())} == {torch.float32}
-        assert [*told] == ["x", "hidden"]
-        assert torch.equal(outputs, state.hidden)
-        found.append(outputs)
-    assert relative_error(*found) <= tolerance(torch.bfloat16, 8)
-    assert found[0].abs().max() > 0.1
-
-
-@dataclass
 class Rows:
     x: Tensor
     y: Tensor

@@ -26,6 +26,7 @@ def not_all(x: Tensor) -> None:
 
 
 def negated(x: Tensor) -> None:
+    assert (~x.isfinite()).sum() == 0
     assert not (~torch.isfinite(x)).any()
     assert torch.logical_not(x.isnan().any(1)).all()
 
@@ -43,8 +44,13 @@ def differs(x: Tensor) -> None:
 
 
 def counted(x: Tensor) -> None:
+    if x.isnan().sum() > 0 or x.isnan().sum().item() > 0:
+        raise ValueError
     if (x > 0).sum() == 0 or (x > 0).sum() < 7:
         raise ValueError
+    n = (x > 0).sum()
+    assert torch.where(n == 0, torch.ones_like(n), n).item() == x.numel()
+    assert x.numel() - x.isnan().sum() > 0
     assert (x.numel() - (x < 0).sum()).item() > 0  # what is not known to be 0 weighs something
 
 

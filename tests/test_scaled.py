@@ -1,20 +1,23 @@
 """One micro-batch at its loss scale. The laws are in tests/faults/test_overflow.py and test_not_finite.py."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from anybatch import Plan, Precision
+from anybatch import Plan, Precision, Step, Total
 from anybatch.batch import TensorBatch
 from anybatch.errors import NonFiniteLossError
 from anybatch.events import MicroBatchRedone
 from anybatch.finite import NonFinite
+from anybatch.precision import find
 from anybatch.run import Run
 from anybatch.scale import LossScale
 from anybatch.scaled import Adder, Skipped
 from anybatch.smaller import Smaller
+from anybatch.testing import relative_error, tolerance
 from tests.test_execute import make_task
 
 X = torch.arange(1.0, 7.0)[:, None]
@@ -101,3 +104,29 @@ def _raising(error: Exception) -> Any:
         raise error
 
     return fail
+
+
+@pytest.mark.parametrize("precision", ["fp16-mixed", "fp16-true"])
+def test_what_a_forward_writes_into_its_rows_is_gone_when_they_come_again(precision: str) -> None:
+    class Writer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 1)
+
+        def forward(self, rows: dict[str, Tensor]) -> Tensor:
+            rows["x"] = rows["x"] * 0.5 + 1
+            return self.layer(rows["x"])
+
+    def squares(model: nn.Module, rows: dict[str, Tensor]) -> Total:
+        return Total(model(rows).float().square().sum(), len(rows["y"]))
+
+    weights: list[Tensor] = []
+    for asked in (precision, replace(find(precision), loss_scale=1.0)):
+        torch.manual_seed(0)
+        model = Writer()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        step = Step(model, squares, optimizer, micro_batch=4, precision=asked)
+        report = step({"x": torch.full((8, 3), 9.0), "y": torch.zeros(8)})
+        weights.append(model.layer.weight.detach().float())
+        assert (report.redone == 0) is (asked is not precision)
+    assert relative_error(*weights) <= tolerance(torch.float16, 8)

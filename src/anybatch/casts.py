@@ -1,9 +1,8 @@
 """Hooks of a model in two precisions: cast where values enter and leave it, and parts of it in float32."""
 
-import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import is_
@@ -17,9 +16,6 @@ from torch import Tensor, nn
 from anybatch.stalled import Marks, Stalled
 from anybatch.total import SHORT_DTYPES
 from anybatch.tree import mould, parts
-
-#: A container that was given, its copy with cast tensors, and what that held at first.
-Copy = tuple[Any, Any, dict[Any, Any]]
 
 
 class Around:
@@ -39,21 +35,15 @@ class Around:
         """Before the forward."""
         outer = _NEST.enter(self)
         running = _NEST.outermost()
-        if outer is not None:
-            return mapped((args, kwargs), partial(_as_short_as, self._like))
-        if running is None:
-            return mapped((args, kwargs), self._inwards)
-        running.before = self._stalled.before(module)
-        fresh = tuple([mapped(one, self._inwards, running.copies) for one in args])
-        return fresh, {name: mapped(one, self._inwards, running.copies) for name, one in kwargs.items()}
+        if outer is None and running is not None:
+            running.before = self._stalled.before(module)
+        return mapped((args, kwargs), self._inwards if outer is None else partial(_as_short_as, self._like))
 
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """After it, also after an error."""
         outer, ended = _NEST.leave(self)
         if ended is not None and output is not None:  # no error
             self._stalled.after(module, ended.before)
-        for given, copy, before in () if ended is None else ended.copies:
-            _write_back(given, copy, before)
         if outer is not None:
             return mapped(output, partial(_as_short_as, outer._like))
         return mapped(output, lengthened if ended is None else ended.outwards)
@@ -69,14 +59,12 @@ class _Running:
         hooks: of the model.
         frame: that called it.
         before: how its buffers stood, where somebody looks.
-        copies: of containers that were given.
         last: what its last part in float32 gave: short tensors, how they stood, and what they were cast from.
     """
 
     def __init__(self, hooks: Around, frame: FrameType) -> None:
         self.hooks, self.frame = hooks, frame
         self.before: Marks = {}
-        self.copies: list[Copy] = []
         self.last: list[tuple[ref[Tensor], object, Tensor]] = []
 
     def shortened(self, full: Tensor, dtype: torch.dtype) -> Tensor:
@@ -204,28 +192,6 @@ def _is_awaited(short: Any) -> bool:
     return bool(short._backward_hooks) or short.retains_grad
 
 
-def _write_back(given: Any, copy: Any, before: Mapping[Any, Any]) -> None:
-    """What a forward has put into the copy of a container, or taken out of it, happens to the caller's."""
-    now = _held(copy)
-    for key, part in now.items():
-        if key not in before or part is not before[key]:
-            full = mapped(part, lengthened)
-            if isinstance(given, MutableMapping):
-                given[key] = full
-            else:
-                object.__setattr__(given, key, full)
-    for key in before.keys() - now.keys() if isinstance(given, MutableMapping) else ():
-        given.pop(key, None)
-
-
-def _held(container: Any) -> dict[Any, Any]:
-    """What a mapping or a dataclass holds, by key or field."""
-    if isinstance(container, Mapping):
-        return {**container}
-    names = [field.name for field in dataclasses.fields(container) if hasattr(container, field.name)]
-    return {name: getattr(container, name) for name in names}
-
-
 def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:
     return value.to(like.dtype) if value.dtype in SHORT_DTYPES else value
 
@@ -235,17 +201,8 @@ def lengthened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in SHORT_DTYPES else value
 
 
-def mapped(
-    value: Any,
-    change: Callable[[Tensor], Tensor],
-    copies: list[Copy] | None = None,
-) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same value with its tensors changed; what is no container, or holds none of these, goes through.
-
-    Args:
-        value: tensors in tuples, lists, mappings and dataclasses.
-        change: gives another tensor, or the same.
-        copies: takes up each container that can be written to, its copy, and what that holds.
 
     Example:
         >>> mapped({"x": torch.ones(1), "name": "one"}, torch.neg)
@@ -256,11 +213,7 @@ def mapped(
     found = parts(value)
     if found is None:
         return value
-    fresh = [mapped(part, change, copies) for part in found]
+    fresh = [mapped(part, change) for part in found]
     # While a model is compiled nobody can tell.
-    if not torch.compiler.is_compiling() and all(map(is_, fresh, found)):
-        return value
-    made = mould(value)(fresh)
-    if copies is not None and (isinstance(value, MutableMapping) or dataclasses.is_dataclass(value)):
-        copies.append((value, made, _held(made)))
-    return made
+    is_same = not torch.compiler.is_compiling() and all(map(is_, fresh, found))
+    return value if is_same else mould(value)(fresh)

@@ -95,14 +95,17 @@ def _truth(func: Any, args: Sequence[Any]) -> bool | None:
 
 
 def _count(func: Any, args: Sequence[Any]) -> int | None:
-    """The sum of many numbers is how many they are, as if each was 1: sums are what a loss is divided by.
+    """The sum of many numbers is how many they are, as if each was 1; what is computed from it is the same.
 
-    What is computed from a count is the count.
+    Nothing is known of what is computed from 0 but by adding: a weight that came to 0 would leave all
+    parameters without a gradient.
     """
-    if func in _SUMS:
-        return args[0].numel()
     each = known(args[0])
-    more = known(args[1]) if func in _ADDS else None
-    if each is None and more is None:
-        return None
-    return (1 if each is None else each) + (more or 0)
+    if func in _SUMS:
+        return 0 if each is False else args[0].numel()
+    if func is _ATEN.where.self:
+        return None if each is None else known(args[1] if each else args[2])
+    if func in _ADDS:
+        more = known(args[1])
+        return None if each is None and more is None else (1 if each is None else each) + (more or 0)
+    return each or None

@@ -15,7 +15,7 @@ from anybatch.plan import Plan
 from anybatch.run import Redone, Run
 from anybatch.smaller import begin_again, put_back
 from anybatch.task import Task
-from anybatch.tree import tensors_in
+from anybatch.tree import afresh, tensors_in
 
 
 class Skipped(Exception):  # noqa: N818
@@ -71,7 +71,9 @@ class Adder:
             copies = self._copies(micro)
             while True:
                 try:
-                    self._run.add(micro, loss, rows, again=again)
+                    # It may come again, with nothing in its containers that this one has put there.
+                    rows_now = afresh(micro) if self._run.is_guarded else micro
+                    self._run.add(rows_now, loss, rows, again=again)
                     self._look()
                     return ""
                 except NonFinite as found:
