@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from anybatch import ModelLoss, Step, Total
 from anybatch.batch import TensorBatch
-from anybatch.errors import BudgetError
+from anybatch.errors import BudgetError, LossError
 from anybatch.losses.additive import look
 from anybatch.meter import Meter
-from anybatch.room import bytes_of_look
+from anybatch.room import bytes_of_look, has_room
 from anybatch.testing import Transformer
 
 
@@ -74,3 +74,16 @@ def test_bytes_of_a_look_are_foretold(loss: str, rows: int) -> None:
     few = logical.head(rows)
     measured = peak_of(step, lambda: look(task.loss, task.model, task.modules, few), batch)
     assert bytes_of_look(task, logical, rows) == measured
+
+
+def test_what_cannot_be_traced_is_looked_at_with_as_few_rows_as_tell_anything() -> None:
+    def mean_of_means(model: nn.Module, micro: dict[str, Tensor]) -> Total:
+        valid = (micro["labels"] > 0).nonzero()[:, 0]  # as many as there are
+        return Total(model(micro["tokens"])[valid].mean(), 1)
+
+    model = Own()
+    step = Step(model, mean_of_means, torch.optim.AdamW(model.parameters()), memory="1GiB")
+    task, logical = step._task(), TensorBatch(tokens())
+    assert [has_room("1GiB", task, logical, rows) for rows in (8, 4, 3)] == [False, False, True]
+    with pytest.raises(LossError):
+        step.guard.check_loss(task, logical, 1)

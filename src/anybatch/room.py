@@ -6,7 +6,7 @@ from anybatch.batch import Batch
 from anybatch.device import find, parse_memory
 from anybatch.errors import TraceError
 from anybatch.fakes import drop_left_fakes, undisturbed
-from anybatch.losses.additive import look
+from anybatch.losses.additive import LEAST_ROWS, look
 from anybatch.plan import Plan
 from anybatch.task import Task
 from anybatch.trace import CUDA_GRANULE, device_of, quiet, roots_of, run_on_fakes
@@ -15,7 +15,8 @@ from anybatch.trace import CUDA_GRANULE, device_of, quiet, roots_of, run_on_fake
 def has_room(memory: str | int | None, task: Task, batch: Batch, rows: int) -> bool:
     """Whether a look at the loss of so many rows fits into a budget.
 
-    Where it cannot be traced nobody knows, and so it does not.
+    Where it cannot be traced nobody knows. Then as few rows as tell anything are taken to fit: without a
+    backward they take less than what is really run to plan such a step.
 
     Args:
         memory: as for a step; None for no limit.
@@ -28,7 +29,7 @@ def has_room(memory: str | int | None, task: Task, batch: Batch, rows: int) -> b
     try:
         return bytes_of_look(task, batch, rows) <= parse_memory(memory, find(device_of(task, None)))
     except TraceError:
-        return False
+        return rows <= LEAST_ROWS
 
 
 def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:

@@ -285,8 +285,9 @@ def test_few_rows_do_not_hide_a_fault(loss: Any, labels: list[int], micro_batch:
         step({"x": torch.randn(len(y), 4), "y": y})
 
 
-@pytest.mark.parametrize(("room", "most"), [(8, 8), (7, 3), (3, 3), (2, 0)])
-def test_no_more_rows_are_looked_at_than_there_is_memory_for(room: int, most: int) -> None:
+@pytest.mark.parametrize("micro_batch", [1, 5])
+@pytest.mark.parametrize(("room", "most"), [(8, 8), (4, 3), (3, 3), (2, 0)])
+def test_no_more_rows_are_looked_at_than_there_is_memory_for(room: int, most: int, micro_batch: int) -> None:
     model, seen = nn.Linear(2, 1), [0]
 
     def loss(model: nn.Module, micro: Tensor) -> Total:
@@ -294,7 +295,7 @@ def test_no_more_rows_are_looked_at_than_there_is_memory_for(room: int, most: in
         return Total(model(micro).square().sum(), len(micro))
 
     rows, own = TensorBatch(torch.randn(20, 2)), resolve(loss)
-    said = refuse_what_does_not_add_up(own, model, [model], rows, 1, fits=lambda rows: rows <= room)
+    said = refuse_what_does_not_add_up(own, model, [model], rows, micro_batch, fits=lambda few: few <= room)
     assert max(seen) == most
     assert said is (most > 0)
 

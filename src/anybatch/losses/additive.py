@@ -20,7 +20,7 @@ from anybatch.losses.terms import Terms
 from anybatch.meetings import batch_norms
 from anybatch.surroundings import evaluating
 
-MOST_ROWS = 8
+MOST_ROWS, LEAST_ROWS = 8, 3
 _SMALL = 64  # elements of what may be a table of factors
 
 
@@ -70,11 +70,15 @@ def refuse_what_does_not_add_up(
         return True
     # More rows tell more. Fewer fit where these do not, and three at least are needed for unequal parts.
     most = min(batch.rows, MOST_ROWS)
-    fewer = min(most, max(3, micro_batch)) if micro_batch < most else most - 1
+    fewer = min(most, max(LEAST_ROWS, micro_batch)) if micro_batch < most else most - 1
     refusal: LossError | None = None
-    for rows in dict.fromkeys([most, fewer]):
+    seen = 0  # looks
+    for rows in dict.fromkeys([most, fewer, min(most, LEAST_ROWS)]):
+        if rows < 2 or (seen and rows < fewer) or not fits(rows):
+            continue
+        seen += 1
         try:
-            if rows > 1 and fits(rows) and _adds_up(loss, model, modules, batch.head(rows), rows):
+            if _adds_up(loss, model, modules, batch.head(rows), rows):
                 return True
         except _RefusedError as error:  # by a model's loss, which another number of rows may show to be sound
             if refusal is not None:
