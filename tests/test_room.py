@@ -84,6 +84,7 @@ def test_what_cannot_be_traced_is_looked_at_with_as_few_rows_as_tell_anything() 
     model = Own()
     step = Step(model, mean_of_means, torch.optim.AdamW(model.parameters()), memory="1GiB")
     task, logical = step._task(), TensorBatch(tokens())
-    assert [has_room("1GiB", task, logical, rows) for rows in (8, 4, 3)] == [False, False, True]
+    assert [has_room("1GiB", task, logical, 1, rows) for rows in (8, 4, 3)] == [False, False, True]
+    assert [has_room("1GiB", task, logical, 5, rows) for rows in (8, 5, 4)] == [False, True, True]
     with pytest.raises(LossError):
         step.guard.check_loss(task, logical, 1)

@@ -237,3 +237,27 @@ def test_what_builds_a_plain_nest_holds_none_of_its_tensors(make: Callable[[Tens
     del leaf
     assert gone() is None
     assert shape(build(iter([X, Y]))) == shape(make(X))
+
+
+def test_what_was_put_into_a_nest_is_taken_out_again() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Node:
+        value: Any
+        parent: Any = None
+
+    root = Node(torch.zeros(1))
+    child = Node([1, 2], parent=root)
+    root.parent = child  # a cycle
+    batch = UserDict({"nodes": (root, child), "names": ["one"], "x": torch.ones(1)})
+    x = batch["x"]
+    refill = tree.refilling(batch)
+    root.value, child.value[0], child.parent = None, 7, None
+    batch["x"] = batch["y"] = torch.zeros(1)
+    batch["names"].append("two")
+    del batch["nodes"]
+    refill()
+    assert [*batch] == ["names", "x", "nodes"]
+    assert batch["x"] is x
+    assert batch["names"] == ["one"]
+    assert (child.value, child.parent) == ([1, 2], root)
+    assert torch.equal(root.value, torch.zeros(1))

@@ -40,7 +40,7 @@ class Guard:
     def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
         """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
         if self._looks:
-            fits = partial(has_room, self._memory, task, batch)
+            fits = partial(has_room, self._memory, task, batch, micro_batch)
             said = refuse_what_does_not_add_up(
                 task.loss, task.model, task.modules, batch, micro_batch, fits=fits
             )

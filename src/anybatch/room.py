@@ -12,16 +12,17 @@ from anybatch.task import Task
 from anybatch.trace import CUDA_GRANULE, device_of, quiet, roots_of, run_on_fakes
 
 
-def has_room(memory: str | int | None, task: Task, batch: Batch, rows: int) -> bool:
+def has_room(memory: str | int | None, task: Task, batch: Batch, micro_batch: int, rows: int) -> bool:
     """Whether a look at the loss of so many rows fits into a budget.
 
-    Where it cannot be traced nobody knows. Then as few rows as tell anything are taken to fit: without a
-    backward they take less than what is really run to plan such a step.
+    Where it cannot be traced nobody knows. Then what fits with a backward does without, and as few rows as
+    tell anything are taken to fit: more are really run to plan such a step.
 
     Args:
         memory: as for a step; None for no limit.
         task: what a step is carried out on.
         batch: whose first rows are looked at.
+        micro_batch: rows that fit in a step.
         rows: how many.
     """
     if memory is None:
@@ -29,7 +30,7 @@ def has_room(memory: str | int | None, task: Task, batch: Batch, rows: int) -> b
     try:
         return bytes_of_look(task, batch, rows) <= parse_memory(memory, find(device_of(task, None)))
     except TraceError:
-        return rows <= LEAST_ROWS
+        return rows <= max(LEAST_ROWS, micro_batch)
 
 
 def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:

@@ -15,7 +15,7 @@ from anybatch.plan import Plan
 from anybatch.run import Redone, Run
 from anybatch.smaller import begin_again, put_back
 from anybatch.task import Task
-from anybatch.tree import afresh, tensors_in
+from anybatch.tree import refilling, tensors_in
 
 
 class Skipped(Exception):  # noqa: N818
@@ -69,15 +69,16 @@ class Adder:
         try:
             micro, loss = take()
             copies = self._copies(micro)
+            refill = refilling(micro) if self._run.is_guarded else None
             while True:
                 try:
-                    # It may come again, with nothing in its containers that this one has put there.
-                    rows_now = afresh(micro) if self._run.is_guarded else micro
-                    self._run.add(rows_now, loss, rows, again=again)
+                    self._run.add(micro, loss, rows, again=again)
                     self._look()
                     return ""
                 except NonFinite as found:
                     where = found.where
+                if refill is not None:  # what this forward has put into its rows is not there for the next
+                    refill()
                 at, before = scale.value, before or scale.state()
                 reached = self._run.at_hand.noted.streams_reached()
                 said = f"the {where} overflowed at a loss scale of {at:g}"

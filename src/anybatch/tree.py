@@ -91,16 +91,59 @@ def parts(node: object) -> list[Any] | None:
     return [getattr(node, name) for name in _fields(node)] if _is_record(node) else None
 
 
-def afresh(node: Any) -> Any:
-    """The same tensors and whatever else there is, in new containers: what is put into these stays there.
+def refilling(value: Any) -> Callable[[], None]:
+    """What puts back into lists, mappings and dataclasses what they hold now, wherever they are in a nest.
 
     Example:
-        >>> given = {"x": [1]}
-        >>> afresh(given) == given, afresh(given)["x"] is given["x"]
-        (True, False)
+        >>> rows = {"x": 1, "y": [2]}
+        >>> refill = refilling(rows)
+        >>> rows["x"], rows["z"] = rows["y"].pop(), 3
+        >>> refill()
+        >>> rows
+        {'x': 1, 'y': [2]}
     """
-    found = parts(node)
-    return node if found is None else mould(node)([afresh(part) for part in found])
+    notes: dict[int, tuple[Any, dict[Any, Any]]] = {}  # each container once: a nest may be a graph
+    left = [value]
+    while left:
+        one = left.pop()
+        held = None if id(one) in notes or isinstance(one, _PLAIN) else _held(one)
+        if held is None:
+            continue
+        notes[id(one)] = one, held
+        if not (isinstance(one, list | tuple) and isinstance(held.get(0), _PLAIN[1:])):  # many numbers
+            left += held.values()
+
+    def refill() -> None:
+        for one, held in notes.values():
+            _refill(one, held)
+
+    return refill
+
+
+_PLAIN = (Tensor, str, bytes, int, float)
+
+
+def _held(one: Any) -> dict[Any, Any] | None:
+    """What a container holds, by index, key or field; None for what is none."""
+    if isinstance(one, tuple | list):
+        return dict(enumerate(cast("Sequence[Any]", one)))
+    if isinstance(one, Mapping):
+        return {**cast("Mapping[Any, Any]", one)}
+    return {name: getattr(one, name) for name in _fields(one)} if _is_record(one) else None
+
+
+def _refill(one: Any, held: dict[Any, Any]) -> None:
+    if isinstance(one, list):
+        one[:] = held.values()
+    elif isinstance(one, MutableMapping):
+        for key in one.keys() - held.keys():
+            del one[key]
+        for key, part in held.items():
+            if key not in one or one[key] is not part:
+                one[key] = part
+    elif _is_record(one):
+        for name, part in held.items():
+            object.__setattr__(one, name, part)  # also for frozen dataclasses
 
 
 def _places(node: Any) -> list[str]:

@@ -297,7 +297,7 @@ def test_no_more_rows_are_looked_at_than_there_is_memory_for(room: int, most: in
     rows, own = TensorBatch(torch.randn(20, 2)), resolve(loss)
     said = refuse_what_does_not_add_up(own, model, [model], rows, micro_batch, fits=lambda few: few <= room)
     assert max(seen) == most
-    assert said is (most > 0)
+    assert said is (most >= max(3, micro_batch))  # fewer may only seem to add up
 
 
 @pytest.mark.parametrize("kept", [True, False])

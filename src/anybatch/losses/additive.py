@@ -78,8 +78,8 @@ def refuse_what_does_not_add_up(
             continue
         seen += 1
         try:
-            if _adds_up(loss, model, modules, batch.head(rows), rows):
-                return True
+            if _adds_up(loss, model, modules, batch.head(rows), rows) and rows >= fewer:
+                return True  # fewer rows than a micro-batch has may only seem to
         except _RefusedError as error:  # by a model's loss, which another number of rows may show to be sound
             if refusal is not None:
                 raise error.reason from None
