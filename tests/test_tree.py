@@ -256,7 +256,7 @@ def test_what_was_put_into_a_nest_is_taken_out_again() -> None:
     batch["names"].append("two")
     del batch["nodes"]
     refill()
-    assert [*batch] == ["names", "x", "nodes"]
+    assert [*batch] == ["nodes", "names", "x"]
     assert batch["x"] is x
     assert batch["names"] == ["one"]
     assert (child.value, child.parent) == ([1, 2], root)

@@ -66,10 +66,12 @@ class Adder:
         scale, copies = self._task.scale, list[tuple[Tensor, Tensor, int]]()
         scale.begin()
         before: dict[str, Any] = {}
+        refill: Callable[[], object] = dict  # nothing to put back
         try:
             micro, loss = take()
             copies = self._copies(micro)
-            refill = refilling(micro) if self._run.is_guarded else None
+            if self._run.is_guarded:
+                refill = refilling(micro)
             while True:
                 try:
                     self._run.add(micro, loss, rows, again=again)
@@ -77,8 +79,7 @@ class Adder:
                     return ""
                 except NonFinite as found:
                     where = found.where
-                if refill is not None:  # what this forward has put into its rows is not there for the next
-                    refill()
+                refill()  # what this forward has put into its rows is not there for the next
                 at, before = scale.value, before or scale.state()
                 reached = self._run.at_hand.noted.streams_reached()
                 said = f"the {where} overflowed at a loss scale of {at:g}"
@@ -97,6 +98,7 @@ class Adder:
             if not ran_out_of_memory(error):
                 raise
             said = _said(error)
+        refill()
         self._put_rows_back(copies, said, OutOfMemoryError)
         return said
 

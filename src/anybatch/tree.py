@@ -102,20 +102,24 @@ def refilling(value: Any) -> Callable[[], None]:
         >>> rows
         {'x': 1, 'y': [2]}
     """
-    notes: dict[int, tuple[Any, dict[Any, Any]]] = {}  # each container once: a nest may be a graph
+    notes: dict[int, tuple[Any, dict[Any, Any], dict[str, Any] | None]] = {}  # once: a nest may be a graph
     left = [value]
     while left:
         one = left.pop()
         held = None if id(one) in notes or isinstance(one, _PLAIN) else _held(one)
         if held is None:
             continue
-        notes[id(one)] = one, held
+        own = vars(one).copy() if hasattr(one, "__dict__") else None  # some hold the same a second time
+        notes[id(one)] = one, held, own
         if not (isinstance(one, list | tuple) and isinstance(held.get(0), _PLAIN[1:])):  # many numbers
             left += held.values()
 
     def refill() -> None:
-        for one, held in notes.values():
+        for one, held, own in notes.values():
             _refill(one, held)
+            if own is not None:
+                vars(one).clear()
+                vars(one).update(own)
 
     return refill
 
@@ -136,10 +140,10 @@ def _refill(one: Any, held: dict[Any, Any]) -> None:
     if isinstance(one, list):
         one[:] = held.values()
     elif isinstance(one, MutableMapping):
-        for key in one.keys() - held.keys():
-            del one[key]
-        for key, part in held.items():
-            if key not in one or one[key] is not part:
+        now = {**one}
+        if [*now] != [*held] or any(now[key] is not part for key, part in held.items()):
+            one.clear()  # their order comes back, too; and not every one lets a single key go
+            for key, part in held.items():
                 one[key] = part
     elif _is_record(one):
         for name, part in held.items():

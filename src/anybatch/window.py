@@ -81,7 +81,6 @@ class Window:
         batch = admit(micro, self._task, self._step.collate)
         if self.rows:
             self._step.guard.refuse_meetings(self._task)
-        self._step.guard.check_loss(self._task, batch, batch.rows)
         done, noted = len(self._run.rows), self._run.at_hand.noted
         try:
             if not self._is_skipped:
@@ -116,6 +115,7 @@ class Window:
         plan = planning.of_window(self._task, batch)
         if plan.is_cut:
             self._step.guard.refuse_meetings(self._task)
+        self._step.guard.check_loss(self._task, batch, plan.micro_batch)
         done, failed = len(run.rows), len(run.redone)
         with planning.enforced(self._task):
             Course(
