@@ -261,3 +261,13 @@ def test_what_was_put_into_a_nest_is_taken_out_again() -> None:
     assert batch["names"] == ["one"]
     assert (child.value, child.parent) == ([1, 2], root)
     assert torch.equal(root.value, torch.zeros(1))
+
+
+def test_items_come_back_where_others_took_their_place() -> None:
+    batch = UserDict({"x": torch.ones(1), "y": torch.ones(1)})
+    refill = tree.refilling(batch)
+    batch.pop("y")
+    batch.data = {key: part + 1 for key, part in batch.data.items()}  # as `to(device)` does
+    refill()
+    assert [*batch] == ["x", "y"]
+    assert batch["x"].item() == 1

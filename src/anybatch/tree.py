@@ -116,10 +116,10 @@ def refilling(value: Any) -> Callable[[], None]:
 
     def refill() -> None:
         for one, held, own in notes.values():
-            _refill(one, held)
-            if own is not None:
+            if own is not None:  # first: some hold their items in one of them
                 vars(one).clear()
                 vars(one).update(own)
+            _refill(one, held)
 
     return refill
 
