@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.finite import Waiting, all_finite
+from anybatch.fakes import FakeMode
+from anybatch.finite import Look, Waiting, all_finite
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -50,6 +51,19 @@ def test_a_total_that_overflows_is_not_looked_over() -> None:
     assert not all_finite([torch.tensor([60000.0], dtype=torch.float16) * 2])
 
 
+def test_who_looks_again_has_forgotten_what_was_found() -> None:
+    look, good, bad = Look(), torch.ones(2), torch.tensor([1.0, math.nan])
+    found = [look.are_finite([one]) for one in (good, bad, good, bad.double(), good.double(), good)]
+    assert found == [True, False, True, False, True, True]
+    assert not look.are_finite([bad.double(), good])
+
+
+def test_in_a_trace_all_is_finite() -> None:
+    with FakeMode():
+        look, values = Look(), [torch.ones(2), torch.ones(3).half()]
+        assert [look.are_finite(values), look.are_finite(values), all_finite(values)] == [True] * 3
+
+
 def test_those_that_wait_are_taken_from_their_parameters_and_let_go() -> None:
     with_gradient, without = (nn.Parameter(torch.ones(2)) for _ in range(2))
     with_gradient.grad = torch.ones(2)
@@ -66,6 +80,6 @@ def test_those_that_wait_are_taken_from_their_parameters_and_let_go() -> None:
     assert not waiting.are_finite([torch.tensor(math.nan)])
     waiting.put("b", without, torch.tensor([math.inf]))
     assert not waiting.are_finite()
-    waiting.clear()
+    assert [*waiting.take()] == ["a", "b"]
     assert waiting.are_finite()
     assert waiting.nbytes == 0

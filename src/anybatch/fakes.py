@@ -67,8 +67,7 @@ class FakeMode(FakeTensorMode):
             result.untyped_storage().resize_(shape.numel() * result.itemsize)
         if func is _RNN:
             return (*result[:3], result[3].new_empty(_rnn_workspace(args)))
-        if isinstance(result, Tensor):
-            likely.note(func, args, result)
+        likely.note(func, args, result)
         return result
 
     @contextmanager

@@ -18,31 +18,61 @@ class NonFinite(Exception):  # noqa: N818
         self.where = where
 
 
-def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether every number is finite: one pass, and one stop of each device however many tensors there are.
+class Look:
+    """Looks at numbers as often as asked, with the two small tensors on each device that it makes once.
+
+    Example:
+        >>> look = Look()
+        >>> look.are_finite([torch.ones(2)]), look.are_finite([torch.tensor(torch.nan)])
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._flags: dict[torch.device, tuple[Tensor, Tensor]] = {}  # what was found, and 1
+
+    def are_finite(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether every number is: one pass, and one stop of each device however many tensors there are."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            dtype = tensor.dtype
+            if dtype not in _REAL or tensor.requires_grad or tensor.layout is not _STRIDED:
+                if not (dtype.is_floating_point or dtype.is_complex):  # as a term that counts
+                    continue
+                tensor = _values(tensor)
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for (device, _), alike in kinds.items():
+            # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, *self._on(device))  # pyright: ignore
+        is_bad = any(self._flags[device][0].item() for device in {device for device, _ in kinds})
+        if is_bad:
+            self._flags.clear()  # nothing else takes what was found away again
+        return not is_bad
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._flags:
+            one = torch.ones(1, dtype=torch.float32, device=device)
+            self._flags[device] = torch.zeros_like(one), one
+        return self._flags[device]
+
+
+_REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_STRIDED = torch.strided
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The same numbers, as plain ones."""
+    values = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach()
+    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether every number is finite; see `Look.are_finite`.
 
     Example:
         >>> all_finite([torch.ones(2), torch.zeros(1).half()]), all_finite([torch.tensor([1.0, torch.nan])])
         (True, False)
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        if not (tensor.is_floating_point() or tensor.is_complex()):  # as a term that counts
-            continue
-        values = tensor.coalesce().values() if tensor.is_sparse else tensor
-        if values.is_complex() or values.requires_grad:
-            values = (
-                torch.view_as_real(values.detach().resolve_conj()) if values.is_complex() else values.detach()
-            )
-        kinds.setdefault((values.device, values.dtype), []).append(values)
-    found: dict[torch.device, Tensor] = {}
-    for (device, _), alike in kinds.items():
-        flag = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
-        one = torch.ones(1, dtype=torch.float32, device=device)
-        # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
-        torch._amp_foreach_non_finite_check_and_unscale_(alike, flag, one)  # pyright: ignore
-    # Asked so that 1 is good news, because that is what a traced step is told.
-    return all((flag == 0).item() for flag in found.values())
+    return Look().are_finite(tensors)
 
 
 class Waiting:
@@ -62,6 +92,7 @@ class Waiting:
     def __init__(self) -> None:
         self.banks: dict[str, tuple[list[nn.Parameter], list[Tensor]]] = {}
         self.nbytes = 0
+        self._look = Look()
 
     def put(self, bank: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         """One more."""
@@ -82,9 +113,10 @@ class Waiting:
 
     def are_finite(self, others: Sequence[Tensor] = ()) -> bool:
         """Whether all of them are, and others with them."""
-        return all_finite([*[one for _, gradients in self.banks.values() for one in gradients], *others])
+        held = [one for _, gradients in self.banks.values() for one in gradients]
+        return self._look.are_finite([*held, *others])
 
-    def clear(self) -> None:
-        """Let go of them."""
-        self.banks.clear()
-        self.nbytes = 0
+    def take(self) -> dict[str, tuple[list[nn.Parameter], list[Tensor]]]:
+        """All of them; none waits any more."""
+        banks, self.banks, self.nbytes = self.banks, {}, 0
+        return banks

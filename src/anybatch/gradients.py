@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import cast
 
 import torch
@@ -90,7 +90,7 @@ class Gradients:
     def begin(self) -> None:
         """The next micro-batch: nobody has accepted it yet."""
         self._before = mark(self._in_place)
-        self._waiting.clear()
+        self._waiting.take()
         for taken in self._taken.values():
             taken.clear()
 
@@ -194,7 +194,7 @@ class Gradients:
         except BaseException:
             for parameter in self._dtypes:  # set, but not taken: somebody else's hook may have failed before
                 parameter.grad = None
-            self._waiting.clear()
+            self._waiting.take()
             raise
         finally:
             self._in_backward = False
@@ -228,30 +228,20 @@ class Gradients:
         Args:
             sums: what they are the gradients of, looked at with them.
         """
-        waiting, self._waiting = self._waiting, Waiting()
-        if not waiting.are_finite(sums):
+        is_finite, banks = self._waiting.are_finite(sums), self._waiting.take()
+        if not is_finite:
             self._is_finite = False
             return
-        for name, (parameters, gradients) in waiting.banks.items():
-            if not self._add_together(name, parameters, gradients):
-                gradients.reverse()
-                for parameter in parameters:
-                    self._add(name, parameter, gradients.pop())  # let go as it is added
-
-    def _add_together(
-        self, name: str, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]
-    ) -> bool:
-        """Add them in one go, in place and so without anything that could run out; whether they are such."""
-        bank = self._banks[name]
-        is_known = len(bank) == len(parameters) and all(map(is_, bank, parameters))  # hashing them takes long
-        if self._compensated or not (is_known or all(parameter in bank for parameter in parameters)):
-            return False
-        totals = [*bank.values()] if is_known else [bank[parameter] for parameter in parameters]
-        if not _are_alike(totals, gradients):
-            return False
-        torch._foreach_add_(totals, gradients, alpha=self._unscale)  # pyright: ignore
-        self._taken[name].update(bank if is_known else parameters)
-        return True
+        # No gradient that is not among them shares memory with them.
+        dtypes = self._dtypes if self._is_gathered and len(self._banks) == 1 else None
+        for name, (parameters, gradients) in banks.items():
+            bank = self._banks[name]
+            if not self._compensated and _add_together(bank, parameters, gradients, self._unscale, dtypes):
+                self._taken[name].update(bank if len(bank) == len(parameters) else parameters)
+                continue
+            gradients.reverse()
+            for parameter in parameters:
+                self._add(name, parameter, gradients.pop())  # let go as it is added
 
     def _add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
         bank, dtype, unscale = self._banks[name], self._dtypes[parameter], self._unscale
@@ -304,13 +294,56 @@ def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     return [p for p in awaited if p.grad is None]
 
 
-def _are_alike(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> bool:
-    """Whether nothing is cast or made where these are added to those."""
-    return (
-        [one.dtype for one in totals] == [one.dtype for one in gradients]
-        and {one.layout for one in (*totals, *gradients)} == {torch.strided}
-        and not any(map(Tensor.is_conj, gradients))
+def _add_together(
+    bank: dict[nn.Parameter, Tensor],
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    unscale: float,
+    dtypes: Mapping[nn.Parameter, torch.dtype] | None,
+) -> bool:
+    """Add them in one go, in place and so without anything that could run out; whether they are such.
+
+    Args:
+        bank: the sums.
+        parameters: whose gradients they are, in the same order.
+        gradients: of one micro-batch.
+        unscale: what they are multiplied by.
+        dtypes: of the sums, where the first gradients may become the sums; else None.
+    """
+    if not _are_plain(gradients):
+        return False
+    is_known = len(bank) == len(parameters) and all(map(is_, bank, parameters))  # hashing them takes long
+    if is_known or all(parameter in bank for parameter in parameters):
+        totals = [*bank.values()] if is_known else [bank[parameter] for parameter in parameters]
+        if not _are_plain(totals) or [*map(_dtype, totals)] != [*map(_dtype, gradients)]:
+            return False
+        torch._foreach_add_(totals, gradients, alpha=unscale)  # pyright: ignore
+        return True
+    if bank or dtypes is None or not _are_apart(gradients):
+        return False
+    if [dtypes[parameter] for parameter in parameters] != [*map(_dtype, gradients)]:
+        return False
+    if unscale != 1.0:
+        torch._foreach_mul_(gradients, unscale)  # pyright: ignore
+    bank.update(zip(parameters, gradients, strict=True))
+    return True
+
+
+def _are_apart(gradients: Sequence[Tensor]) -> bool:
+    """Whether each has memory of its own, and no more of it than it needs; see `_parted`."""
+    memory = [gradient.untyped_storage() for gradient in gradients]
+    return len({one._cdata for one in memory}) == len(memory) and all(  # pyright: ignore
+        one.nbytes() == gradient.nbytes for one, gradient in zip(memory, gradients, strict=True)
     )
+
+
+def _are_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether operations on many at once know them; not where there is none."""
+    return {*map(_layout, tensors)} == _PLAIN and not any(map(Tensor.is_conj, tensors))
+
+
+_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
+_PLAIN = {torch.strided}
 
 
 def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:

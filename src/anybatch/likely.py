@@ -11,6 +11,7 @@ from torch import Tensor
 _ATEN: Any = torch.ops.aten
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
 _ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
+_LOOK = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _BROKEN = (_ATEN.isnan.default, _ATEN.isinf.default)
 _OF_ONE: dict[Any, Callable[[Any], bool]] = {
     _ATEN.any.default: bool,
@@ -40,15 +41,19 @@ _EACH = (
 )
 
 
-def note(func: Any, args: Sequence[Any], result: Tensor) -> None:
+def note(func: Any, args: Sequence[Any], result: object) -> None:
     """Keep in mind what a result is likely to be, if something is known of what it was made of.
 
     Args:
         func: the operation.
         args: what it was given.
-        result: what it gave.
+        result: what it gave, or anything else where that is no tensor.
     """
-    if not args or not isinstance(args[0], Tensor) or result.is_inference():
+    if (
+        func is _LOOK and not args[1].is_inference()
+    ):  # it writes there whether one of many numbers is not finite, and counts no version
+        _keep(args[1], 0, _version(args[1]))
+    if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
         return
     each = None
     if result.dtype is torch.bool:
@@ -57,7 +62,11 @@ def note(func: Any, args: Sequence[Any], result: Tensor) -> None:
         each = _count(func, args)
     if each is not None:
         # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        setattr(result, _EACH, (each, _version(result) + (result is args[0])))
+        _keep(result, each, _version(result) + (result is args[0]))
+
+
+def _keep(tensor: Tensor, each: float, version: int) -> None:
+    setattr(tensor, _EACH, (each, version))
 
 
 def known(tensor: object) -> Any:
