@@ -27,3 +27,24 @@ def test_start_is_a_moment_too() -> None:
 def test_segments_of_another_step_are_refused(other: list[Segment]) -> None:
     with pytest.raises(ValueError, match="Expected the segments of 'keep'"):
         Mix(start=0, segments={KEEP: [segment("a", 1, 1)], "recompute": other})
+
+
+def test_bytes_are_freed_where_that_costs_least() -> None:
+    kept = [
+        segment("dear", 10, 10, seconds=4.0),
+        segment("cheap", 10, 10, seconds=2.0),
+        segment("empty", 0, 0, seconds=9.0),
+        segment("", 7, 7, seconds=1.0),
+    ]
+    later = [
+        segment("dear", 10, 10, seconds=12.0, at=1),
+        segment("cheap", 10, 10, seconds=6.0, at=1),
+        segment("empty", 0, 0, seconds=9.0, at=1),
+    ]
+    back = [
+        Segment(block=one, place=("backward", 0), net=-10, peak=0, seconds=3.0) for one in ("cheap", "dear")
+    ]
+    mix = Mix(start=0, segments={KEEP: [*kept, *back, *later]})
+    assert (mix.peak({}), mix.seconds({})) == (27, 49.0)
+    found = [mix.least_seconds(budget, 0.5) - 49.0 for budget in (30, 27, 22, 17, 12, 7, 0)]
+    assert found == [0, 0, 2, 4, 8, 12, 12]

@@ -13,6 +13,7 @@ from anybatch import trace as tracing
 from anybatch.compose import KEEP
 from anybatch.device import find
 from anybatch.errors import TraceError
+from anybatch.solve import fastest, smallest
 from anybatch.survey import Survey
 from tests.budgets import (
     ConvNet,
@@ -55,6 +56,34 @@ def test_mixtures_are_traces_to_a_few_scalars(size: int) -> None:
             plan = replace(asked.like, micro_batch=size, blocks=blocks, foreach=chosen)
             exact = survey.trace(plan).peak
             assert abs(mix.peak(choice) - exact) <= LIMIT * exact
+
+
+@pytest.mark.parametrize("model", [Net, ConvNet])
+def test_no_mixture_is_faster_than_the_kept_step_says_that_any_can_be(model: Callable[[], nn.Module]) -> None:
+    batch = rows_of(24, 40, 8) if model is Net else images(24)
+    survey = Survey(question(make(model), batch))
+    share = survey._families[None].share_without_products(find("cpu"), half=False)
+    survey.add_policies()
+    assert 0 < share < 1
+    for size in (24, 8, 3):
+        mix = survey.mix(size, None)
+        least, most = mix.peak(smallest(mix)), mix.peak({})
+        for part in range(9):
+            choice = fastest(mix, budget := least + part * (most - least) // 8)
+            assert choice is not None
+            assert mix.seconds(choice) >= mix.least_seconds(budget, share)
+        assert mix.least_seconds(most, share) == mix.seconds({}) < mix.least_seconds(least, share)
+
+
+def test_the_sparing_update_is_recorded_only_where_the_update_takes_too_much() -> None:
+    asked = question(make(optimizer=foreach), rows_of(24, 40, 8))
+    mix = Survey(asked).mix(2, None)
+    update, most = mix.peak({}, phase="update"), mix.peak({})
+    assert update < most
+    budgets = (update - 1, update, most - 1, most)
+    found = [Survey(replace(asked, budget=budget)).updates(2) for budget in budgets]
+    assert found == [(None, False), (None,), (None,), (None,)]
+    assert Survey(asked).updates(2) == (None,)
 
 
 def test_an_update_one_by_one_takes_less_where_it_decides() -> None:

@@ -99,16 +99,18 @@ class Mix:
         kept = self.segments[KEEP]
         return [self.segments[choice.get(one.block, KEEP)][index] for index, one in enumerate(kept)]
 
-    def peak(self, choice: Mapping[str, str]) -> int:
-        """The most bytes alive at any moment."""
-        live = highest = self.start
+    def peak(self, choice: Mapping[str, str], *, phase: str = "") -> int:
+        """The most bytes alive at any moment, or at any of one phase."""
+        live = self.start
+        highest = 0 if phase else live
         due = self._due(choice)
         for index, segment in enumerate(self.of(choice)):
             peak, net = segment.peak, segment.net
             for shared, size in segment.ends.items():
                 if shared not in due.get(index, ()):  # in this mixture it does not end here
                     peak, net = max(peak, segment.peak_without), net + size
-            highest = max(highest, live + peak)
+            if segment.place[0] == phase or not phase:
+                highest = max(highest, live + peak)
             ending = [shared for shared in due.get(index, ()) if shared not in segment.ends]
             live += net - sum(self.outputs[shared].bytes for shared in ending)
         return highest
@@ -116,6 +118,37 @@ class Mix:
     def seconds(self, choice: Mapping[str, str]) -> float:
         """How long all segments take."""
         return sum(segment.seconds for segment in self.of(choice))
+
+    def least_seconds(self, budget: int, share: float) -> float:
+        """Seconds that no choice within the budget stays below, told by the kept step alone.
+
+        Who frees all that a block leaves for its backward does its forward again, but for products that may
+        be kept: at least this share of its seconds. Bytes are freed where that costs least, down to the last
+        one, as in the continuous knapsack problem.
+
+        Args:
+            budget: the most bytes alive at any moment.
+            share: of a forward's seconds, what rebuilding all of it takes at least.
+
+        Example:
+            >>> forward = Segment(block="a", place=("forward", 0), net=8, peak=8, seconds=2.0)
+            >>> mix = Mix(start=0, segments={"keep": [forward]})
+            >>> [mix.least_seconds(budget, 0.5) for budget in (8, 4, 0)]
+            [2.0, 2.5, 3.0]
+        """
+        left: dict[str, int] = {}  # bytes, of one micro-batch
+        spent: dict[str, float] = {}  # seconds, of all of them
+        for segment in self.segments[KEEP]:
+            if segment.block and segment.place[0] == "forward":
+                left.setdefault(segment.block, max(0, segment.net))
+                spent[segment.block] = spent.get(segment.block, 0.0) + segment.seconds
+        over, least = self.peak({}) - budget, self.seconds({})
+        for price, size in sorted(
+            (share * spent[block] / size, size) for block, size in left.items() if size
+        ):
+            least += price * max(0, min(size, over))
+            over -= size
+        return least
 
     def _due(self, choice: Mapping[str, str]) -> dict[int, list[Shared]]:
         """Outputs that end with a segment of others, because their own blocks do not hold them."""

@@ -1,6 +1,7 @@
 """Fake tensors in the place of a model's and an optimizer's own, for as long as a step is traced."""
 
 import gc
+import inspect
 import logging
 import sys
 import warnings
@@ -51,7 +52,7 @@ class FakeMode(FakeTensorMode):
         if func is _DEVICE:  # asked more often than anything is computed
             return args[0].fake_device
         try:
-            result: Any = super().__torch_dispatch__(func, types, args, kwargs)
+            result: Any = _DISPATCH(self, func, types, args, kwargs)
         except DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
                 return self._likely(args[0])
@@ -125,6 +126,8 @@ class _Quiet(logging.Filter):
 _LOG = logging.getLogger(FakeTensorMode.__module__)
 _ATEN: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
+# Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
+_DISPATCH: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
 # Reduced, their scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,

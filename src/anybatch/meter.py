@@ -166,7 +166,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         if func is _DEVICE:  # no operation: autograd asks every fake tensor where it is
-            return func(*args, **kwargs)
+            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
         line = self._timeline
         line.look()
         result = func(*args, **kwargs)

@@ -82,8 +82,8 @@ class _Search:
         """Plans that should fit, fastest first."""
         sizes = self._question.all_sizes
         found = self._composed_options() if self._survey.is_composed else []
-        kept = [self._scale * self._survey.mix(size, None).seconds({}) for size in sizes] if found else []
-        if self._survey.is_composed and not _is_good(found, kept, self._question.device.kind):
+        least = [self._scale * self._survey.least_seconds(size) for size in sizes] if found else []
+        if self._survey.is_composed and not _is_good(found, least, self._question.device.kind):
             self._survey.add_policies()
             found = self._composed_options() if self._survey.is_composed else []
         if not self._survey.is_composed:
@@ -99,7 +99,7 @@ class _Search:
                 if whole.peak <= most and (sure := self._sure(whole)).peak <= self._limit:
                     found.append(sure)
                     continue
-            for foreach in (None, False) if self._question.may_spare else (None,):
+            for foreach in self._survey.updates(size):
                 option = self._fastest(size, self._limit, foreach)
                 if option is not None:
                     found.append(option)
@@ -296,10 +296,10 @@ def _ahead(measured: Sequence[Option], size: int) -> float:
     return measured[0].peak + max(slopes, default=0.0) * (size - measured[0].plan.micro_batch)
 
 
-def _is_good(found: Sequence[Option], kept: Sequence[float], kind: str) -> bool:
-    """Whether one is as fast as if there were no limit, so that rebuilding blocks could hardly be faster."""
+def _is_good(found: Sequence[Option], least: Sequence[float], kind: str) -> bool:
+    """Whether one is about as fast as any could be whose blocks are rebuilt, at any size."""
     even = EVEN if kind == "cpu" else GOOD
-    return any(one.seconds <= even * min(kept) for one in found)
+    return any(one.seconds <= even * min(least) for one in found)
 
 
 def _ordered(options: list[Option], kind: str) -> list[Option]:

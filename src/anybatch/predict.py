@@ -253,6 +253,19 @@ class Family:
             ]
         return Mix(start=input_bytes, segments=segments, outputs=outputs)
 
+    def share_without_products(self, device: Device, *, half: bool) -> float:
+        """Of the seconds of the blocks' forwards, those that are no matrix products, convolutions, attention.
+
+        Args:
+            device: whose seconds are estimated.
+            half: whether its arithmetic is in 16 bits.
+        """
+        parts = [part for part in self._recorded[KEEP].parts[1] if part.place.block]
+        forwards = [part for part in parts if part.place.phase == "forward"]
+        whole = sum(device.seconds(*part[3:], half=half) for part in forwards)
+        cheap = sum(device.seconds(part.operations, 0.0, part.moved, half=half) for part in forwards)
+        return cheap / whole if whole else 0.0
+
     def _find_outputs(self) -> dict[Shared, dict[str, Crossing]]:
         """What blocks hand on, by policy: whatever ends elsewhere than in their own backward, under any."""
         crossings = {policy: one.crossings() for policy, one in self._recorded.items()}

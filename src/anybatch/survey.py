@@ -38,7 +38,8 @@ class Survey:
         self.notes: list[str] = []
         self._traces: dict[Plan, Trace] = {}
         self._half = question.like.precision.is_short or _computes_in_half(question.task)
-        self._families: dict[bool | None, Family] = {}
+        self._pure: dict[str, Recorded] = {}  # by policy of all blocks
+        self._families: dict[bool | None, Family] = {}  # by foreach
         self._input_per_row = 0.0
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         self.is_composed = self.is_measured = self.has_policies = False
@@ -51,6 +52,8 @@ class Survey:
         """The mixtures at one size, where there are any."""
         question = self._question
         rows = question.like.rows
+        if foreach not in self._families:
+            self._families[foreach] = self._spared()
         return self._families[foreach].mix(
             rows,
             micro_batch,
@@ -58,6 +61,23 @@ class Survey:
             half=self._half,
             input_bytes=round(self._input_per_row * (rows - 2 * micro_batch)),
         )
+
+    def updates(self, micro_batch: int) -> tuple[bool | None, ...]:
+        """Values of foreach worth a try at one size: the sparing one only where the update takes too much."""
+        question = self._question
+        if question.budget is None or not question.may_spare:
+            return (None,)
+        taken = self.mix(micro_batch, None).peak({}, phase="update")  # by then blocks hold nothing
+        return (None,) if taken <= question.budget else (None, False)
+
+    def least_seconds(self, micro_batch: int) -> float:
+        """What no policies of the blocks stay below within the budget, where there are mixtures."""
+        question = self._question
+        # What is moved to the host costs no forward.
+        is_rebuilt = "offload" not in question.policies
+        share = self._families[None].share_without_products(question.device, half=self._half)
+        budget = 2**62 if question.budget is None else question.budget
+        return self.mix(micro_batch, None).least_seconds(budget, share if is_rebuilt else 0.0)
 
     def trace(self, plan: Plan) -> Trace:
         """One plan as it is; measured on real rows where it cannot be traced.
@@ -104,10 +124,8 @@ class Survey:
     def _record(self, policies: Sequence[str] = ()) -> None:
         question = self._question
         try:
-            recorded = {policy: self._recorded(policy) for policy in (KEEP, *policies)}
-            self._families[None] = Family(recorded)
-            if question.may_spare:
-                self._families[False] = Family(recorded, update=self._recorded(KEEP, foreach=False))
+            self._pure = recorded = {policy: self._recorded(policy) for policy in (KEEP, *policies)}
+            self._families = {None: Family(recorded)}
             if question.batch.whole is not None:
                 # Not what one of them holds: where rows are real, they are views of the whole batch.
                 low, high = [one.input_bytes for one in recorded[KEEP].recordings]
@@ -115,6 +133,12 @@ class Survey:
             self.is_composed = True
         except (TraceError, ValueError, OutOfMemoryError) as error:
             self.give_mixtures_up(str(error))
+
+    def _spared(self) -> Family:
+        try:
+            return Family(self._pure, update=self._recorded(KEEP, foreach=False))
+        except (TraceError, ValueError, OutOfMemoryError):
+            return self._families[None]  # which takes no less
 
     def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
         question = self._question
