@@ -45,6 +45,7 @@ def test_looking_does_not_disturb_a_backward() -> None:
     assert all_finite([value])
     value.backward()
     assert x.grad is not None
+    assert all_finite([x])  # a term may be a parameter itself
 
 
 def test_a_total_that_overflows_is_not_looked_over() -> None:

@@ -305,36 +305,6 @@ def test_gradients_of_another_dtype_are_added_one_by_one(monkeypatch: pytest.Mon
     assert [found[one].tolist() for one in weights] == [[6.0, 6.0]] * 2
 
 
-@pytest.mark.parametrize("scale", [1.0, 8.0])
-@pytest.mark.parametrize("bucket", [1, math.inf])
-def test_first_gradients_that_share_memory_are_summed_apart(bucket: float, scale: float) -> None:
-    """Autograd leaves two views of one tensor, and two parts of one."""
-    a, b, c, d = weights = [nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(4)]
-    gradients = make(weights, bucket=bucket)
-    for _ in range(3):
-        gradients.begin()
-        value = (a.view(-1) + b.view(-1)).square().sum() + torch.cat([c, d]).square().sum()
-        gradients.add([value], [torch.full_like(value, scale)], unscale=1 / scale)
-    found = gradients.finish({})
-    assert [found[one].tolist() for one in weights] == [[12.0, 24.0]] * 2 + [[6.0, 12.0]] * 2
-    assert [found[one].untyped_storage().nbytes() for one in weights] == [8] * 4
-
-
-def test_where_all_can_be_added_together_first_gradients_are_the_sums() -> None:
-    """Nothing is copied."""
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    gradients = make(weights, bucket=math.inf)
-    places: list[int] = []
-    for weight in weights:
-        weight.register_hook(lambda gradient: places.append(gradient.data_ptr()))
-    for _ in range(2):
-        gradients.begin()
-        add(gradients, sum((3 * one).square().sum() for one in weights))
-    found = gradients.finish({})
-    assert {found[one].data_ptr() for one in weights} == {*places[:2]}
-    assert [found[one].tolist() for one in weights] == [[36.0, 36.0]] * 2
-
-
 def test_a_sum_that_is_not_finite_is_seen_where_its_gradient_is() -> None:
     weight = nn.Parameter(torch.zeros(1))
     gradients = make([weight], bucket=math.inf)

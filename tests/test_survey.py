@@ -1,6 +1,6 @@
 """Bytes of plans, traced or composed, against those of real steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,21 +58,62 @@ def test_mixtures_are_traces_to_a_few_scalars(size: int) -> None:
             assert abs(mix.peak(choice) - exact) <= LIMIT * exact
 
 
-@pytest.mark.parametrize("model", [Net, ConvNet])
-def test_no_mixture_is_faster_than_the_kept_step_says_that_any_can_be(model: Callable[[], nn.Module]) -> None:
-    batch = rows_of(24, 40, 8) if model is Net else images(24)
+class Wide(nn.Module):
+    """Products that are worth keeping, between much that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layer(x).sin().tanh().sigmoid().tanh().sin()
+
+
+class Towers(nn.Module):
+    """Each block is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*[Wide() for _ in range(4)]), nn.Linear(512, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x) - self.blocks(-x))
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "sizes"),
+    [
+        (Net, rows_of(24, 40, 8), (24, 8, 3)),
+        (ConvNet, images(24), (24, 8, 3)),
+        (lambda: nn.Sequential(*[Wide() for _ in range(4)], nn.Linear(512, 4)), rows_of(512, 512), (512, 64)),
+        (Towers, rows_of(512, 512), (512, 64, 8)),
+    ],
+    ids=["net", "conv", "wide", "towers"],
+)
+def test_no_mixture_is_faster_than_the_kept_step_says_that_any_can_be(
+    model: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], sizes: Sequence[int]
+) -> None:
     survey = Survey(question(make(model), batch))
-    share = survey._families[None].share_without_products(find("cpu"), half=False)
     survey.add_policies()
-    assert 0 < share < 1
-    for size in (24, 8, 3):
+    for size in sizes:
         mix = survey.mix(size, None)
         least, most = mix.peak(smallest(mix)), mix.peak({})
         for part in range(9):
             choice = fastest(mix, budget := least + part * (most - least) // 8)
             assert choice is not None
-            assert mix.seconds(choice) >= mix.least_seconds(budget, share)
-        assert mix.least_seconds(most, share) == mix.seconds({}) < mix.least_seconds(least, share)
+            assert mix.seconds(choice) >= mix.least_seconds(budget)
+        assert mix.least_seconds(most) == mix.seconds({}) < mix.least_seconds(least)
+
+
+def test_where_blocks_may_be_moved_only_the_kept_step_bounds_them() -> None:
+    asked = replace(question(make(Towers), rows_of(512, 512)), budget=3_000_000)
+    here = Survey(asked)
+    there = Survey(replace(asked, device=find("cuda:a100")))
+    still = Survey(replace(asked, device=find("cuda:a100"), without=("offload",)))
+    kept = [one.mix(512, None).seconds({}) for one in (here, there, still)]
+    assert here.least_seconds(512) > kept[0]
+    assert there.least_seconds(512) == kept[1]
+    assert still.least_seconds(512) > kept[2]
 
 
 def test_the_sparing_update_is_recorded_only_where_the_update_takes_too_much() -> None:

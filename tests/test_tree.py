@@ -263,6 +263,28 @@ def test_what_was_put_into_a_nest_is_taken_out_again() -> None:
     assert torch.equal(root.value, torch.zeros(1))
 
 
+def test_tensors_of_dataclasses_that_hold_one_another() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Node:
+        value: Tensor
+        others: list[Any]
+
+    one, other = Node(X, []), Node(Y, [])
+    one.others, other.others = [other], [one, 7]
+    assert [id(leaf) for leaf in tree.tensors_in(one)] == [id(X), id(Y)]
+
+
+@pytest.mark.parametrize("first", ["train", 7, None, X], ids=type)
+def test_a_container_comes_back_whatever_stands_before_it(first: Any) -> None:
+    batch = [first, {"x": X}, ("y", [Y])]
+    refill = tree.refilling(batch)
+    batch[1].pop("x")
+    batch[2][1].append(X)
+    refill()
+    assert [*batch[1]] == ["x"]
+    assert len(batch[2][1]) == 1
+
+
 def test_items_come_back_where_others_took_their_place() -> None:
     batch = UserDict({"x": torch.ones(1), "y": torch.ones(1)})
     refill = tree.refilling(batch)

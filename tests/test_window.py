@@ -1,12 +1,15 @@
 """A window whose micro-batches are too large for memory: cut, learned, or discarded as a whole."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from anybatch import Step
-from anybatch.errors import OutOfMemoryError
+from anybatch.errors import BudgetError, OutOfMemoryError
 from anybatch.run import Run
+from tests.budgets import metered
 from tests.faults.scarce import scarce
 from tests.snapshots import changes, make_batch, make_model, snapshot
 
@@ -55,3 +58,38 @@ def test_a_micro_batch_of_which_a_part_is_in_the_sums_takes_the_window_with_it()
         window.add(make_batch())
     assert step.open_window is None
     assert changes(before, snapshot(step)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "drop"}], ids=str)
+@pytest.mark.parametrize("first", [8, 3])
+def test_a_window_keeps_to_its_budget(first: int, options: dict[str, Any]) -> None:
+    """A whole batch has no sums beside its gradients, a window has; and it plans while it holds some."""
+    batch = torch.randn(16, 100), torch.randn(16, 100)
+
+    def make(memory: int | None) -> Step:
+        model = nn.Linear(100, 100, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        return Step(model, nn.MSELoss(), optimizer, memory=memory, check=False, **options)
+
+    def peak(memory: int | None) -> int:
+        step = make(memory)
+
+        def run() -> None:
+            with step.window() as window:
+                window.add(tuple(leaf[:first] for leaf in batch))
+                window.add(tuple(leaf[first:] for leaf in batch))
+
+        run()
+        return metered(step, run, batch)
+
+    most, held = peak(None), 0
+    for eighths in range(4, 12):
+        memory = most * eighths // 8
+        try:
+            assert peak(memory) <= memory
+            held += 1
+        except BudgetError:
+            assert (
+                memory < 1.2 * most
+            )  # the rows of two are counted, though only those of one have to be there
+    assert held >= 2

@@ -20,7 +20,7 @@ from anybatch.question import Question
 from anybatch.shapes import Shape, longest, round_up, row_shape, shaped
 from anybatch.task import Task
 
-Key = tuple[Shape, Plan, str, bool, str]
+Key = tuple[Shape, Plan, str, bool, bool, str]
 
 
 class Budget:
@@ -62,7 +62,8 @@ class Budget:
         # In a window sizes are free, even where they are settled for batches.
         # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
         settings = replace(like, rows=0, micro_batch=0, batch_norm=like.batch_norm or "micro")
-        alike = settings, question.cut_refused, bool(question.sizes), _signature(question.task)
+        is_sized, signature = bool(question.sizes), _signature(question.task)
+        alike = settings, question.cut_refused, is_sized, question.is_part, signature
         for (known, *settled), contest in self.contests.items():
             plan = contest.plan
             serves = known in (shape, wanted) and tuple(settled) == alike
@@ -93,11 +94,12 @@ class Budget:
                 "settings": settings.to_json(),
                 "refused": refused,
                 "sized": sized,
+                "part": part,
                 "signature": signature,
                 "plan": contest.fastest.to_json(),
                 "varying": sorted(self._varying),
             }
-            for (shape, settings, refused, sized, signature), contest in self.contests.items()
+            for (shape, settings, refused, sized, part, signature), contest in self.contests.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
@@ -106,8 +108,9 @@ class Budget:
             if one["memory"] != self.memory:  # they may not fit now
                 continue
             shape = tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]])
-            settings, refused, sized = Plan.from_json(one["settings"]), str(one["refused"]), one["sized"]
-            key = shape, settings, refused, bool(sized), str(one["signature"])
+            settings, refused = Plan.from_json(one["settings"]), str(one["refused"])
+            sized, part = bool(one["sized"]), bool(one.get("part"))
+            key = shape, settings, refused, sized, part, str(one["signature"])
             self.contests[key] = Contest([Plan.from_json(one["plan"])])
             self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
 

@@ -19,6 +19,7 @@ class Segment:
         net: bytes more alive at its end than at its start.
         peak: bytes more alive at its highest moment than at its start, at least 0.
         seconds: how long it takes.
+        cheap: of these, all but those of matrix products, convolutions and attention.
         ends: outputs of other blocks that end here, and their bytes.
         peak_without: the highest moment if they did not.
     """
@@ -28,6 +29,7 @@ class Segment:
     net: int
     peak: int
     seconds: float = 0.0
+    cheap: float = 0.0
     ends: Mapping[Shared, int] = field(default_factory=dict[Shared, int])
     peak_without: int = 0
 
@@ -119,33 +121,30 @@ class Mix:
         """How long all segments take."""
         return sum(segment.seconds for segment in self.of(choice))
 
-    def least_seconds(self, budget: int, share: float) -> float:
-        """Seconds that no choice within the budget stays below, told by the kept step alone.
+    def least_seconds(self, budget: int) -> float:
+        """Seconds that hardly any choice within the budget stays below, told by the kept step alone.
 
         Who frees all that a block leaves for its backward does its forward again, but for products that may
-        be kept: at least this share of its seconds. Bytes are freed where that costs least, down to the last
-        one, as in the continuous knapsack problem.
+        be kept: what is cheap in it, at least. Bytes are freed where that costs least, down to the last one,
+        as in the continuous knapsack problem.
 
         Args:
             budget: the most bytes alive at any moment.
-            share: of a forward's seconds, what rebuilding all of it takes at least.
 
         Example:
-            >>> forward = Segment(block="a", place=("forward", 0), net=8, peak=8, seconds=2.0)
+            >>> forward = Segment(block="a", place=("forward", 0), net=8, peak=8, seconds=2.0, cheap=1.0)
             >>> mix = Mix(start=0, segments={"keep": [forward]})
-            >>> [mix.least_seconds(budget, 0.5) for budget in (8, 4, 0)]
+            >>> [mix.least_seconds(budget) for budget in (8, 4, 0)]
             [2.0, 2.5, 3.0]
         """
-        left: dict[str, int] = {}  # bytes, of one micro-batch
-        spent: dict[str, float] = {}  # seconds, of all of them
+        left = dict.fromkeys(self.blocks, 0)  # bytes, of one micro-batch
+        spent = dict.fromkeys(self.blocks, 0.0)  # seconds, of all of them
         for segment in self.segments[KEEP]:
             if segment.block and segment.place[0] == "forward":
-                left.setdefault(segment.block, max(0, segment.net))
-                spent[segment.block] = spent.get(segment.block, 0.0) + segment.seconds
+                spent[segment.block] += segment.cheap
+                left[segment.block] += segment.net if segment.place[1] <= 0 else 0  # for each call
         over, least = self.peak({}) - budget, self.seconds({})
-        for price, size in sorted(
-            (share * spent[block] / size, size) for block, size in left.items() if size
-        ):
+        for price, size in sorted((spent[block] / size, size) for block, size in left.items() if size > 0):
             least += price * max(0, min(size, over))
             over -= size
         return least

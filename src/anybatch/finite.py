@@ -35,24 +35,22 @@ class Look:
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for tensor in tensors:
             dtype = tensor.dtype
-            if dtype not in _REAL or tensor.requires_grad or tensor.layout is not _STRIDED:
+            if dtype not in _REAL or tensor.layout is not _STRIDED or tensor.is_neg():
                 if not (dtype.is_floating_point or dtype.is_complex):  # as a term that counts
                     continue
                 tensor = _values(tensor)
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        flags, self._flags = self._flags, {}  # not kept if something is found: nothing takes that away again
         for (device, _), alike in kinds.items():
+            if device not in flags:
+                one = torch.ones(1, dtype=torch.float32, device=device)
+                flags[device] = torch.zeros_like(one), one
             # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, *self._on(device))  # pyright: ignore
-        is_bad = any(self._flags[device][0].item() for device in {device for device, _ in kinds})
-        if is_bad:
-            self._flags.clear()  # nothing else takes what was found away again
-        return not is_bad
-
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._flags:
-            one = torch.ones(1, dtype=torch.float32, device=device)
-            self._flags[device] = torch.zeros_like(one), one
-        return self._flags[device]
+            torch._amp_foreach_non_finite_check_and_unscale_(alike, *flags[device])  # pyright: ignore
+        if any(flags[device][0].item() for device in {device for device, _ in kinds}):
+            return False
+        self._flags = flags
+        return True
 
 
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -62,7 +60,8 @@ _STRIDED = torch.strided
 def _values(tensor: Tensor) -> Tensor:
     """The same numbers, as plain ones."""
     values = (tensor.coalesce().values() if tensor.is_sparse else tensor).detach()
-    return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
+    values = values.resolve_conj().resolve_neg()
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -232,11 +232,9 @@ class Gradients:
         if not is_finite:
             self._is_finite = False
             return
-        # No gradient that is not among them shares memory with them.
-        dtypes = self._dtypes if self._is_gathered and len(self._banks) == 1 else None
         for name, (parameters, gradients) in banks.items():
             bank = self._banks[name]
-            if not self._compensated and _add_together(bank, parameters, gradients, self._unscale, dtypes):
+            if not self._compensated and _add_together(bank, parameters, gradients, self._unscale):
                 self._taken[name].update(bank if len(bank) == len(parameters) else parameters)
                 continue
             gradients.reverse()
@@ -248,9 +246,13 @@ class Gradients:
         gradient = gradient.resolve_conj()
         total = bank.get(parameter)
         if total is None:
-            # A copy: it may share memory, see `_parted`. Wide, as it may fit the sums without its scale only.
-            value = gradient.to(torch.promote_types(gradient.dtype, dtype), copy=True)
-            bank[parameter] = (value if unscale == 1.0 else value.mul_(unscale)).to(dtype)
+            # A copy: others may hold its memory. Wide, as it may fit the sums without its scale only.
+            wide = torch.promote_types(gradient.dtype, dtype)
+            if unscale != 1.0 and gradient.dtype == wide:
+                bank[parameter] = gradient.mul(unscale).to(dtype)
+            else:
+                value = gradient.to(wide, copy=True)
+                bank[parameter] = (value if unscale == 1.0 else value.mul_(unscale)).to(dtype)
         elif self._compensated and not gradient.is_sparse:
             value = gradient.to(torch.promote_types(gradient.dtype, dtype))
             value = value if unscale == 1.0 else value * unscale
@@ -277,29 +279,34 @@ def _is_indivisible(sums: Iterable[Tensor], bucket: float | None) -> bool:
 def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Give each new `.grad` memory of its own, before anything is added to it in place; who still has none.
 
-    Where the gradients of two parameters are views of one tensor, as with `a.view(-1) + b.view(-1)`,
-    autograd lets both `.grad` share its memory, and what comes next would be added to both, twice.
+    Where the gradients of two leaves are views of one tensor, as with `a.view(-1) + b.view(-1)`, autograd
+    lets both `.grad` share its memory, and what comes next would be added to both, twice. It may be that of a
+    cotangent, too, where a parameter reaches the loss through views only, or of what a hook has returned.
     """
-    taken: set[int] = set()
     for parameter in awaited:
         gradient = parameter.grad
         if gradient is None or gradient.is_sparse:
             continue
-        if gradient.is_conj():  # which torch's common operations do not know
-            gradient = parameter.grad = gradient.resolve_conj()
-        memory = gradient.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-        if memory in taken:
+        if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
+            gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
+        if _holders(gradient) > _ALONE:
             parameter.grad = gradient.clone()
-        taken.add(memory)
     return [p for p in awaited if p.grad is None]
 
 
+def _holders(tensor: Tensor) -> int:
+    """How many hold a tensor's memory, this question included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore
+
+
+_ALONE = _holders(torch.empty(1))
+
+
 def _add_together(
-    bank: dict[nn.Parameter, Tensor],
+    bank: Mapping[nn.Parameter, Tensor],
     parameters: Sequence[nn.Parameter],
     gradients: Sequence[Tensor],
     unscale: float,
-    dtypes: Mapping[nn.Parameter, torch.dtype] | None,
 ) -> bool:
     """Add them in one go, in place and so without anything that could run out; whether they are such.
 
@@ -308,33 +315,17 @@ def _add_together(
         parameters: whose gradients they are, in the same order.
         gradients: of one micro-batch.
         unscale: what they are multiplied by.
-        dtypes: of the sums, where the first gradients may become the sums; else None.
     """
-    if not _are_plain(gradients):
-        return False
     is_known = len(bank) == len(parameters) and all(map(is_, bank, parameters))  # hashing them takes long
-    if is_known or all(parameter in bank for parameter in parameters):
-        totals = [*bank.values()] if is_known else [bank[parameter] for parameter in parameters]
-        if not _are_plain(totals) or [*map(_dtype, totals)] != [*map(_dtype, gradients)]:
-            return False
-        torch._foreach_add_(totals, gradients, alpha=unscale)  # pyright: ignore
-        return True
-    if bank or dtypes is None or not _are_apart(gradients):
+    if not (is_known or all(parameter in bank for parameter in parameters)):
         return False
-    if [dtypes[parameter] for parameter in parameters] != [*map(_dtype, gradients)]:
+    totals = [*bank.values()] if is_known else [bank[parameter] for parameter in parameters]
+    if [*map(_dtype, totals)] != [*map(_dtype, gradients)] or not (
+        _are_plain(gradients) and _are_plain(totals)
+    ):
         return False
-    if unscale != 1.0:
-        torch._foreach_mul_(gradients, unscale)  # pyright: ignore
-    bank.update(zip(parameters, gradients, strict=True))
+    torch._foreach_add_(totals, gradients, alpha=unscale)  # pyright: ignore
     return True
-
-
-def _are_apart(gradients: Sequence[Tensor]) -> bool:
-    """Whether each has memory of its own, and no more of it than it needs; see `_parted`."""
-    memory = [gradient.untyped_storage() for gradient in gradients]
-    return len({one._cdata for one in memory}) == len(memory) and all(  # pyright: ignore
-        one.nbytes() == gradient.nbytes for one, gradient in zip(memory, gradients, strict=True)
-    )
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:

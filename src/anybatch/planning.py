@@ -123,10 +123,10 @@ class Planning:
         rows, like = batch.rows, self.settings
         self._wanted = rows
         if self.budget is not None:
-            question = self._question(task, batch, 2 * rows, as_it_comes=True)
+            # One of two, so that gradients are there already.
+            question = replace(self._question(task, batch, 2 * rows, as_it_comes=True), is_part=True)
             if question.cut_refused:  # and so there is only one
                 question = self._question(task, batch, rows, as_it_comes=True)
-            # One of two, so that gradients are there already.
             like = self.budget.plan(question)
             self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))

@@ -181,6 +181,7 @@ class Recorded:
                     net=round(net),
                     peak=max(0, round(peak)),
                     seconds=max(0.0, device.seconds(*work, half=half)),
+                    cheap=max(0.0, device.seconds(work[0], 0.0, work[2], half=half)),
                     ends={key: _at(crossing, share) for key, crossing in shared.items()},
                     peak_without=max(0, round(without)),
                 )
@@ -200,6 +201,13 @@ def _net_and_peak(changes: Sequence[float]) -> tuple[float, float]:
 def _at(crossing: Crossing, share: float) -> int:
     low, high = crossing.bytes
     return round(low + (high - low) * share)
+
+
+def _times(segment: Segment, later: float) -> Segment:
+    """A segment of the second micro-batch stands for those of all later ones, if there are any."""
+    if not later:
+        return replace(segment, net=0, peak=0, seconds=0.0, cheap=0.0, ends={}, peak_without=0)
+    return replace(segment, seconds=later * segment.seconds, cheap=later * segment.cheap)
 
 
 class Family:
@@ -246,25 +254,9 @@ class Family:
                 found = [s for s in found if s.place[0] != "update"]
                 found += [s for s in spare if s.place[0] == "update"]
             segments[policy] = [
-                replace(segment, seconds=segment.seconds * (later if segment.place[1] > 0 else 1.0))
-                if later or segment.place[1] <= 0
-                else replace(segment, net=0, peak=0, seconds=0.0, ends={}, peak_without=0)
-                for segment in found
+                _times(segment, later) if segment.place[1] > 0 else segment for segment in found
             ]
         return Mix(start=input_bytes, segments=segments, outputs=outputs)
-
-    def share_without_products(self, device: Device, *, half: bool) -> float:
-        """Of the seconds of the blocks' forwards, those that are no matrix products, convolutions, attention.
-
-        Args:
-            device: whose seconds are estimated.
-            half: whether its arithmetic is in 16 bits.
-        """
-        parts = [part for part in self._recorded[KEEP].parts[1] if part.place.block]
-        forwards = [part for part in parts if part.place.phase == "forward"]
-        whole = sum(device.seconds(*part[3:], half=half) for part in forwards)
-        cheap = sum(device.seconds(part.operations, 0.0, part.moved, half=half) for part in forwards)
-        return cheap / whole if whole else 0.0
 
     def _find_outputs(self) -> dict[Shared, dict[str, Crossing]]:
         """What blocks hand on, by policy: whatever ends elsewhere than in their own backward, under any."""

@@ -70,8 +70,7 @@ class Adder:
         try:
             micro, loss = take()
             copies = self._copies(micro)
-            if self._run.is_guarded:
-                refill = refilling(micro)
+            refill = refilling(micro)
             while True:
                 try:
                     self._run.add(micro, loss, rows, again=again)

@@ -71,13 +71,11 @@ class Survey:
         return (None,) if taken <= question.budget else (None, False)
 
     def least_seconds(self, micro_batch: int) -> float:
-        """What no policies of the blocks stay below within the budget, where there are mixtures."""
-        question = self._question
-        # What is moved to the host costs no forward.
-        is_rebuilt = "offload" not in question.policies
-        share = self._families[None].share_without_products(question.device, half=self._half)
-        budget = 2**62 if question.budget is None else question.budget
-        return self.mix(micro_batch, None).least_seconds(budget, share if is_rebuilt else 0.0)
+        """What hardly any policies stay below at one size within the budget, where there are mixtures."""
+        question, mix = self._question, self.mix(micro_batch, None)
+        if question.budget is None or "offload" in question.policies:  # which costs no forward
+            return mix.seconds({})
+        return mix.least_seconds(question.budget)
 
     def trace(self, plan: Plan) -> Trace:
         """One plan as it is; measured on real rows where it cannot be traced.

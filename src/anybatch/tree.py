@@ -57,8 +57,8 @@ def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     return nest.build(function(leaf) for leaf in nest.leaves)
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists and mappings, a model's outputs too; the rest is left out.
+def tensors_in(value: Any, _above: tuple[Any, ...] = ()) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, also outputs; the rest is left out.
 
     Example:
         >>> import torch
@@ -69,10 +69,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, tuple | list):
         for one in cast("Sequence[Any]", value):
-            yield from tensors_in(one)
+            yield from tensors_in(one, _above)
     elif isinstance(value, Mapping):
         for one in cast("Mapping[Any, Any]", value).values():
-            yield from tensors_in(one)
+            yield from tensors_in(one, _above)
+    elif _is_record(value) and not any(one is value for one in _above):  # those may hold one another
+        for name in _fields(value):
+            yield from tensors_in(getattr(value, name), (*_above, value))
 
 
 def parts(node: object) -> list[Any] | None:
@@ -111,8 +114,7 @@ def refilling(value: Any) -> Callable[[], None]:
             continue
         own = vars(one).copy() if hasattr(one, "__dict__") else None  # some hold the same a second time
         notes[id(one)] = one, held, own
-        if not (isinstance(one, list | tuple) and isinstance(held.get(0), _PLAIN[1:])):  # many numbers
-            left += held.values()
+        left += [part for part in held.values() if not isinstance(part, _PLAIN)]
 
     def refill() -> None:
         for one, held, own in notes.values():

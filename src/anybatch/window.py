@@ -1,6 +1,7 @@
 """The window: one update from micro-batches that the caller brings."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -112,7 +113,8 @@ class Window:
     def _go(self, batch: Batch) -> None:
         """All rows of a micro-batch at once; where memory runs out, in parts."""
         run, planning = self._run, self._step.planning
-        plan = planning.of_window(self._task, batch)
+        with _as_begun(run, self._task) if planning.budget else nullcontext():
+            plan = planning.of_window(self._task, batch)
         if plan.is_cut:
             self._step.guard.refuse_meetings(self._task)
         self._step.guard.check_loss(self._task, batch, plan.micro_batch)
@@ -269,3 +271,15 @@ class Window:
                 f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
                 "Open a new one with step.window()."
             )
+
+
+@contextmanager
+def _as_begun(run: Run, task: Task) -> Generator[None]:
+    """The gradients as the window found them: a plan counts its sums itself."""
+    held = [(parameter, parameter.grad) for parameter in task.parameters]
+    run.before.put_gradients_back(task.parameters)
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient

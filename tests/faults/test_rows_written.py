@@ -1,6 +1,7 @@
 """Forwards that write to their own rows, and a micro-batch that has to come again."""
 
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Precision, Step
+from anybatch import Precision, Step, Total
 from anybatch.errors import OutOfMemoryError
 from anybatch.run import Run
 from anybatch.surroundings import FIRST
@@ -49,6 +50,38 @@ def test_an_overflow_finds_the_rows_as_they_were(steps: int) -> None:
         assert step(batch).redone > 0
         twin(other)
         assert torch.equal(batch[0], other[0])  # once, as without a fault
+    limit = tolerance(torch.float16, terms=8)
+    assert relative_error(step.model.layer.weight, twin.model.layer.weight) <= limit
+
+
+@dataclass
+class Rows:
+    """A batch with names."""
+
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("fault", ["overflow", "memory"])
+@pytest.mark.parametrize("size", [None, 4])
+def test_rows_in_a_dataclass_come_back_too(size: int | None, fault: str) -> None:
+    def loss(model: nn.Module, rows: Rows) -> Total:
+        return Total((model(rows.x) - rows.y).square().sum(), len(rows.x))
+
+    def make(precision: Any) -> Step:
+        model = InPlace()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        return Step(model, loss, optimizer, micro_batch=size, precision=precision, check=False)
+
+    step, twin = make(SCALED if fault == "overflow" else "float32"), make("float32")
+    if fault == "memory":
+        step(Rows(*rows()))  # learns that they are written to
+        twin(Rows(*rows()))
+    batch, other = Rows(*rows()), Rows(*rows())
+    with scarce(Run, "add", {3} if fault == "memory" else set()):
+        assert step(batch).redone > 0
+    twin(other)
+    assert torch.equal(batch.x, other.x)
     limit = tolerance(torch.float16, terms=8)
     assert relative_error(step.model.layer.weight, twin.model.layer.weight) <= limit
 
