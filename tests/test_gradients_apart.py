@@ -58,3 +58,13 @@ def test_gradients_with_the_negative_bit(bucket: float | None) -> None:
     found = gradients.finish({})
     assert [found[one].item() for one in numbers] == [6.0, 12.0]
     assert not any(one.is_neg() for one in found.values())
+
+
+@pytest.mark.parametrize("is_large_first", [True, False])
+def test_of_those_that_share_memory_the_largest_keeps_it(is_large_first: bool) -> None:
+    large, small = nn.Parameter(torch.ones(100, 3)), nn.Parameter(torch.ones(1, 3))
+    weights = [large, small] if is_large_first else [small, large]
+    gradients = make(weights)
+    add(gradients, torch.cat(weights).square().sum())
+    found = gradients.finish({})
+    assert [found[one].untyped_storage().nbytes() for one in (large, small)] == [4 * 303, 4 * 3]

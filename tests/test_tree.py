@@ -263,15 +263,16 @@ def test_what_was_put_into_a_nest_is_taken_out_again() -> None:
     assert torch.equal(root.value, torch.zeros(1))
 
 
-def test_tensors_of_dataclasses_that_hold_one_another() -> None:
+def test_tensors_of_containers_that_hold_one_another() -> None:
     @dataclasses.dataclass(eq=False)
     class Node:
         value: Tensor
-        others: list[Any]
+        others: Any
 
-    one, other = Node(X, []), Node(Y, [])
-    one.others, other.others = [other], [one, 7]
-    assert [id(leaf) for leaf in tree.tensors_in(one)] == [id(X), id(Y)]
+    one, other, last = Node(X, []), Node(Y, []), {"x": X}
+    one.others, other.others = [other, last, last], (one, 7)
+    last["again"] = last
+    assert [id(leaf) for leaf in tree.tensors_in(one)] == [id(X), id(Y), id(X)]
 
 
 @pytest.mark.parametrize("first", ["train", 7, None, X], ids=type)

@@ -20,7 +20,7 @@ from anybatch.question import Question
 from anybatch.shapes import Shape, longest, round_up, row_shape, shaped
 from anybatch.task import Task
 
-Key = tuple[Shape, Plan, str, bool, bool, str]
+Key = tuple[Shape, Plan, str, bool, int, str]
 
 
 class Budget:
@@ -63,7 +63,7 @@ class Budget:
         # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
         settings = replace(like, rows=0, micro_batch=0, batch_norm=like.batch_norm or "micro")
         is_sized, signature = bool(question.sizes), _signature(question.task)
-        alike = settings, question.cut_refused, is_sized, question.is_part, signature
+        alike = settings, question.cut_refused, is_sized, question.parts, signature
         for (known, *settled), contest in self.contests.items():
             plan = contest.plan
             serves = known in (shape, wanted) and tuple(settled) == alike
@@ -94,12 +94,12 @@ class Budget:
                 "settings": settings.to_json(),
                 "refused": refused,
                 "sized": sized,
-                "part": part,
+                "parts": parts,
                 "signature": signature,
                 "plan": contest.fastest.to_json(),
                 "varying": sorted(self._varying),
             }
-            for (shape, settings, refused, sized, part, signature), contest in self.contests.items()
+            for (shape, settings, refused, sized, parts, signature), contest in self.contests.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
@@ -109,8 +109,8 @@ class Budget:
                 continue
             shape = tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]])
             settings, refused = Plan.from_json(one["settings"]), str(one["refused"])
-            sized, part = bool(one["sized"]), bool(one.get("part"))
-            key = shape, settings, refused, sized, part, str(one["signature"])
+            sized, parts = bool(one["sized"]), int(one.get("parts", 1))
+            key = shape, settings, refused, sized, parts, str(one["signature"])
             self.contests[key] = Contest([Plan.from_json(one["plan"])])
             self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
 
@@ -224,7 +224,8 @@ def _signature(task: Task) -> str:
     ]
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
-    known = f"{places} {sizes} {len(task.modules)} {training} {settings} {casts}"
+    held = sum(p.grad.nbytes for p in (*task.parameters, *task.others) if p.grad is not None)
+    known = f"{places} {sizes} {len(task.modules)} {training} {settings} {casts}{held or ''}"
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 

@@ -282,11 +282,11 @@ def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     Where the gradients of two leaves are views of one tensor, as with `a.view(-1) + b.view(-1)`, autograd
     lets both `.grad` share its memory, and what comes next would be added to both, twice. It may be that of a
     cotangent, too, where a parameter reaches the loss through views only, or of what a hook has returned.
+    The largest comes last: it is then alone, and keeps the memory.
     """
-    for parameter in awaited:
-        gradient = parameter.grad
-        if gradient is None or gradient.is_sparse:
-            continue
+    made = [p for p in awaited if p.grad is not None and not p.grad.is_sparse]
+    for parameter in sorted(made, key=Tensor.numel):
+        gradient = cast("Tensor", parameter.grad)
         if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
             gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
         if _holders(gradient) > _ALONE:

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from anybatch.recompute import find_blocks
 from anybatch.task import Task
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
+_WHOLE = {"cut_refused": _DEPENDS}
 
 
 class Planning:
@@ -123,11 +125,13 @@ class Planning:
         rows, like = batch.rows, self.settings
         self._wanted = rows
         if self.budget is not None:
-            # One of two, so that gradients are there already.
-            question = replace(self._question(task, batch, 2 * rows, as_it_comes=True), is_part=True)
+            # One of several, so that gradients are there already; with compensated sums errors, too.
+            parts = 3 if self.settings.compensated else 2
+            question = self._question(task, batch, parts * rows, as_it_comes=True)
+            question = replace(question, parts=parts)
             if question.cut_refused:  # and so there is only one
                 question = self._question(task, batch, rows, as_it_comes=True)
-            like = self.budget.plan(question)
+            like = self._within(question, self.budget, whole={"sizes": (rows,)})
             self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
 
@@ -207,13 +211,18 @@ class Planning:
                 return answer(replace(question, cut_refused=_DEPENDS), memory, device, measure=measure)
         return answer(question, memory, device, measure=measure)
 
-    def _within(self, question: Question, budget: Budget) -> Plan:
-        if not self._prefers_whole(question):
-            return budget.plan(question)
-        try:
-            return budget.plan(replace(question, cut_refused=_DEPENDS))
-        except BudgetError:
-            return budget.plan(question)
+    def _within(self, question: Question, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
+        """The plan; where the result depends on the cut, a cut is the last way out.
+
+        Args:
+            question: what is to be planned.
+            budget: that it is to keep to.
+            whole: what makes the same question one about rows that are not cut.
+        """
+        if self._prefers_whole(question):
+            with suppress(BudgetError):
+                return budget.plan(replace(question, **whole))
+        return budget.plan(question)
 
     def _prefers_whole(self, question: Question) -> bool:
         """Whether a cut, though allowed, is only the last way out."""

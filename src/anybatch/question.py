@@ -23,8 +23,8 @@ class Question:
         cut_refused: why the batch may not be cut; "" where it may.
         blocks: names of the blocks whose policy may be chosen; none where it is settled in `like`.
         sizes: the only micro-batch there may be; empty where it is to be chosen.
-        is_part: whether these rows are no batch of their own, but find the sums of others there already, so
-            that none of their micro-batches is the only one.
+        parts: micro-batches that these rows come in at least, all alike but the last: 1 where they may stay
+            whole, more where they stand for a micro-batch that finds the sums of others there already.
         without: policies that are not to be chosen, because a block did not run again as it did under them.
         measure: whether the fastest plans are raced for a moment, where the device is here.
         rivals: whether plans to be raced in real steps are asked for.
@@ -38,7 +38,7 @@ class Question:
     cut_refused: str = ""
     blocks: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
-    is_part: bool = False
+    parts: int = 1
     without: tuple[str, ...] = ()
     measure: bool = True
     rivals: bool = False
@@ -65,7 +65,7 @@ class Question:
             count = max(count + 1, count * 5 // 4)
             counts.append(min(count, rows))
         found = dict.fromkeys(-(-rows // count) for count in counts)
-        return [size for size in found if not (self.is_part and size == rows)]
+        return [size for size in found if size * self.parts <= rows]
 
     @property
     def may_spare(self) -> bool:

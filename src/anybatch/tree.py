@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from anybatch.errors import BatchError
 
 Build = Callable[[Iterator[Tensor]], Any]
+_PLAIN = (Tensor, str, bytes, int, float)
 
 
 class Nest(NamedTuple):
@@ -57,25 +58,28 @@ def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
     return nest.build(function(leaf) for leaf in nest.leaves)
 
 
-def tensors_in(value: Any, _above: tuple[Any, ...] = ()) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists, mappings and dataclasses, also outputs; the rest is left out.
+
+    Containers that several hold are looked into once: a nest may be a graph.
 
     Example:
         >>> import torch
         >>> [leaf.shape[0] for leaf in tensors_in(([torch.zeros(1), None], {"x": (torch.zeros(2), 3)}))]
         [1, 2]
     """
+    return _tensors_in(value, {})
+
+
+def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for one in cast("Sequence[Any]", value):
-            yield from tensors_in(one, _above)
-    elif isinstance(value, Mapping):
-        for one in cast("Mapping[Any, Any]", value).values():
-            yield from tensors_in(one, _above)
-    elif _is_record(value) and not any(one is value for one in _above):  # those may hold one another
-        for name in _fields(value):
-            yield from tensors_in(getattr(value, name), (*_above, value))
+    elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        found = parts(value)
+        if found:
+            seen[id(value)] = value  # itself, so that its id stays taken
+            for one in found:
+                yield from _tensors_in(one, seen)
 
 
 def parts(node: object) -> list[Any] | None:
@@ -124,9 +128,6 @@ def refilling(value: Any) -> Callable[[], None]:
             _refill(one, held)
 
     return refill
-
-
-_PLAIN = (Tensor, str, bytes, int, float)
 
 
 def _held(one: Any) -> dict[Any, Any] | None:
