@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.errors import BudgetError, OutOfMemoryError
@@ -129,3 +129,46 @@ def test_gradients_that_are_there_from_the_start_have_a_plan_of_their_own() -> N
         step(batch)
     step = Step(model, nn.MSELoss(), optimizer, memory=refused.value.smallest, check=False)
     assert metered(step, lambda: step(batch), batch) <= refused.value.smallest
+
+
+def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
+    batch = torch.randn(16, 100), torch.randn(16, 100)
+    net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
+    net[1].weight.requires_grad_(False)
+    net[1].weight.grad = gradient = torch.ones(100, 100)
+
+    def peak(memory: int) -> int:
+        optimizer = torch.optim.SGD(net[0].parameters(), lr=1e-3)
+        step = Step(net, nn.MSELoss(), optimizer, memory=memory, check=False)
+
+        def run() -> None:
+            with step.window() as window:
+                for micro in zip(*(leaf.split(8) for leaf in batch), strict=True):
+                    window.add(micro)
+
+        return metered(step, run, batch)
+
+    with pytest.raises(BudgetError) as refused:
+        peak(180_000)
+    assert peak(refused.value.smallest) <= refused.value.smallest
+    assert net[1].weight.grad is gradient
+
+
+def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
+    table, layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
+    rows = torch.randint(50, (8,))
+    table(rows).sum().backward()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = table, layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.table(x).detach())
+
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, check=False)
+    assert step((rows, torch.randn(8, 1))).updated
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse

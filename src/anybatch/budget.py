@@ -224,7 +224,8 @@ def _signature(task: Task) -> str:
     ]
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
-    held = sum(p.grad.nbytes for p in (*task.parameters, *task.others) if p.grad is not None)
+    found = [p.grad for p in (*task.parameters, *task.others) if p.grad is not None]
+    held = sum(one.untyped_storage().nbytes() for one in found if one.layout is torch.strided)
     known = f"{places} {sizes} {len(task.modules)} {training} {settings} {casts}{held or ''}"
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 

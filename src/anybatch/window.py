@@ -276,8 +276,8 @@ class Window:
 @contextmanager
 def _as_begun(run: Run, task: Task) -> Generator[None]:
     """The gradients as the window found them: a plan counts its sums itself."""
-    held = [(parameter, parameter.grad) for parameter in task.parameters]
-    run.before.put_gradients_back(task.parameters)
+    held = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
+    run.before.put_gradients_back()
     try:
         yield
     finally:
