@@ -13,7 +13,7 @@ LAYERS = """
     errors units tree
     batch total rng events exhausted finite nested surroundings remembered
     fold meetings integrations.transformers integrations.torchao integrations
-    ledger recording device
+    ledger recording resized device
     precision scale masters stalled casts lower
     recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload
     recompute.apply recompute

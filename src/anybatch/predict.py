@@ -8,6 +8,7 @@ from typing import NamedTuple
 from anybatch.compose import KEEP, Mix, Output, Segment, Shared
 from anybatch.device import Device
 from anybatch.meter import Recording
+from anybatch.resized import resized
 
 REBUILT = "recompute"  # a phase that belongs to the backward of its block
 ONCE = ("start", "update")  # phases of a step, not of a micro-batch
@@ -110,6 +111,23 @@ class Recorded:
         one, other = self.parts
         lengths = {len(recording.storages) for recording in self.recordings}
         return len(lengths) == 1 and [part.start for part in one] == [part.start for part in other]
+
+    def beside(self, recording: Recording) -> "Recorded | None":
+        """The same step under another policy, of which only the second size was recorded.
+
+        Args:
+            recording: of micro-batches of the second size.
+
+        Returns:
+            None where the sizes of storages here do not tell those at the first size.
+        """
+        if not self.is_aligned:
+            return None
+        there, here = self.recordings
+        first = resized(recording, here=here, there=there)
+        if first is None:
+            return None
+        return Recorded(sizes=self.sizes, recordings=(first, recording), blocks=self.blocks)
 
     def share(self, micro_batch: int) -> float:
         """How far a size lies from the first towards the second."""

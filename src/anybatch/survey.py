@@ -114,7 +114,7 @@ class Survey:
         self.notes.append(f"each size was traced by itself: {why}")
 
     def add_policies(self) -> None:
-        """Let blocks be rebuilt or moved in mixtures, too: three times the recordings, so only if need be."""
+        """Let blocks be rebuilt or moved in mixtures, too: one trace for each policy, only if need be."""
         if self.is_composed and not self.has_policies:
             self._record(self._question.policies)
             self.has_policies = True
@@ -122,7 +122,11 @@ class Survey:
     def _record(self, policies: Sequence[str] = ()) -> None:
         question = self._question
         try:
-            self._pure = recorded = {policy: self._recorded(policy) for policy in (KEEP, *policies)}
+            recorded = dict(self._pure)
+            for policy in (KEEP, *policies):
+                if policy not in recorded:
+                    recorded[policy] = self._recorded(policy)
+            self._pure = recorded
             self._families = {None: Family(recorded)}
             if question.batch.whole is not None:
                 # Not what one of them holds: where rows are real, they are views of the whole batch.
@@ -143,6 +147,11 @@ class Survey:
         plans = [
             replace(question.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
         ]
+        kept = self._pure.get(KEEP)
+        if kept is not None and not self.is_measured:
+            found = kept.beside(self.trace(plans[1]).recording)
+            if found is not None:
+                return found
         low = self.trace(plans[0])
         if self.is_over(low):  # then so are more rows, and these would really be run
             raise TraceError(f"Expected {LOW} rows at a time within the budget, got {low.peak} bytes.")
