@@ -13,7 +13,8 @@ from anybatch.device import Device
 from anybatch.device import find as find_device
 from anybatch.feed import grows_in_lines
 from anybatch.plan import Plan
-from anybatch.predict import Family, Recorded
+from anybatch.predict import Family
+from anybatch.recorded import Recorded
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
 from benchmarks.report import table

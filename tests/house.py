@@ -24,7 +24,7 @@ LAYERS = """
     gradients plan
     tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
     task conditions before run smaller scaled course execute
-    likely fakes feed trace update measured compose predict solve timing options
+    likely fakes feed trace update measured compose recorded predict solve timing options
     question survey blame planner contest shapes budget
     limits planning room guard door noted halfway window step
     probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls

@@ -50,3 +50,33 @@ def test_bytes_are_freed_where_that_costs_least() -> None:
     assert (mix.peak({}), mix.seconds({})) == (27, 67.0)
     found = [mix.least_seconds(budget) - 67.0 for budget in (30, 27, 22, 17, 12, 7, 0)]
     assert found == [0, 0, 2, 4, 8, 12, 12]
+
+
+def test_what_comes_and_goes_for_others_depends_on_their_policies() -> None:
+    """Block a is moved: it goes while b computes, and is back before b's backward has done anything."""
+
+    def step(moved: dict[str, bool]) -> list[Segment]:
+        gone = {"a": -8} if moved["a"] else {}
+        back = {"a": 8} if moved["a"] else {}
+        return [
+            segment("a", 10, 10),
+            Segment(block="b", place=("forward", 0), net=10 - 8 * bool(gone), peak=12, others=gone),
+            segment("", 0, 3),
+            Segment(
+                block="b",
+                place=("backward", 0),
+                net=-10 + 8 * bool(back),
+                peak=4 + 8 * bool(back),
+                others=back,
+            ),
+            Segment(block="a", place=("backward", 0), net=-10, peak=5),
+        ]
+
+    mix = Mix(start=0, segments={KEEP: step({"a": False}), "offload": step({"a": True})})
+    found = {
+        name: [(one.net, one.peak) for one in mix.of(dict.fromkeys(name, "offload"))]
+        for name in ("a", "b", "")
+    }
+    assert found["a"] == [(10, 10), (2, 12), (0, 3), (-2, 12), (-10, 5)]  # though b is kept
+    assert found["b"] == found[""] == [(10, 10), (10, 12), (0, 3), (-10, 4), (-10, 5)]  # though b is moved
+    assert (mix.peak({}), mix.peak({"a": "offload"}), mix.peak({"b": "offload"})) == (24, 24, 24)

@@ -1,7 +1,7 @@
 """The bytes of a step whose blocks differ in policy, composed of steps in which all have the same."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 KEEP = "keep"
 
@@ -22,6 +22,8 @@ class Segment:
         cheap: of these, all but those of matrix products, convolutions and attention.
         ends: outputs of other blocks that end here, and their bytes.
         peak_without: the highest moment if they did not.
+        others: bytes that come here for the sake of another block, by its name, or go if negative: what is
+            moved to the host goes while the next block computes, and comes back just before its own backward.
     """
 
     block: str
@@ -32,6 +34,31 @@ class Segment:
     cheap: float = 0.0
     ends: Mapping[Shared, int] = field(default_factory=dict[Shared, int])
     peak_without: int = 0
+    others: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def with_others(self, wanted: Mapping[str, int]) -> "Segment":
+        """The segment when other blocks have other policies.
+
+        Args:
+            wanted: bytes that come and go for their sake, in place of those of `others`.
+
+        Example:
+            >>> own = Segment(block="b", place=("backward", 0), net=9, peak=9, others={"a": 4})
+            >>> alone = own.with_others({})
+            >>> alone.net, alone.peak
+            (5, 5)
+        """
+        if wanted == self.others:
+            return self
+        come = sum(size for size in wanted.values() if size > 0)
+        come -= sum(size for size in self.others.values() if size > 0)  # before the highest moment
+        return replace(
+            self,
+            net=self.net + sum(wanted.values()) - sum(self.others.values()),
+            peak=max(0, self.peak + come),
+            peak_without=max(0, self.peak_without + come),
+            others=wanted,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +125,23 @@ class Mix:
 
     def of(self, choice: Mapping[str, str]) -> list[Segment]:
         """The segments of one mixture; blocks not named are kept."""
-        kept = self.segments[KEEP]
-        return [self.segments[choice.get(one.block, KEEP)][index] for index, one in enumerate(kept)]
+        found: list[Segment] = []
+        for kept, every in zip(self.segments[KEEP], self.places(), strict=True):
+            wanted = {
+                block: size
+                for policy, segment in every.items()
+                for block, size in segment.others.items()
+                if choice.get(block, KEEP) == policy
+            }
+            found.append(every[choice.get(kept.block, KEEP)].with_others(wanted))
+        return found
+
+    def places(self) -> list[dict[str, Segment]]:
+        """The segments in order, each under all policies."""
+        return [
+            dict(zip(self.segments, every, strict=True))
+            for every in zip(*self.segments.values(), strict=True)
+        ]
 
     def peak(self, choice: Mapping[str, str], *, phase: str = "") -> int:
         """The most bytes alive at any moment, or at any of one phase."""

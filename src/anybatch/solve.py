@@ -160,19 +160,24 @@ def _rows(mix: Mix) -> list[Row]:
     """What is alive at the highest moment of each segment, as a function of the choices."""
     rows: list[Row] = []
     constant, parts = float(mix.start), dict[tuple[str, str], float]()
-    for index, kept in enumerate(mix.segments[KEEP]):
-        here = dict(parts)
-        own = {policy: mix.segments[policy][index] for policy in mix.policies}
-        if not kept.block:
-            rows.append(Row(constant + kept.peak, here))
-            constant += kept.net
-            continue
+    for own in mix.places():
+        block = own[KEEP].block
+        here, constant_here = dict(parts), constant + (0 if block else own[KEEP].peak)
+        constant += 0 if block else own[KEEP].net
+        for policy, segment in own.items() if block else ():
+            alone = segment.with_others({})
+            _add(here, (block, policy), alone.peak)
+            _add(parts, (block, policy), alone.net)
         for policy, segment in own.items():
-            key = kept.block, policy
-            here[key] = parts.get(key, 0.0) + segment.peak
-            parts[key] = parts.get(key, 0.0) + segment.net
-        rows.append(Row(constant, here))
+            for other, size in segment.others.items():
+                _add(here, (other, policy), max(0, size))
+                _add(parts, (other, policy), size)
+        rows.append(Row(constant_here, here))
     return rows
+
+
+def _add(parts: dict[tuple[str, str], float], choice: tuple[str, str], size: int) -> None:
+    parts[choice] = parts.get(choice, 0.0) + size
 
 
 def _seconds(mix: Mix, choice: tuple[str, str]) -> float:

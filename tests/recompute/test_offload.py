@@ -189,3 +189,35 @@ def test_what_is_filled_after_it_was_saved_is_moved_full(link: Watched) -> None:
 
     assert torch.equal(gradient(Offload([]), is_moved=False), gradient(Offload([]), is_moved=True))
     assert link.log.count(("back", 20)) == 2
+
+
+def test_blocks_that_are_not_moved_take_part(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    y = x
+    for size, kind in ((20, "cpu"), (30, ""), (40, ""), (50, "cpu"), (60, "")):
+        with offload.saving(kind) as visit:
+            y = torch.cat([y, y[:10]])[:size].exp()
+        offload.watch(visit, y)
+    forward = [("away", 20), ("wait", "away 20"), ("away", 50), ("wait", "away 50")]
+    assert link.log == forward  # let go when the next block is done, though that one keeps what it saves
+    y.register_hook(lambda _: link.log.append(("begin", None)))
+    y.sum().backward()
+    assert link.log[len(forward) :] == [
+        ("begin", None),
+        ("back", 50),  # when backward has entered the block after it
+        ("wait", "back 50"),
+        ("back", 20),
+        ("wait", "back 20"),
+    ]
+    assert x.grad is not None
+
+
+def test_what_keeps_is_left_as_it_is(link: Watched) -> None:
+    offload, x = Offload([]), leaf(20)
+    with offload.saving("") as visit:
+        y = x.exp()
+    offload.watch(visit, y)
+    y.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert link.log == []

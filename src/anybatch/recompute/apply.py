@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from anybatch.errors import PlanError
 from anybatch.integrations.transformers import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
-from anybatch.recompute.find import POLICIES, Choice
+from anybatch.recompute.find import POLICIES, Choice, find_blocks
 from anybatch.recompute.inside import Inside
 from anybatch.recompute.offload import Offload
 from anybatch.recompute.replay import Call
@@ -60,10 +60,11 @@ def applied(model: nn.Module, choice: Choice) -> AbstractContextManager[None]:
 
 @contextmanager
 def _applied(model: nn.Module, choice: Choice) -> Generator[None]:
-    offload = Offload(())
+    blocks = [(name, _block(model, name), policy) for name, policy in choice]
+    offload = None
     if any(policy == "offload" for _, policy in choice):
         offload = Offload((*model.parameters(), *model.buffers()))
-    blocks = [(name, _block(model, name), policy) for name, policy in choice]
+        blocks += [(name, _block(model, name), "keep") for name in _others(model, choice)]
     found: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name, block, policy in blocks:
@@ -79,18 +80,36 @@ def _applied(model: nn.Module, choice: Choice) -> Generator[None]:
                 attributes.pop(slot, None)
             else:
                 attributes[slot] = value
-        offload.close()
+        if offload is not None:
+            offload.close()
 
 
-def _under(policy: str, name: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    """A forward that evaluates under a policy."""
+def _under(policy: str, name: str, block: nn.Module, forward: Forward, offload: Offload | None) -> Forward:
+    """A forward that evaluates under a policy, and of which those that are moved take notice."""
     match policy:
         case "recompute" | "selective":
-            return _rebuilt(policy, name, block, forward)
-        case "offload":
-            return _moved(block, forward, offload)
+            evaluate = _rebuilt(policy, name, block, forward)
+        case "offload" | "keep":
+            evaluate = forward
         case _:
             raise PlanError(f"Expected a policy, one of {POLICIES}, got {policy!r}. Pass one of them.")
+    return evaluate if offload is None else _watched(policy, block, evaluate, offload)
+
+
+def _others(model: nn.Module, choice: Choice) -> list[str]:
+    """Blocks that stand beside those named, keep what they save, and can be watched."""
+    named = [_block(model, name) for name, _ in choice]
+    taken = {module for block in named for module in block.modules()}
+    apart = [
+        name for name in find_blocks(model) if not taken.intersection(model.get_submodule(name).modules())
+    ]
+    return [name for name in apart if not any(_is_compiled(one) for one in _around(model, name))]
+
+
+def _around(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that a module is in, the outermost first."""
+    parts = name.split(".") if name else []
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
 
 
 def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward) -> Forward:
@@ -121,16 +140,19 @@ def _run(call: Call, contexts: Callable[[], Any]) -> Any:
     return checkpoint(call, *call.tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def _moved(block: nn.Module, forward: Forward, offload: Offload) -> Forward:
+def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
+    """A forward of which what is moved takes notice: of the block itself, or of the one before it."""
     kinds = {parameter.device.type for parameter in block.parameters()}
-    kind = next(iter(kinds - {"cpu"}), "cpu")
+    kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
 
     @wraps(forward)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with offload.saving(kind):
-            return forward(*args, **kwargs)
+        with offload.saving(kind) as visit:
+            outputs = forward(*args, **kwargs)
+        offload.watch(visit, outputs)
+        return outputs
 
     return evaluate
 
@@ -139,7 +161,7 @@ def _block(model: nn.Module, name: str) -> nn.Module:
     """The module of this name; none on the way to it may be compiled."""
     block = model
     for part in name.split(".") if name else ():
-        if _compiled(block) is not None or hasattr(block, "_orig_mod"):
+        if _is_compiled(block):
             raise PlanError(
                 f"Expected {name!r} to be in a module that is not compiled, got a compiled "
                 f"{type(block).__name__} around it. Compile the blocks: "
@@ -153,6 +175,10 @@ def _block(model: nn.Module, name: str) -> nn.Module:
             )
         block = inner
     return block
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return _compiled(module) is not None or hasattr(module, "_orig_mod")
 
 
 def _compiled(module: nn.Module) -> Any:

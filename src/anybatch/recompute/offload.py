@@ -1,7 +1,7 @@
 """Offload: what a block saves for backward waits in host memory."""
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.errors import PlanError
+from anybatch.tree import tensors_in
 
 #: Bytes below which a tensor stays: a copy's latency is then longer than its transfer.
 SMALLEST = 64 * 1024
@@ -159,11 +160,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Visit:
-    """One call of a block.
+    """One call of a block, whatever its policy.
 
     Attributes:
         before: the call that backward comes to after this one, if it is still there.
-        moved: what this one saved, as long as autograd holds it.
+        moved: what this one saved and moves, as long as autograd holds it.
     """
 
     before: "Callable[[], Visit | None]"
@@ -191,7 +192,8 @@ class Offload:
     A storage is moved once, however many of its views are saved, and comes back as it was: the same strides,
     the same bits. While a block computes, what the block before it saved is on its way, and is then let go.
     What the last block saved is still there when backward begins. When backward enters a block, what the
-    block before it saved begins to come back.
+    block before it saved begins to come back. Blocks that keep what they save, or run again, take part in
+    this: so what a block that is moved takes does not depend on the policies of its neighbours.
 
     What is smaller than `SMALLEST` stays where it is, and so does what is on another kind of device.
 
@@ -216,11 +218,14 @@ class Offload:
         self._entered: Callable[[], Visit | None] = _nothing  # in backward
 
     @contextmanager
-    def saving(self, kind: str) -> Generator[None]:
+    def saving(self, kind: str) -> Generator[Visit]:
         """What one call of a block runs under.
 
         Args:
-            kind: of device whose memory is to be freed, as in "cuda".
+            kind: of device whose memory is to be freed, as in "cuda"; "" where the block is not moved.
+
+        Yields:
+            the call, to be watched.
         """
         self.close()  # what an interrupted backward has left
         before = self._last()
@@ -228,8 +233,12 @@ class Offload:
         known: dict[Key, Moved] = {}
 
         try:
-            with saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack):
-                yield
+            with (
+                saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack)
+                if kind
+                else nullcontext()
+            ):
+                yield visit
         finally:
             known.clear()  # autograd holds it
         # Not before: an operation may save what it fills afterwards (nn.RReLU's noise).
@@ -242,6 +251,17 @@ class Offload:
                 moved.look()
                 moved.source = None
         self._last = ref(visit)
+
+    def watch(self, visit: Visit, outputs: Any) -> None:
+        """Let what the block before this one saved come back when backward enters this one.
+
+        Args:
+            visit: a call.
+            outputs: what it returned; they hold the call.
+        """
+        for output in tensors_in(outputs):
+            if output.grad_fn is not None:
+                output.grad_fn.register_hook(partial(self._enter, visit))
 
     def close(self) -> None:
         """Free what came back and was not taken, once its copy is done."""
@@ -275,12 +295,15 @@ class Offload:
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if self._entered() is not saved.visit:
-            self._entered = ref(saved.visit)
-            before = saved.visit.before()
-            for moved in (*saved.visit.alive(), *(before.alive() if before is not None else ())):
-                self._bring(moved)
+        self._enter(saved.visit)
         return self._take(saved.moved).as_strided(saved.size, saved.stride, saved.offset)
+
+    def _enter(self, visit: Visit, *gradients: object) -> None:
+        if self._entered() is not visit:
+            self._entered = ref(visit)
+            before = visit.before()
+            for moved in (*visit.alive(), *(before.alive() if before is not None else ())):
+                self._bring(moved)
 
     def _bring(self, moved: Moved) -> None:
         if moved.source is None and moved.taken() is None and moved not in self._coming:
