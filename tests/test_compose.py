@@ -1,6 +1,7 @@
 """Bytes of a mixture are sums of those of pure steps."""
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -48,8 +49,10 @@ def test_bytes_are_freed_where_that_costs_least() -> None:
     ]
     mix = Mix(start=0, segments={KEEP: [*first, *back, *later[:-1]]})
     assert (mix.peak({}), mix.seconds({})) == (27, 67.0)
-    found = [mix.least_seconds(budget) - 67.0 for budget in (30, 27, 22, 17, 12, 7, 0)]
-    assert found == [0, 0, 2, 4, 8, 12, 12]
+    found = [mix.least_seconds(budget) - 67.0 for budget in (30, 27, 22, 17, 12, 7)]
+    assert found == [0, 0, 2, 4, 8, 12]
+    assert mix.least_seconds(6) == inf
+    assert mix.least_seconds(7, may_move=True) == 67.0
 
 
 def test_what_comes_and_goes_for_others_depends_on_their_policies() -> None:

@@ -154,9 +154,9 @@ def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
     """The larger budget makes the step 1.17 times as slow if it is cut, and no less if blocks are rebuilt."""
     asked = question(make(), rows_of(24, 300, 8))
     least, most = smallest(asked), within(asked, 2**40).peak
-    recorded: list[Survey] = []
+    recorded: list[list[str]] = []
     own = Survey.add_policies
-    monkeypatch.setattr(Survey, "add_policies", lambda self: (recorded.append(self), own(self))[1])
+    monkeypatch.setattr(Survey, "add_policies", lambda self, new: (recorded.append(new), own(self, new))[1])
     report = within(asked, int(least + part * (most - least)))
     assert (bool(recorded), bool(report.plan.blocks)) == (is_recorded, is_recorded)
 

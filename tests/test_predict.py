@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,23 @@ def test_mixtures_are_composed_to_a_scalar(name: str) -> None:
         mix = family.mix(2 * size, size, find("cpu"), half=False, input_bytes=0)
         composed = mix.peak(named)
         assert abs(composed - whole.peak) <= 0.005 * whole.peak, (size, named)
+
+
+def test_what_is_moved_takes_as_long_as_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is longer than computing; a short one is hidden behind it."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    setting, card = Setting("gpt2"), find("cuda:a100")
+    family = setting.family((KEEP, "offload"), "cuda")
+    moved = dict.fromkeys(setting.blocks, "offload")
+    fast, slow = [
+        family.mix(12, 4, replace(card, link=link), half=False, input_bytes=0) for link in (1e15, 1e6)
+    ]
+    times = {0: 1, 1: 2}  # the second micro-batch stands for the third, too
+    copied = (
+        sum(times[one.place[1]] * abs(size) for one in slow.of(moved) for size in one.others.values()) / 1e6
+    )
+    assert 0 < copied <= slow.seconds(moved) <= copied + fast.seconds(moved)
+    assert fast.seconds(moved) < copied / 100
 
 
 @pytest.mark.parametrize("name", ["resnet50", "unet", "gpt2", "vit"])

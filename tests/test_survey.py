@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from anybatch import trace as tracing
 from anybatch.compose import KEEP
 from anybatch.device import find
 from anybatch.errors import TraceError
+from anybatch.recompute import offload
 from anybatch.solve import fastest, smallest
 from anybatch.survey import Survey
 from tests.budgets import (
@@ -48,7 +50,7 @@ def test_mixtures_are_traces_to_a_few_scalars(size: int) -> None:
     survey = Survey(asked := question(make(optimizer=foreach), rows_of(24, 5, 8)))
     assert survey.is_composed
     assert survey.mix(size, None).policies == (KEEP,)  # the others cost, and are often not needed
-    survey.add_policies()
+    survey.add_policies(survey.unrecorded)
     for chosen in (None, False):
         mix = survey.mix(size, chosen)
         for choice in ({}, {"blocks.0": "recompute"}, {"blocks.2": "selective", "blocks.1": "recompute"}):
@@ -94,7 +96,7 @@ def test_no_mixture_is_faster_than_the_kept_step_says_that_any_can_be(
     model: Callable[[], nn.Module], batch: tuple[Tensor, Tensor], sizes: Sequence[int]
 ) -> None:
     survey = Survey(question(make(model), batch))
-    survey.add_policies()
+    survey.add_policies(survey.unrecorded)
     for size in sizes:
         mix = survey.mix(size, None)
         least, most = mix.peak(smallest(mix)), mix.peak({})
@@ -105,8 +107,10 @@ def test_no_mixture_is_faster_than_the_kept_step_says_that_any_can_be(
         assert mix.least_seconds(most) == mix.seconds({}) < mix.least_seconds(least)
 
 
-def test_where_blocks_may_be_moved_only_the_kept_step_bounds_them() -> None:
-    asked = replace(question(make(Towers), rows_of(512, 512)), budget=3_000_000)
+def test_where_blocks_may_be_moved_only_the_kept_step_bounds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is recorded what moving takes."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    asked = replace(question(make(Towers), rows_of(512, 512)), budget=50_000_000)
     here = Survey(asked)
     there = Survey(replace(asked, device=find("cuda:a100")))
     still = Survey(replace(asked, device=find("cuda:a100"), without=("offload",)))
@@ -114,6 +118,19 @@ def test_where_blocks_may_be_moved_only_the_kept_step_bounds_them() -> None:
     assert here.least_seconds(512) > kept[0]
     assert there.least_seconds(512) == kept[1]
     assert still.least_seconds(512) > kept[2]
+    assert there.unrecorded == ("recompute", "selective", "offload")
+    there.add_policies(["offload"])
+    assert there.unrecorded == ("recompute", "selective")
+    assert kept[1] < there.least_seconds(512) <= still.least_seconds(512)
+
+
+def test_nothing_bounds_what_cannot_fit() -> None:
+    """To free all that blocks leave is not enough."""
+    asked = question(make(), rows_of(24, 40, 8))
+    mix = Survey(asked).mix(24, None)
+    left = sum(one.net for one in mix.segments[KEEP] if one.block and one.place == ("forward", 0))
+    assert mix.least_seconds(mix.peak({}) - left) < inf
+    assert mix.least_seconds(mix.peak({}) - left - 1) == inf
 
 
 def test_the_sparing_update_is_recorded_only_where_the_update_takes_too_much() -> None:
@@ -135,8 +152,8 @@ def test_an_update_one_by_one_takes_less_where_it_decides() -> None:
 def test_each_plan_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[object] = []
     survey = Survey(asked := question(make(), rows_of()))
-    own: Callable[..., Any] = survey._look
-    monkeypatch.setattr(Survey, "_look", lambda self, plan: calls.append(plan) or own(plan))
+    own: Callable[..., Any] = survey._traced
+    monkeypatch.setattr(Survey, "_traced", lambda self, plan: calls.append(plan) or own(plan))
     assert survey.trace(asked.like) is survey.trace(asked.uniform(24, KEEP))
     assert len(calls) == 1
 
@@ -177,7 +194,7 @@ def test_what_cannot_be_traced_is_not_tried_again(monkeypatch: pytest.MonkeyPatc
         tracing, "run_on_fakes", lambda *given, **more: (runs.append(len(given)), run(*given, **more))[1]
     )
     survey = Survey(asked := question(make(Untraceable), rows_of(24)))
-    survey.add_policies()
+    survey.add_policies(survey.unrecorded)
     assert {survey.trace(asked.uniform(size, KEEP)).source for size in (24, 12, 5)} == {"measured"}
     assert len(runs) == 1
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 KEEP = "keep"
 
@@ -163,33 +164,49 @@ class Mix:
         """How long all segments take."""
         return sum(segment.seconds for segment in self.of(choice))
 
-    def least_seconds(self, budget: int) -> float:
-        """Seconds that hardly any choice within the budget stays below, told by the kept step alone.
+    def least_seconds(self, budget: int, *, may_move: bool = False) -> float:
+        """Seconds that hardly any choice within the budget stays below, also of policies not recorded here.
 
         Who frees all that a block leaves for its backward does its forward again, but for products that may
-        be kept: what is cheap in it, at least. Bytes are freed where that costs least, down to the last one,
-        as in the continuous knapsack problem.
+        be kept: what is cheap in it, at least, or what a policy takes that is known. Bytes are freed where
+        that costs least, down to the last one, as in the continuous knapsack problem.
 
         Args:
             budget: the most bytes alive at any moment.
+            may_move: whether blocks may be moved to the host, too, which may cost nothing.
+
+        Returns:
+            seconds; infinity where it is not enough to free all that blocks leave.
 
         Example:
-            >>> forward = Segment(block="a", place=("forward", 0), net=8, peak=8, seconds=2.0, cheap=1.0)
+            >>> forward = Segment(block="a", place=("forward", 0), net=8, peak=9, seconds=2.0, cheap=1.0)
             >>> mix = Mix(start=0, segments={"keep": [forward]})
-            >>> [mix.least_seconds(budget) for budget in (8, 4, 0)]
-            [2.0, 2.5, 3.0]
+            >>> [mix.least_seconds(budget) for budget in (9, 5, 1, 0)]
+            [2.0, 2.5, 3.0, inf]
+            >>> mix.least_seconds(1, may_move=True)
+            2.0
         """
         left = dict.fromkeys(self.blocks, 0)  # bytes, of one micro-batch
         spent = dict.fromkeys(self.blocks, 0.0)  # seconds, of all of them
         for segment in self.segments[KEEP]:
             if segment.block and segment.place[0] == "forward":
-                spent[segment.block] += segment.cheap
+                spent[segment.block] += 0.0 if may_move else segment.cheap
                 left[segment.block] += segment.net if segment.place[1] <= 0 else 0  # for each call
+        for policy in self.policies[1:]:
+            for block in self.blocks:
+                spent[block] = min(spent[block], self._more_seconds(block, policy))
         over, least = self.peak({}) - budget, self.seconds({})
+        if over > sum(max(0, size) for size in left.values()):
+            return inf
         for price, size in sorted((spent[block] / size, size) for block, size in left.items() if size > 0):
             least += price * max(0, min(size, over))
             over -= size
         return least
+
+    def _more_seconds(self, block: str, policy: str) -> float:
+        """How much longer a block takes under a policy than where it is kept."""
+        pairs = zip(self.segments[policy], self.segments[KEEP], strict=True)
+        return max(0.0, sum(one.seconds - kept.seconds for one, kept in pairs if kept.block == block))
 
     def _due(self, choice: Mapping[str, str]) -> dict[int, list[Shared]]:
         """Outputs that end with a segment of others, because their own blocks do not hold them."""

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from anybatch.blame import refusal
 from anybatch.compose import KEEP, Mix
+from anybatch.device import Device
 from anybatch.errors import OutOfMemoryError
 from anybatch.options import Option, PlanReport
 from anybatch.plan import Plan
@@ -17,15 +18,16 @@ from anybatch.timing import seconds_per_row
 
 MEASURE_S = 2.0  # for all measured runs of one planning
 SHOWN = 6  # options in a report
-GOOD = 1.05  # times the fastest estimate: what rebuilding a block costs at least
-EVEN = 1.1  # times the fastest estimate: what no estimate tells apart on the host
+GOOD = 1.05  # times the fastest estimate: what a race on a card that is here may tell apart
+EVEN = 1.1  # times the fastest estimate: what no estimate tells apart, on the host or for a card elsewhere
 SUMS = 1.5  # times the bytes of an uncut step: what sums beside its gradients add at most
 RIVALS = 5  # plans that are raced in real steps
 NEAR = 2.0  # times the fastest estimate: what a race may turn round
 TRIES = 3  # traces of plans that were composed to fit, before another size is taken
 RACED = 3  # sizes that are traced by themselves, where each has to be
 OFF = 0.005  # of the bytes: what a composition may be wrong by before it is given up
-_CHEAP_FIRST = ("offload", "selective", "recompute")
+RERUN = ("selective", "recompute")
+_CHEAP_FIRST = ("offload", *RERUN)
 
 
 def choose(question: Question) -> PlanReport:
@@ -81,11 +83,16 @@ class _Search:
     def _options(self) -> list[Option]:
         """Plans that should fit, fastest first."""
         sizes = self._question.all_sizes
-        found = self._composed_options() if self._survey.is_composed else []
-        least = [self._scale * self._survey.least_seconds(size) for size in sizes] if found else []
-        if self._survey.is_composed and not _is_good(found, least, self._question.device.kind):
-            self._survey.add_policies()
-            found = self._composed_options() if self._survey.is_composed else []
+        survey = self._survey
+        found = self._composed_options() if survey.is_composed else []
+        for policies in (("offload",), RERUN):  # moving is the cheaper to record, and to carry out
+            left = [one for one in policies if one in survey.unrecorded]
+            least = [
+                self._scale * survey.least_seconds(size) for size in sizes if survey.is_composed and left
+            ]
+            if least and not _is_good(found, least, self._question.device):
+                survey.add_policies(left)
+                found = self._composed_options() if survey.is_composed else []
         if not self._survey.is_composed:
             found = self._traced_options()
         return _ordered(found, self._question.device.kind)
@@ -182,7 +189,7 @@ class _Search:
 
     def _least(self) -> Option:
         """What takes fewest bytes."""
-        self._survey.add_policies()
+        self._survey.add_policies(self._survey.unrecorded)
         sizes = self._question.all_sizes[::-1]
         least = self._least_at(sizes[0])
         if self._survey.is_measured:
@@ -296,9 +303,9 @@ def _ahead(measured: Sequence[Option], size: int) -> float:
     return measured[0].peak + max(slopes, default=0.0) * (size - measured[0].plan.micro_batch)
 
 
-def _is_good(found: Sequence[Option], least: Sequence[float], kind: str) -> bool:
-    """Whether one is about as fast as any could be whose blocks are rebuilt, at any size."""
-    even = EVEN if kind == "cpu" else GOOD
+def _is_good(found: Sequence[Option], least: Sequence[float], device: Device) -> bool:
+    """Whether one is about as fast as any could be whose blocks are rebuilt or moved, at any size."""
+    even = GOOD if device.is_here and device.kind != "cpu" else EVEN
     return any(one.seconds <= even * min(least) for one in found)
 
 

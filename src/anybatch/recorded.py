@@ -98,12 +98,14 @@ class Recorded:
     recordings: tuple[Recording, Recording]
     blocks: tuple[str, ...]
     parts: tuple[list[Stretch], list[Stretch]] = field(init=False)
+    changes: tuple[list[int], list[int]] = field(init=False)  # in bytes, of each event
 
     def __post_init__(self) -> None:
         one, other = [stretches(recording, self.blocks) for recording in self.recordings]
         if [part.place for part in one] != [part.place for part in other]:
             raise ValueError("Expected two recordings of the same step, got others. Trace each size itself.")
         object.__setattr__(self, "parts", (one, other))
+        object.__setattr__(self, "changes", tuple([recording.changes() for recording in self.recordings]))
 
     @property
     def is_aligned(self) -> bool:
@@ -173,12 +175,11 @@ class Recorded:
             others: storages that come or go in a stretch for the sake of another block.
         """
         share = self.share(micro_batch)
-        changes = [recording.changes() for recording in self.recordings]
         found: list[Segment] = []
         for index, (one, other) in enumerate(zip(*self.parts, strict=True)):
             shared = (ends or {}).get(index, {})
             without = 0.0
-            low, high = changes[0][one.start : one.stop], changes[1][other.start : other.stop]
+            low, high = self.changes[0][one.start : one.stop], self.changes[1][other.start : other.stop]
             if len(low) == len(high):
                 mixed = [a + (b - a) * share for a, b in zip(low, high, strict=True)]
                 net, peak = _net_and_peak(mixed)
@@ -191,17 +192,21 @@ class Recorded:
                 ends_at = zip(_net_and_peak(low), _net_and_peak(high), strict=True)
                 net, peak = (a + (b - a) * share for a, b in ends_at)
             work = [a + (b - a) * share for a, b in zip(one[3:], other[3:], strict=True)]
+            moved = _summed((others or {}).get(index, ()), share, one.place.phase)
+            seconds = max(0.0, device.seconds(*work, half=half))
+            if moved and device.link:  # copies run beside what is computed, so the slower of both counts
+                seconds = max(seconds, sum(map(abs, moved.values())) / device.link)
             found.append(
                 Segment(
                     block=one.place.block,
                     place=(one.place.phase, one.place.micro_batch),
                     net=round(net),
                     peak=max(0, round(peak)),
-                    seconds=max(0.0, device.seconds(*work, half=half)),
+                    seconds=seconds,
                     cheap=max(0.0, device.seconds(work[0], 0.0, work[2], half=half)),
                     ends={key: bytes_at(born, share) for key, born in shared.items()},
                     peak_without=max(0, round(without)),
-                    others=_summed((others or {}).get(index, ()), share, one.place.phase),
+                    others=moved,
                 )
             )
         return found

@@ -29,7 +29,6 @@ class Survey:
     Attributes:
         notes: what the reader of the answer should know.
         is_composed: whether there are mixtures; where not, each plan has to be traced by itself.
-        has_policies: whether blocks of the mixtures may be under other policies than being kept.
         is_measured: whether the step cannot be traced, so that plans are measured on real rows.
     """
 
@@ -42,7 +41,7 @@ class Survey:
         self._families: dict[bool | None, Family] = {}  # by foreach
         self._input_per_row = 0.0
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
-        self.is_composed = self.is_measured = self.has_policies = False
+        self.is_composed = self.is_measured = False
         settled = question.sizes and not question.blocks
         even = grows_in_lines(question.task.loss, question.task.model)
         if question.like.rows >= 2 * LOW and even and not settled:
@@ -73,9 +72,9 @@ class Survey:
     def least_seconds(self, micro_batch: int) -> float:
         """What hardly any policies stay below at one size within the budget, where there are mixtures."""
         question, mix = self._question, self.mix(micro_batch, None)
-        if question.budget is None or "offload" in question.policies:  # which costs no forward
+        if question.budget is None:
             return mix.seconds({})
-        return mix.least_seconds(question.budget)
+        return mix.least_seconds(question.budget, may_move="offload" in self.unrecorded)
 
     def trace(self, plan: Plan) -> Trace:
         """One plan as it is; measured on real rows where it cannot be traced.
@@ -85,7 +84,8 @@ class Survey:
             OutOfMemoryError: not even one of its rows could be measured.
         """
         if plan not in self._traces:
-            self._traces[plan] = self._look(plan)
+            self._traces[plan] = found = self._traced(plan)
+            self._idle = found.idle
         return self._traces[plan]
 
     def seconds(self, found: Trace) -> float:
@@ -113,19 +113,22 @@ class Survey:
         self.is_composed = False
         self.notes.append(f"each size was traced by itself: {why}")
 
-    def add_policies(self) -> None:
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """Policies that blocks of mixtures may not have yet."""
+        return tuple([policy for policy in self._question.policies if policy not in self._pure])
+
+    def add_policies(self, policies: Sequence[str]) -> None:
         """Let blocks be rebuilt or moved in mixtures, too: one trace for each policy, only if need be."""
-        if self.is_composed and not self.has_policies:
-            self._record(self._question.policies)
-            self.has_policies = True
+        if self.is_composed and policies:
+            self._record(policies)
 
     def _record(self, policies: Sequence[str] = ()) -> None:
         question = self._question
         try:
             recorded = dict(self._pure)
-            for policy in (KEEP, *policies):
-                if policy not in recorded:
-                    recorded[policy] = self._recorded(policy)
+            for policy in (KEEP, *policies) if not recorded else policies:
+                recorded[policy] = self._recorded(policy)
             self._pure = recorded
             self._families = {None: Family(recorded)}
             if question.batch.whole is not None:
@@ -158,11 +161,6 @@ class Survey:
         one, other = low.recording, self.trace(plans[1]).recording
         names = question.blocks or tuple(name for name, _ in question.like.blocks)
         return Recorded(sizes=(LOW, HIGH), recordings=(one, other), blocks=names)
-
-    def _look(self, plan: Plan) -> Trace:
-        found = self._traced(plan)
-        self._idle = found.idle
-        return found
 
     def _traced(self, plan: Plan) -> Trace:
         question = self._question
