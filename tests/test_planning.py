@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from anybatch import Step
 from anybatch import budget as budget_module
 from anybatch.batch import TensorBatch
 from anybatch.errors import BudgetError, PlanError
@@ -111,6 +112,36 @@ def test_batch_norm_is_never_cut() -> None:
         assert allowed.foresee(batch).plan.is_cut is cut
         assert make(ConvNet, batch_norm="micro").foresee(batch, memory=memory).plan.is_cut is cut
         assert (allowed(batch).micro_batches > 1) is cut
+
+
+def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
+    """Not on what came before, nor on which cut was faster: the statistics of micro-batches do."""
+
+    def step() -> Step:
+        return make(ConvNet, memory=memory, batch_norm="micro")
+
+    with pytest.raises(BudgetError) as refused:
+        make(ConvNet).foresee(images(8), memory=1000)
+    memory = refused.value.smallest - 1
+    alone = {rows: step()(images(rows)).cut for rows in (8, 13, 24)}
+    assert all(len(cut) > 1 for cut in alone.values())
+    assert not any(one.rivals for one in made if one.is_cut_felt)
+    made.clear()
+    after = step()
+    for rows in (13, 24, 8, 24, 13, 8, 8, 13):
+        assert after(images(rows)).cut == alone[rows]
+    # Each number of rows once as it is, but for more than did not fit, and once cut.
+    assert [(one.like.rows, bool(one.cut_refused)) for one in made] == [
+        *((13, True), (13, False), (24, False)),
+        *((8, True), (8, False)),
+    ]
+    again = step()
+    assert again.planning.budget is not None
+    assert after.planning.budget is not None
+    again.planning.budget.load(json.loads(json.dumps(after.planning.budget.state())))
+    made.clear()
+    assert {rows: again(images(rows)).cut for rows in alone} == alone
+    assert all(one.cut_refused for one in made)
 
 
 def test_nothing_is_chosen_for_batch_norm_where_nobody_chose() -> None:

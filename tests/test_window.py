@@ -131,6 +131,19 @@ def test_gradients_that_are_there_from_the_start_have_a_plan_of_their_own() -> N
     assert metered(step, lambda: step(batch), batch) <= refused.value.smallest
 
 
+def test_equal_plans_are_told_apart_by_the_gradients_they_find() -> None:
+    batch, model = (torch.randn(16, 100), torch.randn(16, 100)), nn.Linear(100, 100, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = Step(model, nn.MSELoss(), optimizer, memory=2**30, check=False)
+    without = step.foresee(batch)
+    model.weight.grad = torch.ones_like(model.weight)
+    found = step.foresee(batch)
+    assert found.plan == without.plan
+    assert found.peak > without.peak
+    model.weight.grad = None
+    assert step.foresee(batch).peak == without.peak
+
+
 def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
     batch = torch.randn(16, 100), torch.randn(16, 100)
     net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))

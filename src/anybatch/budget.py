@@ -28,7 +28,8 @@ class Budget:
 
     Lengths that differ from batch to batch are rounded up, in at most 25 % steps, so that a few plans serve
     all: a plan for longer rows is one for shorter rows, too, and one for more rows is one for fewer. Plans
-    that may well be as fast as the chosen one are tried in the first steps; the fastest stays.
+    that may well be as fast as the chosen one are tried in the first steps; the fastest stays. Where the
+    result depends on the cut, each number of rows has a plan of its own, and nothing is tried.
 
     Args:
         memory: as for `anybatch.device.parse_memory`.
@@ -41,7 +42,8 @@ class Budget:
         parse_memory(memory, find("cpu"))
         self.memory = memory
         self.contests: dict[Key, Contest] = {}
-        self.reports: dict[Plan, PlanReport] = {}  # of those made here
+        self._reports: dict[tuple[Plan, str], PlanReport] = {}  # of those made here
+        self._refused: dict[Key, int] = {}  # rows, where nothing fitted
         self._first: Shape = ()
         self._varying: set[tuple[int, int]] = set()  # leaf and axis
 
@@ -55,15 +57,8 @@ class Budget:
             BudgetError: nothing fits.
             PlanError: a module's shapes are not known yet, or there are sparse gradients.
         """
-        _refuse_lazy(question.task)
-        shape = self._shape(question.batch)
-        wanted = self._rounded(shape)
+        shape, wanted, alike = self._keys(question)
         like = question.like
-        # In a window sizes are free, even where they are settled for batches.
-        # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
-        settings = replace(like, rows=0, micro_batch=0, batch_norm=like.batch_norm or "micro")
-        is_sized, signature = bool(question.sizes), _signature(question.task)
-        alike = settings, question.cut_refused, is_sized, question.parts, signature
         for (known, *settled), contest in self.contests.items():
             plan = contest.plan
             serves = known in (shape, wanted) and tuple(settled) == alike
@@ -71,14 +66,34 @@ class Budget:
                 size = min(plan.micro_batch, like.rows)
                 return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
         report, longest = self._ask(question, shape, wanted)
-        self.reports[report.plan] = report
+        self._reports[report.plan, alike[-1]] = report
         self.contests[longest, *alike] = Contest(report.rivals)
         return report.plan
+
+    def plan_if_any(self, question: Question) -> Plan | None:
+        """The plan of a batch; None where nothing fits, nor did for as few rows like these before.
+
+        Args:
+            question: as for `plan`.
+        """
+        shape, _, alike = self._keys(question)
+        if question.like.rows >= self._refused.get((shape, *alike), question.like.rows + 1):
+            return None
+        try:
+            return self.plan(question)
+        except BudgetError:
+            self._refused[shape, *alike] = question.like.rows
+            return None
+
+    def report(self, plan: Plan, task: Task) -> PlanReport | None:
+        """What is known of a plan that was made here."""
+        return self._reports.get((plan, _signature(task)))
 
     def forget(self) -> None:
         """Plan everything anew."""
         self.contests.clear()
-        self.reports.clear()
+        self._reports.clear()
+        self._refused.clear()
 
     def note(self, plan: Plan, seconds: float) -> None:
         """How long a step of this plan took, all its rows."""
@@ -122,7 +137,7 @@ class Budget:
             device=device,
             budget=parse_memory(self.memory, device),
             measure=False,
-            rivals=True,
+            rivals=not question.is_cut_felt,
         )
         if wanted != shape:
             try:
@@ -134,6 +149,23 @@ class Budget:
                 pass
         with enforced(self.memory, question.task):  # what cannot be traced is really run
             return choose(question), shape
+
+    def _keys(self, question: Question) -> tuple[Shape, Shape, tuple[Plan, str, bool, int, str]]:
+        """What rows look like, rounded up, and what else a plan is for."""
+        _refuse_lazy(question.task)
+        shape, like = self._shape(question.batch), question.like
+        # In a window sizes are free, even where they are settled for batches.
+        # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
+        rows = like.rows if question.is_cut_felt else 0
+        settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
+        alike = (
+            settings,
+            question.cut_refused,
+            bool(question.sizes),
+            question.parts,
+            _signature(question.task),
+        )
+        return shape, self._rounded(shape), alike
 
     def _shape(self, batch: Batch) -> Shape:
         """What a row of this batch looks like; of samples, the longest of each."""

@@ -203,10 +203,10 @@ class Planning:
         question = self._question(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
             plan = self._within(question, self.budget)
-            known = self.budget.reports.get(plan)
+            known = self.budget.report(plan, task)
             settled = replace(question, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
             return known or answer(settled, self.budget.memory, None, measure=measure)
-        if memory is not None and self._prefers_whole(question):
+        if memory is not None and question.is_cut_felt:
             with suppress(BudgetError):
                 return answer(replace(question, cut_refused=_DEPENDS), memory, device, measure=measure)
         return answer(question, memory, device, measure=measure)
@@ -219,15 +219,8 @@ class Planning:
             budget: that it is to keep to.
             whole: what makes the same question one about rows that are not cut.
         """
-        if self._prefers_whole(question):
-            with suppress(BudgetError):
-                return budget.plan(replace(question, **whole))
-        return budget.plan(question)
-
-    def _prefers_whole(self, question: Question) -> bool:
-        """Whether a cut, though allowed, is only the last way out."""
-        chosen = self.settings.batch_norm == "micro"
-        return bool(question.task.batch_norms) and chosen and not question.sizes
+        found = budget.plan_if_any(replace(question, **whole)) if question.is_cut_felt else None
+        return budget.plan(question) if found is None else found
 
     def _question(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Question:
         norms = task.batch_norms if self.settings.batch_norm is None else ()

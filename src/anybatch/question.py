@@ -53,6 +53,12 @@ class Question:
         return tuple([one for one in known if one not in self.without])
 
     @property
+    def is_cut_felt(self) -> bool:
+        """Whether the result depends on the cut that is chosen: BatchNorm of micro-batches."""
+        is_chosen = not self.cut_refused and not self.sizes
+        return is_chosen and self.like.batch_norm == "micro" and bool(self.task.batch_norms)
+
+    @property
     def all_sizes(self) -> list[int]:
         """Sizes of micro-batches, largest first: one for each number of them up to 8, then ever fewer."""
         rows = self.like.rows
