@@ -83,3 +83,13 @@ def test_what_comes_and_goes_for_others_depends_on_their_policies() -> None:
     assert found["a"] == [(10, 10), (2, 12), (0, 3), (-2, 12), (-10, 5)]  # though b is kept
     assert found["b"] == found[""] == [(10, 10), (10, 12), (0, 3), (-10, 4), (-10, 5)]  # though b is moved
     assert (mix.peak({}), mix.peak({"a": "offload"}), mix.peak({"b": "offload"})) == (24, 24, 24)
+
+
+def test_a_policy_that_is_known_frees_bytes_at_its_own_price() -> None:
+    def step(net: int, *seconds: float) -> list[Segment]:
+        return [segment(block, net, 10, seconds=took) for block, took in zip("ab", seconds, strict=True)]
+
+    kept = Mix(start=0, segments={KEEP: step(10, 4.0, 4.0)})
+    known = Mix(start=0, segments={KEEP: step(10, 4.0, 4.0), "offload": step(0, 5.0, 9.0)})
+    assert [kept.least_seconds(budget) for budget in (20, 10, 5)] == [8, 10, 11]
+    assert [known.least_seconds(budget) for budget in (20, 10, 5)] == [8, 9, 10]

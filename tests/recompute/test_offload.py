@@ -198,15 +198,19 @@ def test_blocks_that_are_not_moved_take_part(link: Watched) -> None:
         with offload.saving(kind) as visit:
             y = torch.cat([y, y[:10]])[:size].exp()
         offload.watch(visit, y)
+        y.register_hook(lambda _, size=size: link.log.append(("reaches", size)))
     forward = [("away", 20), ("wait", "away 20"), ("away", 50), ("wait", "away 50")]
     assert link.log == forward  # let go when the next block is done, though that one keeps what it saves
-    y.register_hook(lambda _: link.log.append(("begin", None)))
     y.sum().backward()
     assert link.log[len(forward) :] == [
-        ("begin", None),
-        ("back", 50),  # when backward has entered the block after it
+        ("reaches", 60),
+        ("back", 50),  # before backward comes there
+        ("reaches", 50),
         ("wait", "back 50"),
+        ("reaches", 40),
+        ("reaches", 30),
         ("back", 20),
+        ("reaches", 20),
         ("wait", "back 20"),
     ]
     assert x.grad is not None
