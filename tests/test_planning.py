@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
+from anybatch import Step, planner
 from anybatch import budget as budget_module
 from anybatch.batch import TensorBatch
 from anybatch.errors import BudgetError, PlanError
@@ -130,18 +130,65 @@ def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
     after = step()
     for rows in (13, 24, 8, 24, 13, 8, 8, 13):
         assert after(images(rows)).cut == alone[rows]
-    # Each number of rows once as it is, but for more than did not fit, and once cut.
-    assert [(one.like.rows, bool(one.cut_refused)) for one in made] == [
-        *((13, True), (13, False), (24, False)),
-        *((8, True), (8, False)),
-    ]
+    # Each number of rows once as it is, and once cut.
+    expected = [(rows, refused) for rows in (13, 24, 8) for refused in (True, False)]
+    assert [(one.like.rows, bool(one.cut_refused)) for one in made] == expected
     again = step()
     assert again.planning.budget is not None
     assert after.planning.budget is not None
     again.planning.budget.load(json.loads(json.dumps(after.planning.budget.state())))
     made.clear()
     assert {rows: again(images(rows)).cut for rows in alone} == alone
-    assert all(one.cut_refused for one in made)
+    assert made == []
+
+
+def test_no_clock_decides_about_a_cut_that_is_felt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "seconds_per_row", lambda *args, **kwargs: pytest.fail("raced"))
+    memory = make(ConvNet, batch_norm="micro").foresee(images(8), measure=False).peak * 2 // 3
+    step = make(ConvNet, memory=memory, batch_norm="micro")
+    assert step.foresee(images(24), memory=memory, measure=True).plan.sizes == step(images(24)).cut
+
+
+def test_another_batch_norm_in_training_is_another_plan() -> None:
+    """A cut where one layer takes its statistics says nothing about where another one does."""
+    step = make(ConvNet, memory=10**6, batch_norm="micro")
+    first, second = [module for module in step.model.modules() if isinstance(module, nn.BatchNorm2d)][:2]
+    signatures = set[str]()
+    for layer in (first, second):
+        step.model.train()
+        layer.eval()
+        signatures.add(budget_module._signature(step._task()))
+    assert len(signatures) == 2
+
+
+def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+        )
+
+    least: int | None = None
+    for memory in range(90_000, 20_000, -1000):
+        step = make(net, sgd, memory=memory, batch_norm="micro")
+        try:
+            assert min(step(rows_of(31)).cut) > 1
+        except BudgetError as refused:
+            least = refused.smallest
+            break
+    assert least is not None
+    assert min(make(net, sgd, memory=least, batch_norm="micro")(rows_of(31)).cut) > 1
+    # Where it takes single rows, they are a plan.
+    with pytest.raises(BudgetError) as refused:
+        make(ConvNet, batch_norm="micro").foresee(images(5), memory=1000)
+    assert 1 in make(ConvNet, memory=refused.value.smallest, batch_norm="micro")(images(5)).cut
+
+
+def test_reports_are_those_of_their_rows() -> None:
+    step = make(ConvNet, memory=2**30)
+    small, large = rows_of(8, 4, 6, 6), rows_of(8, 4, 24, 24)
+    peaks = [step.foresee(batch).peak for batch in (large, small, large, small)]
+    assert peaks == [peaks[0], peaks[1]] * 2
+    assert peaks[0] > 3 * peaks[1]
 
 
 def test_nothing_is_chosen_for_batch_norm_where_nobody_chose() -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -42,58 +42,39 @@ class Budget:
         parse_memory(memory, find("cpu"))
         self.memory = memory
         self.contests: dict[Key, Contest] = {}
-        self._reports: dict[tuple[Plan, str], PlanReport] = {}  # of those made here
-        self._refused: dict[Key, int] = {}  # rows, where nothing fitted
+        self._reports: dict[tuple[Plan, Shape, str], PlanReport] = {}  # of those made here
         self._first: Shape = ()
         self._varying: set[tuple[int, int]] = set()  # leaf and axis
 
-    def plan(self, question: Question) -> Plan:
+    def plan(self, question: Question, first: Question | None = None) -> Plan:
         """The plan of a batch: made now, or remembered for rows like these.
 
         Args:
             question: about this batch; device and budget are filled in here.
+            first: another question about it, whose answer is preferred if there is one. Where the other one
+                is answered already there was none.
 
         Raises:
             BudgetError: nothing fits.
             PlanError: a module's shapes are not known yet, or there are sparse gradients.
         """
-        shape, wanted, alike = self._keys(question)
-        like = question.like
-        for (known, *settled), contest in self.contests.items():
-            plan = contest.plan
-            serves = known in (shape, wanted) and tuple(settled) == alike
-            if serves and plan.rows >= like.rows:
-                size = min(plan.micro_batch, like.rows)
-                return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
-        report, longest = self._ask(question, shape, wanted)
-        self._reports[report.plan, alike[-1]] = report
-        self.contests[longest, *alike] = Contest(report.rivals)
-        return report.plan
+        _refuse_lazy(question.task)
+        shape, signature = self._shape(question.batch), _signature(question.task)
+        if first is not None and self._known(question, shape, signature) is None:
+            with suppress(BudgetError):
+                return self._planned(first, shape, signature)
+        return self._planned(question, shape, signature)
 
-    def plan_if_any(self, question: Question) -> Plan | None:
-        """The plan of a batch; None where nothing fits, nor did for as few rows like these before.
-
-        Args:
-            question: as for `plan`.
-        """
-        shape, _, alike = self._keys(question)
-        if question.like.rows >= self._refused.get((shape, *alike), question.like.rows + 1):
-            return None
-        try:
-            return self.plan(question)
-        except BudgetError:
-            self._refused[shape, *alike] = question.like.rows
-            return None
-
-    def report(self, plan: Plan, task: Task) -> PlanReport | None:
-        """What is known of a plan that was made here."""
-        return self._reports.get((plan, _signature(task)))
+    def report(self, plan: Plan, question: Question) -> PlanReport | None:
+        """What is known of a plan that was made here for rows like these."""
+        shape, signature = self._shape(question.batch), _signature(question.task)
+        found = [self._reports.get((plan, one, signature)) for one in (shape, self._rounded(shape))]
+        return next((report for report in found if report is not None), None)
 
     def forget(self) -> None:
         """Plan everything anew."""
         self.contests.clear()
         self._reports.clear()
-        self._refused.clear()
 
     def note(self, plan: Plan, seconds: float) -> None:
         """How long a step of this plan took, all its rows."""
@@ -129,6 +110,25 @@ class Budget:
             self.contests[key] = Contest([Plan.from_json(one["plan"])])
             self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
 
+    def _planned(self, question: Question, shape: Shape, signature: str) -> Plan:
+        known = self._known(question, shape, signature)
+        if known is not None:
+            return known
+        report, longest = self._ask(question, shape, self._rounded(shape))
+        self._reports[report.plan, longest, signature] = report
+        self.contests[longest, *_settled(question, signature)] = Contest(report.rivals)
+        return report.plan
+
+    def _known(self, question: Question, shape: Shape, signature: str) -> Plan | None:
+        """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
+        alike, like, shapes = _settled(question, signature), question.like, (shape, self._rounded(shape))
+        for (known, *settled), contest in self.contests.items():
+            plan = contest.plan
+            if known in shapes and tuple(settled) == alike and plan.rows >= like.rows:
+                size = min(plan.micro_batch, like.rows)
+                return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
+        return None
+
     def _ask(self, question: Question, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
         """The answer, and the longest rows that it holds for."""
         device = device_of(question.task)
@@ -149,23 +149,6 @@ class Budget:
                 pass
         with enforced(self.memory, question.task):  # what cannot be traced is really run
             return choose(question), shape
-
-    def _keys(self, question: Question) -> tuple[Shape, Shape, tuple[Plan, str, bool, int, str]]:
-        """What rows look like, rounded up, and what else a plan is for."""
-        _refuse_lazy(question.task)
-        shape, like = self._shape(question.batch), question.like
-        # In a window sizes are free, even where they are settled for batches.
-        # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
-        rows = like.rows if question.is_cut_felt else 0
-        settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
-        alike = (
-            settings,
-            question.cut_refused,
-            bool(question.sizes),
-            question.parts,
-            _signature(question.task),
-        )
-        return shape, self._rounded(shape), alike
 
     def _shape(self, batch: Batch) -> Shape:
         """What a row of this batch looks like; of samples, the longest of each."""
@@ -244,13 +227,23 @@ def _refuse_lazy(task: Task) -> None:
         )
 
 
+def _settled(question: Question, signature: str) -> tuple[Plan, str, bool, int, str]:
+    """What else than the shape of its rows a plan is for."""
+    # Where the result depends on the cut, for so many rows; else one for more rows is one for fewer.
+    rows, like = question.like.rows if question.is_cut_felt else 0, question.like
+    # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
+    settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
+    # In a window sizes are free, even where they are settled for batches.
+    return settings, question.cut_refused, bool(question.sizes), question.parts, signature
+
+
 def _signature(task: Task) -> str:
     """What else the bytes depend on: what is trained, in which mode, and how optimizers are set."""
     trained = set(task.parameters)
     # Which ones, by their places: as many others may need other activations.
     places = [p in trained for one in task.modules for p in one.parameters(recurse=False)]
     sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters]
-    training = sum(module.training for module in task.modules)
+    training = "".join(["et"[module.training] for module in task.modules])
     settings = [
         (type(one).__name__, [_switches(group) for group in one.param_groups]) for one in task.optimizers
     ]
@@ -258,7 +251,7 @@ def _signature(task: Task) -> str:
     casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
     found = [p.grad for p in (*task.parameters, *task.others) if p.grad is not None]
     held = sum(one.untyped_storage().nbytes() for one in found if one.layout is torch.strided)
-    known = f"{places} {sizes} {len(task.modules)} {training} {settings} {casts}{held or ''}"
+    known = f"{places} {sizes} {training} {settings} {casts}{held or ''}"
     return hashlib.sha256(known.encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from anybatch.options import Option, PlanReport
 from anybatch.plan import Plan
 from anybatch.question import Question
 from anybatch.solve import as_choice, fastest, smallest
-from anybatch.survey import LOW, Survey
+from anybatch.survey import LOW, Survey, takes_single_rows
 from anybatch.timing import seconds_per_row
 
 MEASURE_S = 2.0  # for all measured runs of one planning
@@ -43,6 +43,8 @@ def choose(question: Question) -> PlanReport:
         TraceError: it cannot be traced, and the device is not here to measure it.
         PlanError: there are sparse gradients, whose bytes nobody can foretell.
     """
+    if question.is_cut_felt and not takes_single_rows(question):
+        question = replace(question, fewest=2)
     return _Search(question).best()
 
 

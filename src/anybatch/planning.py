@@ -203,12 +203,13 @@ class Planning:
         question = self._question(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
             plan = self._within(question, self.budget)
-            known = self.budget.report(plan, task)
+            known = self.budget.report(plan, question)
             settled = replace(question, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
             return known or answer(settled, self.budget.memory, None, measure=measure)
         if memory is not None and question.is_cut_felt:
             with suppress(BudgetError):
                 return answer(replace(question, cut_refused=_DEPENDS), memory, device, measure=measure)
+        measure = measure and not question.is_cut_felt  # the clock may not decide about the result
         return answer(question, memory, device, measure=measure)
 
     def _within(self, question: Question, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
@@ -219,8 +220,7 @@ class Planning:
             budget: that it is to keep to.
             whole: what makes the same question one about rows that are not cut.
         """
-        found = budget.plan_if_any(replace(question, **whole)) if question.is_cut_felt else None
-        return budget.plan(question) if found is None else found
+        return budget.plan(question, replace(question, **whole) if question.is_cut_felt else None)
 
     def _question(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Question:
         norms = task.batch_norms if self.settings.batch_norm is None else ()

@@ -25,6 +25,7 @@ class Question:
         sizes: the only micro-batch there may be; empty where it is to be chosen.
         parts: micro-batches that these rows come in at least, all alike but the last: 1 where they may stay
             whole, more where they stand for a micro-batch that finds the sums of others there already.
+        fewest: rows that a micro-batch has at least.
         without: policies that are not to be chosen, because a block did not run again as it did under them.
         measure: whether the fastest plans are raced for a moment, where the device is here.
         rivals: whether plans to be raced in real steps are asked for.
@@ -39,6 +40,7 @@ class Question:
     blocks: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     parts: int = 1
+    fewest: int = 1
     without: tuple[str, ...] = ()
     measure: bool = True
     rivals: bool = False
@@ -70,8 +72,11 @@ class Question:
         while count < rows:
             count = max(count + 1, count * 5 // 4)
             counts.append(min(count, rows))
-        found = dict.fromkeys(-(-rows // count) for count in counts)
-        return [size for size in found if size * self.parts <= rows]
+        different = dict.fromkeys(-(-rows // count) for count in counts)
+        found = [size for size in different if size * self.parts <= rows]
+        # The last micro-batch has what is left, of these rows and of those that they stand for.
+        ends = [rows, rows // self.parts]
+        return [size for size in found if all((end % size or size) >= self.fewest for end in ends)] or found
 
     @property
     def may_spare(self) -> bool:

@@ -180,6 +180,16 @@ class Survey:
         return probe(plan, question.task, repeated(question.batch, rows), idle=self._idle)
 
 
+def takes_single_rows(question: Question) -> bool:
+    """Whether a row may come alone: BatchNorm refuses a single value per channel."""
+    plan = replace(question.like, rows=1, micro_batch=1)
+    try:
+        trace(plan, question.task, question.batch, device=question.device.kind)
+    except (ValueError, TraceError):
+        return False
+    return True
+
+
 def _computes_in_half(task: Task) -> bool:
     kinds = {device.type for device in task.devices} - {"meta"}
     if any(torch.is_autocast_enabled(kind) for kind in kinds):
