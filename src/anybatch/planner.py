@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 
 from anybatch.blame import refusal
 from anybatch.compose import KEEP, Mix
@@ -102,14 +103,18 @@ class _Search:
     def _composed_options(self) -> list[Option]:
         found: list[Option] = []
         for size in self._question.all_sizes:
+            wrong = 0
             if size == self._question.like.rows:  # whose loss has another form, and which is likeliest
                 whole = self._option(self._survey.mix(size, None), size, {})
                 most = self._limit if self._survey.is_measured else SUMS * self._limit
-                if whole.peak <= most and (sure := self._sure(whole)).peak <= self._limit:
-                    found.append(sure)
-                    continue
+                if whole.peak <= most:
+                    sure = self._sure(whole)
+                    if sure.peak <= self._limit:
+                        found.append(sure)
+                        continue
+                    wrong = max(0, sure.peak - whole.peak)
             for foreach in self._survey.updates(size):
-                option = self._fastest(size, self._limit, foreach)
+                option = self._fastest(size, self._limit - wrong, foreach)
                 if option is not None:
                     found.append(option)
                     break
@@ -193,16 +198,16 @@ class _Search:
         """What takes fewest bytes."""
         self._survey.add_policies(self._survey.unrecorded)
         sizes = self._question.all_sizes[::-1]
-        least = self._least_at(sizes[0])
+        tried = [self._least_at(sizes[0])]
         if self._survey.is_measured:
-            return least
+            return tried[0]
         for size in sizes[1:]:  # each micro-batch leaves a few bytes, so a row at a time may take more
-            larger = self._least_at(size)
-            if larger.peak >= least.peak:
+            tried.append(self._least_at(size))
+            if tried[-1].peak >= tried[-2].peak:
                 break
-            least = larger
-        # Uncut there are no sums beside the gradients.
-        return min(least, self._least_at(sizes[-1]), key=lambda option: option.peak)
+        tried.append(self._least_at(sizes[-1]))  # uncut there are no sums beside the gradients
+        fitting = [option for option in tried if option.peak <= self._limit]
+        return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
 
     def _least_at(self, size: int) -> Option:
         question, may_run = self._question, self._survey.may_run
@@ -307,8 +312,8 @@ def _ahead(measured: Sequence[Option], size: int) -> float:
 
 def _is_good(found: Sequence[Option], least: Sequence[float], device: Device) -> bool:
     """Whether one is about as fast as any could be whose blocks are rebuilt or moved, at any size."""
-    even = GOOD if device.is_here and device.kind != "cpu" else EVEN
-    return any(one.seconds <= even * min(least) for one in found)
+    even, bound = GOOD if device.is_here and device.kind != "cpu" else EVEN, min(least)
+    return bound < inf and any(one.seconds <= even * bound for one in found)
 
 
 def _ordered(options: list[Option], kind: str) -> list[Option]:

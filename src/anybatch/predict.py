@@ -6,7 +6,10 @@ from dataclasses import replace
 
 from anybatch.compose import KEEP, Mix, Output, Segment, Shared
 from anybatch.device import Device
+from anybatch.recompute import offload
 from anybatch.recorded import Born, Recorded, bytes_at
+
+_STAYS = 0.01  # of the bytes that a policy moves: what may stay at another size, too small for it
 
 
 def _times(segment: Segment, later: float) -> Segment:
@@ -51,7 +54,10 @@ class Family:
         spare = [] if self._update is None else self._update.segments(micro_batch, device, half=half)
         outputs = self._mixed_outputs(micro_batch, later > 0)
         segments: dict[str, list[Segment]] = {}
+        share = self._recorded[KEEP].share(micro_batch)
         for policy, one in self._recorded.items():
+            if not self._is_moved_alike(policy, share):
+                continue
             ends: dict[int, dict[Shared, Born]] = {}
             for shared, crossings in self._outputs.items():
                 crossing = crossings.get(policy)
@@ -65,6 +71,16 @@ class Family:
                 _times(segment, later) if segment.place[1] > 0 else segment for segment in found
             ]
         return Mix(start=input_bytes, segments=segments, outputs=outputs)
+
+    def _is_moved_alike(self, policy: str, share: float) -> bool:
+        """Whether a policy moves at this size nearly all that it moves where it was recorded.
+
+        What is smaller than `offload.SMALLEST` stays, so its bytes are no line in the rows.
+        """
+        others = self._others.get(policy, {}).values()
+        sizes = [(bytes_at(born, share), max(born.bytes)) for one in others for _, born in one]
+        stays = sum(size for size, known in sizes if size < offload.SMALLEST <= known)
+        return stays <= _STAYS * sum(size for size, _ in sizes)
 
     def _find_outputs(self) -> dict[Shared, dict[str, Born]]:
         """What blocks hand on, by policy: whatever ends elsewhere than in their own backward, under any."""

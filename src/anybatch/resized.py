@@ -15,6 +15,7 @@ def resized(recording: Recording, here: Recording, there: Recording) -> Recordin
 
     A block that is rebuilt or moved makes storages of the sizes that it makes where it is kept. So how a size
     grows with the rows need not be recorded once more for each policy: two recordings of the kept step tell.
+    What a policy does only with large storages it is taken to do with their like at the other size, too.
 
     Args:
         recording: of a step under any policies.

@@ -71,7 +71,8 @@ class Survey:
 
     def least_seconds(self, micro_batch: int) -> float:
         """What hardly any policies stay below at one size within the budget, where there are mixtures."""
-        question, mix = self._question, self.mix(micro_batch, None)
+        question = self._question
+        mix = self.mix(micro_batch, self.updates(micro_batch)[-1])  # policies free nothing of an update
         if question.budget is None:
             return mix.seconds({})
         return mix.least_seconds(question.budget, may_move="offload" in self.unrecorded)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.errors import PlanError
+from anybatch.recompute import apply
 from anybatch.recompute import offload as module
 from anybatch.recompute.offload import HostLink, Offload, is_moving
 
@@ -225,3 +226,18 @@ def test_what_keeps_is_left_as_it_is(link: Watched) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     assert link.log == []
+
+
+def test_neighbours_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[nn.Module] = []
+    own = apply.find_blocks
+    monkeypatch.setattr(apply, "find_blocks", lambda model: calls.append(model) or own(model))
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 3)
+    for count in (1, 1):
+        with apply.applied(encoder, (("layers.1", "offload"),)):
+            assert "forward" in vars(encoder.layers[2])
+        assert len(calls) == count
+    encoder.layers = encoder.layers[:2]  # what is no longer there is looked for again
+    with apply.applied(encoder, (("layers.1", "offload"),)):
+        assert "forward" in vars(encoder.layers[0])
+    assert len(calls) == 2

@@ -4,6 +4,7 @@ from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from anybatch.recompute.trust import Believed, Proof, is_fake, trust_in
 Forward = Callable[..., Any]
 
 _ABSENT = object()
+_FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
 
 
 def applied(model: nn.Module, choice: Choice) -> AbstractContextManager[None]:
@@ -64,7 +66,7 @@ def _applied(model: nn.Module, choice: Choice) -> Generator[None]:
     offload = None
     if any(policy == "offload" for _, policy in choice):
         offload = Offload((*model.parameters(), *model.buffers()))
-        blocks += [(name, _block(model, name), "keep") for name in _others(model, choice)]
+        blocks += [(name, _block(model, name), "keep") for name in _beside(model, choice)]
     found: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name, block, policy in blocks:
@@ -96,6 +98,23 @@ def _under(policy: str, name: str, block: nn.Module, forward: Forward, offload: 
     return evaluate if offload is None else _watched(policy, block, evaluate, offload)
 
 
+def _beside(model: nn.Module, choice: Choice) -> list[str]:
+    """What `_others` found, as long as it is there: to look for it takes longer than all the rest."""
+    known = _FOUND.setdefault(model, {})
+    names = known.get(choice)
+    if names is None or not all(_is_there(model, name) for name in names):
+        names = known[choice] = _others(model, choice)
+    return names
+
+
+def _is_there(model: nn.Module, name: str) -> bool:
+    try:
+        _block(model, name)
+    except PlanError:
+        return False
+    return True
+
+
 def _others(model: nn.Module, choice: Choice) -> list[str]:
     """Blocks that stand beside those named, keep what they save, and can be watched."""
     named = [_block(model, name) for name, _ in choice]
@@ -103,13 +122,7 @@ def _others(model: nn.Module, choice: Choice) -> list[str]:
     apart = [
         name for name in find_blocks(model) if not taken.intersection(model.get_submodule(name).modules())
     ]
-    return [name for name in apart if not any(_is_compiled(one) for one in _around(model, name))]
-
-
-def _around(model: nn.Module, name: str) -> list[nn.Module]:
-    """The modules that a module is in, the outermost first."""
-    parts = name.split(".") if name else []
-    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    return [name for name in apart if _is_there(model, name)]
 
 
 def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward) -> Forward:
@@ -161,7 +174,7 @@ def _block(model: nn.Module, name: str) -> nn.Module:
     """The module of this name; none on the way to it may be compiled."""
     block = model
     for part in name.split(".") if name else ():
-        if _is_compiled(block):
+        if _compiled(block) is not None or hasattr(block, "_orig_mod"):
             raise PlanError(
                 f"Expected {name!r} to be in a module that is not compiled, got a compiled "
                 f"{type(block).__name__} around it. Compile the blocks: "
@@ -175,10 +188,6 @@ def _block(model: nn.Module, name: str) -> nn.Module:
             )
         block = inner
     return block
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return _compiled(module) is not None or hasattr(module, "_orig_mod")
 
 
 def _compiled(module: nn.Module) -> Any:
