@@ -73,8 +73,10 @@ class _Search:
             ):
                 self._survey.give_mixtures_up("bytes do not grow in a straight line with the rows")
                 return self.best()
-            if composed and (sure.peak > self._limit or (self._question.blocks and option.plan.blocks)):
-                sure = self._fitted(sure) or sure  # perhaps less has to be rebuilt, or more
+            # Perhaps more has to be rebuilt; or less, where it was composed too high.
+            is_loose = self._question.blocks and option.plan.blocks and sure.peak < option.peak
+            if composed and (sure.peak > self._limit or is_loose):
+                sure = self._fitted(sure) or sure
             if sure.peak <= self._limit:
                 return self._report(sure, [one for one in options if one.plan != sure.plan])
         least = self._least()
@@ -205,11 +207,12 @@ class _Search:
             tried.append(self._least_at(size))
             if tried[-1].peak >= tried[-2].peak:
                 break
-        tried.append(self._least_at(sizes[-1]))  # uncut there are no sums beside the gradients
+        # Uncut there are no sums beside the gradients, which is seldom what decides.
+        tried.append(self._least_at(sizes[-1], most=SUMS * tried[0].peak))
         fitting = [option for option in tried if option.peak <= self._limit]
         return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
 
-    def _least_at(self, size: int) -> Option:
+    def _least_at(self, size: int, *, most: float = inf) -> Option:
         question, may_run = self._question, self._survey.may_run
         if not self._survey.is_composed:
             policies, over = (KEEP, *question.policies), self._limit + 1
@@ -220,7 +223,7 @@ class _Search:
         foreach = False if question.may_spare else None
         mixture = self._survey.mix(size, foreach)
         option = self._option(mixture, size, smallest(mixture), foreach)
-        return self._sure(option) if may_run(option.plan, option.peak) else option
+        return self._sure(option) if option.peak <= most and may_run(option.plan, option.peak) else option
 
     def _raced(self, options: list[Option]) -> list[Option]:
         """The fastest by estimate, measured in turn; the others in proportion."""
