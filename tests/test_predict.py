@@ -104,6 +104,16 @@ def test_what_is_moved_is_composed_whatever_becomes_of_its_neighbours(
         assert over <= (0.05 if {"recompute", "selective"} & {*pattern} else 0.005) * exact, pattern
 
 
+def test_what_many_blocks_read_is_held_by_those_that_run_again() -> None:
+    """T5's first layer hands its position bias to all others; only a rebuilt one keeps it as an argument."""
+    setting = Setting("t5")
+    family = setting.family()
+    for block in ("encoder.block.1", "decoder.block.1"):
+        exact = setting.recording(12, 6, {block: "recompute"}).peak()
+        mix = family.mix(12, 6, find("cpu"), half=False, input_bytes=0)
+        assert abs(mix.peak({block: "recompute"}) - exact) <= 0.0005 * exact
+
+
 def test_uncut_batch_has_no_second_micro_batch() -> None:
     setting = Setting("gpt2")
     mix = setting.family().mix(4, 4, find("cpu"), half=False, input_bytes=0)

@@ -90,7 +90,7 @@ class Family:
             number, is_block = 0, bool(self._recorded[KEEP].parts[0][made].place.block)
             for alike in self._alike(made, {policy: one.get(made, []) for policy, one in births.items()}):
                 same = {policy: one for policy, one in alike.items() if one.ends != made}
-                moved = [policy for policy in same if self._is_moved(same, policy)]
+                moved = [policy for policy in same if policy != KEEP and self._is_moved(same, policy)]
                 for policy in moved:
                     self._note_other(policy, same[policy].ends, same[KEEP].ends, same[policy])
                 # What one block holds and may move ends as the policy of this block has it.
