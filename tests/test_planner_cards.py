@@ -50,6 +50,31 @@ def test_a_whole_batch_that_is_too_large_after_all_is_rebuilt() -> None:
     assert slower[1] <= slower[0]
 
 
+def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None:
+    """Its bytes cross the size from which on things are moved; nothing is moved on the host."""
+
+    class Keeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.other(self.one(torch.sigmoid(x)))
+
+    inner = [
+        nn.Linear(64, 64),
+        nn.Sequential(*[Keeper() for _ in range(6)]),
+        nn.Flatten(),
+        nn.Linear(5120, 4),
+    ]
+    step = make(lambda: nn.Sequential(*inner))
+    batch = torch.randn(16, 80, 64), torch.randint(4, (16,))
+    assert offload.SMALLEST in range(2 * 80 * 64 * 4, 5 * 80 * 64 * 4)
+    for share in (0.6, 0.5):
+        budget = int(share * choose(question(step, batch)).peak)
+        assert choose(question(step, batch, budget=budget)).peak <= budget
+
+
 @pytest.mark.parametrize(("smallest", "is_moved"), [(0, True), (8 * 256 * 4, False)])
 def test_what_is_too_small_to_move_is_not_moved_in_a_mixture(
     monkeypatch: pytest.MonkeyPatch, smallest: int, *, is_moved: bool

@@ -183,6 +183,20 @@ def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
     assert 1 in make(ConvNet, memory=refused.value.smallest, batch_norm="micro")(images(5)).cut
 
 
+def test_a_model_that_cannot_be_traced_may_take_single_rows() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.conv(x))
+            return self.head(h[torch.nonzero(h[:, 0, 0] > -100).flatten()].mean(2))
+
+    step = make(Odd, sgd, memory=40_000, batch_norm="micro")
+    assert step(rows_of(7, 3, 64)).cut == (1,) * 7
+
+
 def test_reports_are_those_of_their_rows() -> None:
     step = make(ConvNet, memory=2**30)
     small, large = rows_of(8, 4, 6, 6), rows_of(8, 4, 24, 24)

@@ -56,7 +56,7 @@ class Family:
         segments: dict[str, list[Segment]] = {}
         share = self._recorded[KEEP].share(micro_batch)
         for policy, one in self._recorded.items():
-            if not self._is_moved_alike(policy, share):
+            if policy == "offload" and not self._is_moved_alike(policy, share):
                 continue
             ends: dict[int, dict[Shared, Born]] = {}
             for shared, crossings in self._outputs.items():

@@ -182,8 +182,12 @@ class Survey:
 
 
 def takes_single_rows(question: Question) -> bool:
-    """Whether a row may come alone: BatchNorm refuses a single value per channel."""
-    plan = replace(question.like, rows=1, micro_batch=1)
+    """Whether a row may come alone, as far as can be told: BatchNorm refuses a single value per channel."""
+    return _can_be_traced(question, 1) or not _can_be_traced(question, 2)
+
+
+def _can_be_traced(question: Question, rows: int) -> bool:
+    plan = replace(question.like, rows=rows, micro_batch=rows)
     try:
         trace(plan, question.task, question.batch, device=question.device.kind)
     except (ValueError, TraceError):
