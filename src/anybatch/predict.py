@@ -124,7 +124,7 @@ class Family:
     def _find_what_comes_back(self) -> None:
         """What a backward makes for another block, and does not make where all blocks are kept."""
         kept = self._recorded[KEEP].births("backward")
-        for policy, one in self._recorded.items():
+        for policy, one in self._recorded.items() if kept else ():  # else nothing tells them from gradients
             for made, every in one.births("backward").items():
                 flows = Counter([(born.bytes, born.ends) for born in kept.get(made, ()) if born.ends != made])
                 unlike: list[Born] = []
