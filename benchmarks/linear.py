@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.losses.linear import linear_cross_entropy
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.config import HeadCase
 from benchmarks.race import quiet_collector
 from benchmarks.results import Head

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.config import MemoryCase
 from benchmarks.contestants import Entry, Update
 from benchmarks.race import quiet_collector

@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 import torch
 
 import anybatch as ab
-from anybatch import tree
-from anybatch.batch import Batch
-from anybatch.door import admit
-from anybatch.errors import TraceError
-from anybatch.execute import execute
-from anybatch.measured import probe
-from anybatch.meter import Meter
-from anybatch.options import PlanReport
-from anybatch.plan import Plan
-from anybatch.recompute import choose
-from anybatch.trace import Trace, trace
+from anybatch.core import tree
+from anybatch.core.batch import Batch
+from anybatch.core.errors import TraceError
+from anybatch.engine.execute import execute
+from anybatch.engine.plan import Plan
+from anybatch.memory.meter import Meter
+from anybatch.planner.measure import probe
+from anybatch.planner.report import PlanReport
+from anybatch.planner.trace import Trace, trace
+from anybatch.recompute.blocks import choose_blocks
+from anybatch.step.admit import admit
 from benchmarks.race import quiet_collector
 from benchmarks.zoo import OPTIMIZERS, Entry, Made
 
@@ -72,7 +72,7 @@ class Subject:
             return ()
         wanted = "recompute" if policy == HALF else policy
         asked = dict.fromkeys(self._entry.blocks, wanted) or wanted
-        chosen = choose(self.model, asked)
+        chosen = choose_blocks(self.model, asked)
         return chosen[::2] if policy == HALF else chosen
 
     def predict(self, plan: Plan, device: str | None = None) -> Trace:

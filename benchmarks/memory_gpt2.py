@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from anybatch.errors import BudgetError
-from anybatch.units import format_bytes
+from anybatch.core.errors import BudgetError
+from anybatch.core.units import format_bytes
 from benchmarks.memory_bench import Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, sound
 from benchmarks.ratios import paired_ratio

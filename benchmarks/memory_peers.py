@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from benchmarks.memory_contestants import (
     CONTESTANTS,
     OURS,

@@ -9,8 +9,8 @@ from statistics import median
 
 import torch
 
-from anybatch.errors import BudgetError
-from anybatch.plan import Plan
+from anybatch.core.errors import BudgetError
+from anybatch.engine.plan import Plan
 from benchmarks.memory_bench import POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
 from benchmarks.ratios import paired_ratio

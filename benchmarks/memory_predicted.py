@@ -8,13 +8,12 @@ from statistics import median
 
 import torch
 
-from anybatch import tree
-from anybatch.device import Device
-from anybatch.device import find as find_device
-from anybatch.feed import grows_in_lines
-from anybatch.plan import Plan
-from anybatch.predict import Family
-from anybatch.recorded import Recorded
+from anybatch.core import tree
+from anybatch.engine.plan import Plan
+from anybatch.memory.device import Device, find_device
+from anybatch.planner.cost import Recorded
+from anybatch.planner.feed import grows_in_lines
+from anybatch.planner.segments import Family
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
 from benchmarks.report import table

@@ -11,8 +11,9 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 import anybatch as ab
-from anybatch.data import Dataset, Split, load
-from anybatch.errors import DataError
+from anybatch.core.errors import DataError
+from anybatch.data.dataset import Dataset, Split
+from anybatch.data.load import load
 from benchmarks.memory_report import Record
 from benchmarks.models import LeNet5
 from benchmarks.precision_config import Lessons, Part, Settings

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import anybatch as ab
-from anybatch.scale import FIRST
+from anybatch.precision.loss_scale import FIRST_SCALE
 from anybatch.testing import Perceptron, relative_error, tolerance
 from benchmarks.memory_report import Record
 from benchmarks.precision_config import Part, Settings
@@ -48,7 +48,7 @@ class Outcome:
 def measure(settings: Settings) -> Iterator[Record]:
     """Each contestant on the same batch, beside the update that no overflow has disturbed."""
     batch = planted(settings.seed)
-    calm = by_anybatch(batch, settings.seed, ab.Precision(compute="float16", loss_scale=FIRST / 2))
+    calm = by_anybatch(batch, settings.seed, ab.Precision(compute="float16", loss_scale=FIRST_SCALE / 2))
     full = by_anybatch(batch, settings.seed, ab.Precision())
     ways: dict[str, Callable[[Batch, int], Outcome]] = {
         OURS: by_anybatch,
@@ -77,7 +77,7 @@ def planted(seed: int) -> Batch:
     inputs = torch.randn(count, 16, generator=generator)
     targets = 1 + 0.1 * torch.randn(count, 1, generator=generator)
     # d loss / d output of that row = 2 (output - target) / count, times the scale.
-    targets[PLACE * ROWS + ROWS // 2] = EXCESS * LARGEST / FIRST * count / 2
+    targets[PLACE * ROWS + ROWS // 2] = EXCESS * LARGEST / FIRST_SCALE * count / 2
     return inputs, targets
 
 
@@ -119,7 +119,7 @@ def by_scaler(batch: Batch, seed: int, *, tries: int = 1) -> Outcome:
     model, forwards = make_model(seed)
     before = _weights(model)
     optimizer = SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST)
+    scaler = torch.amp.GradScaler("cpu", init_scale=FIRST_SCALE)
     made: list[int] = []
     optimizer.register_step_post_hook(lambda optimizer, args, kwargs: made.append(1))
     for _ in range(tries):
@@ -180,7 +180,7 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
         *table(header, rows),
         "",
         f"One batch of {ROWS * MICRO_BATCHES} rows. The last columns are relative distances of the update:",
-        f"from that at a loss scale of {FIRST / 2:,.0f} all along, where nothing overflows, and from",
+        f"from that at a loss scale of {FIRST_SCALE / 2:,.0f} all along, where nothing overflows, and from",
         "that in float32.",
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 
 class Block(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.data import load
+from anybatch import find
+from anybatch.data.load import load
 from anybatch.observe.exponents import draw, gradient_exponents
-from anybatch.recipes import find
 
 PICTURE = Path("runs/precision.png")
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch import Plan, Step
-from anybatch.batch import TensorBatch
-from anybatch.door import admit
-from anybatch.execute import execute
-from anybatch.meter import Meter
-from anybatch.question import Question
-from anybatch.recompute import find_blocks
+from anybatch.core.batch import TensorBatch
+from anybatch.engine.execute import execute
+from anybatch.memory.meter import Meter
+from anybatch.planner.request import Question
+from anybatch.recompute.blocks import find_blocks
+from anybatch.step.admit import admit
 from tests.snapshots import changes, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24

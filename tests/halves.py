@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Step, StepReport, Terms, Total, Window, rng
+from anybatch import Step, StepReport, Terms, Total, Window
+from anybatch.state import rng
 from anybatch.train import checkpoint
 
 

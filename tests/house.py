@@ -1,4 +1,4 @@
-"""Reading the house: its files, imports and order; and rules, tests that prove that they can fail."""
+"""Reading the house: its files, imports and floors; and rules, tests that prove that they can fail."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator
@@ -7,38 +7,21 @@ from pathlib import Path
 
 import pytest
 
-# Every module from the ground up, a line for each layer. A module imports only what stands before it.
-# A folder's own name is its __init__, which stands after its files.
-LAYERS = """
-    errors units tree
-    batch total rng events exhausted finite nested surroundings remembered
-    fold meetings integrations.transformers integrations.torchao integrations
-    ledger recording resized device
-    precision scale masters stalled casts lower
-    recompute.find recompute.inside recompute.trust recompute.replay recompute.selective recompute.offload
-    recompute.apply recompute
-    meter
-    losses.loss losses.convention losses.kinds losses.terms losses.summed losses.pull losses.seen
-    losses.linear losses.whole_batch losses.reductions losses.origin losses.tail
-    losses.model_loss losses.resolve losses.additive losses
-    gradients plan
-    tolerance optimize data.dataset data.idx data.cifar10 data.digits data.open data
-    task conditions before run smaller scaled course execute
-    likely fakes feed trace update measured compose recorded predict solve timing options
-    question survey blame planner contest shapes budget
-    limits planning room guard door noted halfway window step
-    probe.rows probe.draws probe.copies probe.choose probe.cut probe.observed probe.passes probe.calls
-    probe.trial probe.finding probe.agreement probe.weights probe.given
-    probe.denominators probe.padding probe.nature probe.modules
-    probe.terms probe.prepare probe.explain probe check foresee
-    recipes.recipe recipes.lenet5 recipes
-    train.learning_rate train.pack train.checkpoint train.rows train.metrics train.watch train.progress
-    train.interrupt train.trainer train
-    observe.picture observe.memory observe.backward observe.exponents observe
-    testing target verbs plan_verb cli __main__
-    anybatch
+# Every package, from the ground up, a line for each floor. A package imports only from the faces of packages
+# of lower floors: never upward, and never from its own floor.
+FLOORS = """
+    core
+    state batchnorm integrations
+    precision recompute memory data
+    losses recipes
+    engine
+    planner
+    step observe
+    check train
+    cli
 """
-ORDER = LAYERS.split()
+FLOOR = {name: height for height, line in enumerate(FLOORS.split("\n")) for name in line.split()}
+TOP = ("__init__", "__main__", "testing")  # files beside the packages; they may import every face
 
 SRC = "src/anybatch/"
 ROOT = Path(__file__).parents[1]
@@ -71,9 +54,9 @@ def rule(*offences: House) -> Callable[[Rule], Callable[[House | None], None]]:
     return as_test
 
 
-def total(source: str) -> House:
-    """A house that is only src/anybatch/total.py."""
-    return {SRC + "total.py": source}
+def only(source: str, path: str = "core/total.py") -> House:
+    """A house that is only one file of src."""
+    return {SRC + path: source}
 
 
 @cache
@@ -86,6 +69,15 @@ def python(house: House, folder: str = SRC) -> Iterator[tuple[str, ast.Module]]:
     """Path and syntax tree of every Python file under a folder."""
     paths = (path for path in house if path.startswith(folder) and path.endswith(".py"))
     return ((path, parse(house[path])) for path in paths)
+
+
+def package_of(path: str) -> str:
+    """The package that a file of src is in, or the file's own name at the top.
+
+    >>> package_of("src/anybatch/losses/model/graph.py"), package_of("src/anybatch/testing.py")
+    ('losses', 'testing')
+    """
+    return path.removeprefix(SRC).split("/")[0].removesuffix(".py")
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -102,12 +94,6 @@ def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
     """Lines of a definition, its docstring included."""
     assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
-
-
-def module_name(path: str) -> str:
-    """`src/anybatch/losses/terms.py` is `losses.terms`, its folder `losses`, the topmost `anybatch`."""
-    inside = path.removeprefix(SRC).removesuffix(".py").removesuffix("__init__")
-    return inside.strip("/").replace("/", ".") or "anybatch"
 
 
 def imports(path: str, tree: ast.Module) -> set[str]:
@@ -130,12 +116,14 @@ def imports(path: str, tree: ast.Module) -> set[str]:
     return found
 
 
-def siblings(path: str, tree: ast.Module) -> set[str]:
-    """The modules of ORDER that a file imports; a name that a package re-exports counts as the package."""
-    found: set[str] = set()
-    for dotted in imports(path, tree):
-        first, *rest = dotted.split(".")
-        prefixes = (".".join(rest[:end]) for end in range(len(rest), 0, -1))
-        if first == "anybatch":
-            found.add(next((prefix for prefix in prefixes if prefix in ORDER), "anybatch"))
-    return found
+def ours(path: str, tree: ast.Module) -> set[str]:
+    """Dotted names below `anybatch` that a file imports, without that prefix."""
+    return {name.removeprefix("anybatch.") for name in imports(path, tree) if name.startswith("anybatch.")}
+
+
+def face(house: House, package: str) -> set[str]:
+    """The names that a package shows: those in its `__all__`."""
+    for node in parse(house.get(f"{SRC}{package}/__init__.py", "")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()

@@ -5,8 +5,8 @@ import re
 import tomllib
 from collections.abc import Iterable
 
-from anybatch import errors
-from tests.house import SRC, House, classes, parse, python, rule, total
+from anybatch.core import errors
+from tests.house import SRC, House, classes, only, parse, python, rule
 
 BANNED_WORDS = re.compile(r"mini[-_ ]?batch|accumulation[-_ ]steps|(?<!\.)\bchunk", re.IGNORECASE)
 GREETING = "gradient accumulation"  # lines that greet those who know the idea under this name
@@ -16,19 +16,19 @@ VALUELESS = ("WindowError",)  # an order of calls has no value to show
 
 
 @rule(
-    {SRC + "execute.py": "if plan.precision is None: ..."},
-    {SRC + "execute.py": "x = self.listeners is not None"},
+    {SRC + "engine/execute.py": "if plan.precision is None: ..."},
+    {SRC + "engine/execute.py": "x = self.listeners is not None"},
 )
 def test_execute_asks_no_null_object_whether_it_is_none(house: House) -> Iterable[str]:
-    for node in ast.walk(parse(house.get(SRC + "execute.py", ""))):
+    for node in ast.walk(parse(house.get(SRC + "engine/execute.py", ""))):
         asks = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Is | ast.IsNot)
         if asks and any(name in ast.unparse(node) for name in NULL_OBJECTS):
-            yield f"execute.py asks whether {ast.unparse(node)}"
+            yield f"engine/execute.py asks whether {ast.unparse(node)}"
 
 
 @rule(
-    total("# a Mini-batch"),
-    total("accumulation_steps = 4"),
+    only("# a Mini-batch"),
+    only("accumulation_steps = 4"),
     {"README.md": "in chunks of 4"},
 )
 def test_one_word_per_idea(house: House) -> Iterable[str]:
@@ -54,9 +54,9 @@ def test_tolerances_come_from_the_table(house: House) -> Iterable[str]:
 
 
 @rule(
-    total("@dataclass\nclass A: ..."),
-    total("@dataclasses.dataclass(frozen=True)\nclass A: ..."),
-    total("@dataclass(slots=True, frozen=False)\nclass A: ..."),
+    only("@dataclass\nclass A: ..."),
+    only("@dataclasses.dataclass(frozen=True)\nclass A: ..."),
+    only("@dataclass(slots=True, frozen=False)\nclass A: ..."),
 )
 def test_public_records_are_frozen(house: House) -> Iterable[str]:
     for path, tree in python(house):
@@ -68,9 +68,9 @@ def test_public_records_are_frozen(house: House) -> Iterable[str]:
 
 
 @rule(
-    total("raise BatchError"),
-    total("raise BatchError()"),
-    total("raise errors.BatchError('The batch is empty.')"),
+    only("raise BatchError"),
+    only("raise BatchError()"),
+    only("raise errors.BatchError('The batch is empty.')"),
 )
 def test_errors_show_what_came(house: House) -> Iterable[str]:
     shown = {name for name in vars(errors) if name.endswith("Error")} - set(VALUELESS)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, Total
-from anybatch.events import Event, MicroBatchDone
+from anybatch.core.report import Event, MicroBatchDone
 from tests.snapshots import changes, make_batch, make_model, make_step, snapshot
 
 

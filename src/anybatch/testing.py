@@ -12,14 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch import rng, tree
-from anybatch.batch import Collate
-from anybatch.losses.convention import forward, split
-from anybatch.losses.resolve import module_of, resolve
-from anybatch.losses.summed import summed_loss
-from anybatch.losses.terms import Terms
-from anybatch.tolerance import relative_error, tolerance
-from anybatch.total import Total
+from anybatch.check import relative_error, tolerance
+from anybatch.core import Collate, Total, tree
+from anybatch.losses import Terms, call_model, module_of, resolve, split_batch, summed_loss
+from anybatch.state import rng
 
 __all__ = [
     "ConvNet",
@@ -222,8 +218,8 @@ def _in_float64(loss: object) -> Any:
 def _whole_loss(model: nn.Module, loss: Any, whole: Any) -> Tensor:
     known = summed_loss(loss)
     if known is not None:  # asked only for where its arguments come from
-        inputs, targets = split(whole, has_target=known.kind.has_target)
-        return loss(*known.kind.arrange(forward(model, inputs), targets))
+        inputs, targets = split_batch(whole, has_target=known.kind.has_target)
+        return loss(*known.kind.arrange(call_model(model, inputs), targets))
     if not callable(loss) and not isinstance(loss, Terms):  # ab.WholeBatch and ab.ModelLoss, as they are
         return torch.stack([*resolve(loss).uncut().evaluate(model, whole).sums.values()]).sum()
     function, coefficients = (loss.function, loss.coefficients) if isinstance(loss, Terms) else (loss, {})

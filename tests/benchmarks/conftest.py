@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anybatch import tree
+from anybatch.core import tree
 from benchmarks import memory_predicted
 from benchmarks.memory_bench import POLICIES, Subject
 from benchmarks.zoo import OPTIMIZERS, ZOO

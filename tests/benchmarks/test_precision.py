@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import anybatch as ab
-from anybatch.data import Dataset, Split
-from anybatch.events import StepReport
+from anybatch.core.report import StepReport
+from anybatch.data.dataset import Dataset, Split
 from benchmarks import precision, precision_cost, precision_lenet5, precision_overflow, precision_sums
 from benchmarks.config import Effort, RaceCase
 from benchmarks.memory_report import Record

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch import tree
+from anybatch.core import tree
 from benchmarks.zoo import OPTIMIZERS, SCALES, ZOO, Made
 
 # As published with the models; those of our own heads and widths are counted by hand.

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from anybatch.core.errors import DataError
 from anybatch.data.cifar10 import CLASSES, read_cifar10
-from anybatch.errors import DataError
 from anybatch.testing import relative_error, tolerance
 from tests.data.files import cifar10_bytes, write_cifar10
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from anybatch.core.errors import DataError
 from anybatch.data.dataset import Dataset, Split, check_classes, hold_out, normalise, unreadable
-from anybatch.errors import DataError
 from anybatch.testing import relative_error, tolerance
 
 

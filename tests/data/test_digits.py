@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.data import Split, digits
-from anybatch.data.dataset import normalise
-from anybatch.errors import DataError
+from anybatch.core.errors import DataError
+from anybatch.data import digits
+from anybatch.data.dataset import Split, normalise
 
 
 @pytest.fixture(scope="module")

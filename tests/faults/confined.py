@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from anybatch import Step
-from anybatch.door import admit
-from anybatch.execute import execute
+from anybatch.engine.execute import execute
+from anybatch.step.admit import admit
 
 ROWS, WIDTH = 64, 2048
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from anybatch.events import Event, MicroBatchDone
+from anybatch.core.report import Event, MicroBatchDone
 from anybatch.train.trainer import LAST
 from tests.train.runs import EPOCHS, make_trainer
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import ModelLoss, Plan, Step, StepReport, Terms, Total, WholeBatch
-from anybatch.door import admit
-from anybatch.execute import execute
+from anybatch.engine.execute import execute
+from anybatch.step.admit import admit
 from tests.snapshots import changes, snapshot
 
 ROWS, FEATURES, CLASSES = 16, 6, 4

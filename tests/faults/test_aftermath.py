@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, StepReport, Total
-from anybatch.errors import BudgetError, OutOfMemoryError
-from anybatch.run import Run
-from anybatch.surroundings import EVERY, FIRST
+from anybatch.core.errors import BudgetError, OutOfMemoryError
+from anybatch.engine.run import Run
+from anybatch.state.snapshot import EVERY, FIRST
 from tests.faults.scarce import scarce
 from tests.faults.starved import CLASSES, FEATURES, assert_same_as_the_same_cut, batch_for, make, seed, sgd
 from tests.snapshots import changes, snapshot

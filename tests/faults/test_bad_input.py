@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, Terms, Total
-from anybatch.errors import (
+from anybatch.core.errors import (
     AnybatchError,
     BatchError,
     LossError,

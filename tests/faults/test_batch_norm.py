@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Step
-from anybatch.errors import PlanError
+from anybatch.core.errors import PlanError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.snapshots import changes, snapshot
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.errors import NonFiniteLossError
+from anybatch.core.errors import NonFiniteLossError
 from tests.snapshots import changes, make_batch, make_model, make_step, snapshot
 from tests.trips import MODES, Trip, assert_same_step, build, collate, single, step_once
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Precision, Step, Total
-from anybatch.errors import PlanError
-from anybatch.lower import lower
-from anybatch.precision import find
+from anybatch.core.errors import PlanError
+from anybatch.precision.apply import lower
+from anybatch.precision.policy import find_precision
 
-BF16, FP16 = find("bf16-true"), find("fp16-true")
+BF16, FP16 = find_precision("bf16-true"), find_precision("fp16-true")
 NORMS = Precision(store="bfloat16", keep_float32=("LayerNorm",))
 X, Y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.ones(8, 2)
 
@@ -354,10 +354,10 @@ def test_weights_that_an_earlier_step_stores_short_are_brought_back_first(name: 
 
 def test_a_short_model_of_the_callers_and_a_part_that_nobody_trains_are_left_as_they_are() -> None:
     own = nn.Linear(3, 2).bfloat16()
-    lower(own, find("float32"), own.parameters())
+    lower(own, find_precision("float32"), own.parameters())
     assert dtypes(own) == {torch.bfloat16}
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    lower(model[0], find("bf16-true"), [])
-    lower(model, find("float32"), model[1].parameters())
+    lower(model[0], find_precision("bf16-true"), [])
+    lower(model, find_precision("float32"), model[1].parameters())
     assert dtypes(model[0]) == {torch.bfloat16}
     assert model(torch.ones(2, 3)).dtype == torch.float32

@@ -14,14 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Step, Total, WholeBatch, course
-from anybatch.course import Course
-from anybatch.door import admit
-from anybatch.errors import OutOfMemoryError
-from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
-from anybatch.gradients import Gradients
-from anybatch.run import Run
-from anybatch.surroundings import Surroundings
+from anybatch import Step, Total, WholeBatch
+from anybatch.core.errors import OutOfMemoryError
+from anybatch.core.report import Event, MicroBatchDone, MicroBatchRedone
+from anybatch.engine import course
+from anybatch.engine.course import Course
+from anybatch.engine.gradients import Gradients
+from anybatch.engine.run import Run
+from anybatch.state.snapshot import Surroundings
+from anybatch.step.admit import admit
 from tests.faults.scarce import scarce
 from tests.faults.starved import (
     CLASSES,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, Terms, WholeBatch
-from anybatch.errors import LossError, NonFiniteLossError
+from anybatch.core.errors import LossError, NonFiniteLossError
 from anybatch.testing import relative_error
 from tests.faults.overflowing import (
     FIRST,

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Plan, Precision, Step, Terms, Total
-from anybatch.errors import NonFiniteLossError
-from anybatch.events import Event, MicroBatchDone, MicroBatchRedone
-from anybatch.gradients import Gradients
-from anybatch.run import Run
+from anybatch.core.errors import NonFiniteLossError
+from anybatch.core.report import Event, MicroBatchDone, MicroBatchRedone
+from anybatch.engine.gradients import Gradients
+from anybatch.engine.run import Run
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.faults.overflowing import (
     FIRST,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Step
-from anybatch.errors import OutOfMemoryError
-from anybatch.finite import NonFinite
-from anybatch.gradients import Gradients
-from anybatch.plan import Plan
+from anybatch.core.errors import OutOfMemoryError
+from anybatch.core.finite import NonFinite
+from anybatch.engine.gradients import Gradients
+from anybatch.engine.plan import Plan
 from anybatch.testing import relative_error
 
 REPLAYS = 12  # four micro-batches through three layers

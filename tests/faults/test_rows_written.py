@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Precision, Step, Total
-from anybatch.errors import OutOfMemoryError
-from anybatch.run import Run
-from anybatch.surroundings import FIRST
+from anybatch.core.errors import OutOfMemoryError
+from anybatch.engine.run import Run
+from anybatch.state.snapshot import FIRST
 from anybatch.testing import relative_error, tolerance
 from tests.faults.scarce import scarce
 

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from anybatch import Total
-from anybatch.errors import CheckpointError, LossError, NonFiniteLossError
-from anybatch.events import Event, MicroBatchDone
+from anybatch.core.errors import CheckpointError, LossError, NonFiniteLossError
+from anybatch.core.report import Event, MicroBatchDone
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import LAST
 from tests.snapshots import changes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.errors import LossError, NonFiniteLossError, PlanError
+from anybatch.core.errors import LossError, NonFiniteLossError, PlanError
 from anybatch.losses.whole_batch import WholeBatch
 from tests.losses.whole_losses import CASES, Views, clip, encoder, labelled, ranked, sup_con, take
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anybatch import Step
-from anybatch.errors import BatchError, NonFiniteLossError, WindowError
+from anybatch.core.errors import BatchError, NonFiniteLossError, WindowError
 from tests.snapshots import changes, make_batch, snapshot
 from tests.trips import MODES, Trip, assert_same_step, build, step_once
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Step
-from anybatch.door import admit
-from anybatch.errors import OutOfMemoryError
-from anybatch.execute import execute
-from anybatch.run import Run
+from anybatch.core.errors import OutOfMemoryError
+from anybatch.engine.execute import execute
+from anybatch.engine.run import Run
+from anybatch.step.admit import admit
 from tests.faults.scarce import scarce
 from tests.snapshots import changes, snapshot
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from anybatch import Precision, Step
-from anybatch.errors import PlanError
+from anybatch.core.errors import PlanError
 from anybatch.integrations.torchao import with_float8_linear
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.models.mixtral import modeling_mixtral
 
 import anybatch as ab
-from anybatch.errors import LossError, PlanError
+from anybatch.core.errors import LossError, PlanError
 from anybatch.integrations.transformers import (
     RouterLoss,
     WholeRouterLoss,
@@ -25,8 +25,8 @@ from anybatch.integrations.transformers import (
     with_empty_cache,
     with_own_cache,
 )
-from anybatch.losses import origin
-from anybatch.losses.model_loss import ModelLoss
+from anybatch.losses.model import targets as origin
+from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
 from tests.integrations.heads import HEADS, LENGTH, ROWS, WORDS, Head

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch import Step, StepReport, tree
+from anybatch import Step, StepReport
+from anybatch.core import tree
 from anybatch.testing import GradientRecorder, Reference, reference_step, relative_error, tolerance
 from tests.laws.cases import Problem
 

@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch import StepReport, gradients, run
-from anybatch.batch import TensorBatch
-from anybatch.course import Course
-from anybatch.gradients import Gradients
-from anybatch.losses import kinds
+from anybatch import StepReport
+from anybatch.core.batch import TensorBatch
+from anybatch.engine import gradients, run
+from anybatch.engine.course import Course
+from anybatch.engine.gradients import Gradients
+from anybatch.engine.run import Run
+from anybatch.losses import reductions as kinds
 from anybatch.losses.loss import Evaluated, Plain
-from anybatch.losses.summed import SummedLoss
-from anybatch.masters import Masters
-from anybatch.run import Run
-from anybatch.scale import LossScale
-from anybatch.surroundings import Surroundings
+from anybatch.losses.torch_losses import SummedLoss
+from anybatch.precision.loss_scale import LossScale
+from anybatch.precision.master_weights import Masters
+from anybatch.state.snapshot import Surroundings
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]

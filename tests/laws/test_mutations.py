@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from anybatch import AnybatchError
-from tests import test_masters
 from tests.faults import test_not_finite, test_overflow
 from tests.laws import mutations, test_masked, test_models, test_precision, test_uncut, test_updates
 from tests.laws.check import ADVICE, check, cut, reference, windowed
 from tests.laws.losses import CASES
 from tests.laws.mutations import Mutation
 from tests.laws.totals import TOTALS
+from tests.precision import test_master_weights as test_masters
 
 pytestmark = pytest.mark.filterwarnings(ADVICE)
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, Total, tree
+from anybatch import Step, Total
+from anybatch.core import tree
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 from tests.laws.cases import Case, Problem
 from tests.laws.check import ADVICE, check, cut, reference, windowed

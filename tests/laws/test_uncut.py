@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.losses.convention import forward, split
-from anybatch.losses.summed import summed_loss
+from anybatch.losses.inputs import call_model, split_batch
+from anybatch.losses.torch_losses import summed_loss
 from anybatch.testing import relative_error, tolerance
 from tests.laws.cases import Case, Problem
 from tests.laws.check import ADVICE, cut
@@ -21,8 +21,8 @@ def own(problem: Problem) -> tuple[Any, dict[str, Any]]:
     """Loss and gradients as torch gives them."""
     known = summed_loss(problem.loss)
     assert known is not None
-    inputs, targets = split(problem.batch, has_target=known.kind.has_target)
-    loss = problem.loss(*known.kind.arrange(forward(problem.model, inputs), targets))
+    inputs, targets = split_batch(problem.batch, has_target=known.kind.has_target)
+    loss = problem.loss(*known.kind.arrange(call_model(problem.model, inputs), targets))
     loss.backward()
     named = dict(problem.model.named_parameters())
     if isinstance(problem.loss, torch.nn.Module):

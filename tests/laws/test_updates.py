@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch import Step, StepReport
-from anybatch.losses.convention import forward, split
+from anybatch.losses.inputs import call_model, split_batch
 from anybatch.testing import relative_error, tolerance
 from tests.laws.cases import Case
 from tests.laws.check import parts
@@ -40,8 +40,8 @@ def by_hand(
     optimizer = make(model.parameters())
     scheduler = schedule(optimizer)
     for batch in batches:
-        inputs, targets = split(batch)
-        loss(*forward(model, inputs), *targets).backward()
+        inputs, targets = split_batch(batch)
+        loss(*call_model(model, inputs), *targets).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()

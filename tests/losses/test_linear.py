@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import anybatch as ab
-from anybatch.errors import LossError
+from anybatch.core.errors import LossError
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import Terms, Total
-from anybatch.batch import OpenBatch, SampleBatch, TensorBatch
+from anybatch.core.batch import OpenBatch, SampleBatch, TensorBatch
 from anybatch.losses.loss import Evaluated, Loss
 from anybatch.losses.resolve import resolve
 

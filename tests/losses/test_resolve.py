@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import ModelLoss, Step, Terms, Total
-from anybatch.errors import LossError
-from anybatch.losses.resolve import check, resolve
-from anybatch.losses.summed import SummedLoss
+from anybatch.core.errors import LossError
+from anybatch.losses.resolve import check_loss, resolve
+from anybatch.losses.torch_losses import SummedLoss
 
 
 def own(model: nn.Module, micro: Any) -> Total:
@@ -126,9 +126,9 @@ def test_weights_that_no_sum_can_have_are_refused_at_the_door(name: str, bad: fl
         partial(F.binary_cross_entropy_with_logits, **{name: weight}),
     ):
         with pytest.raises(LossError, match=f"`{name}` of .* finite and at least 0, got values from"):
-            check(loss)
-    check(nn.BCEWithLogitsLoss(**{name: weight.nan_to_num(0, 0, 0).abs()}))
+            check_loss(loss)
+    check_loss(nn.BCEWithLogitsLoss(**{name: weight.nan_to_num(0, 0, 0).abs()}))
 
 
 def test_a_weight_may_be_zero() -> None:
-    check(nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0])))
+    check_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0])))

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step, Terms, Total, check
-from anybatch.errors import LossError
+from anybatch import Step, Terms, Total
+from anybatch.check.check import check
+from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
 
 ROWS = 5

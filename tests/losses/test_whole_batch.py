@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Step, Total, Trainer, rng, tree
-from anybatch.errors import LossError, NonFiniteLossError
-from anybatch.losses.convention import call
+from anybatch import Step, Total, Trainer
+from anybatch.core import tree
+from anybatch.core.errors import LossError, NonFiniteLossError
+from anybatch.losses.inputs import call
 from anybatch.losses.whole_batch import WholeBatch
+from anybatch.state import rng
 from anybatch.testing import reference_step, relative_error, tolerance
 from tests.losses.whole_losses import (
     CASES,

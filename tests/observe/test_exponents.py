@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.errors import PlanError
+from anybatch.core.errors import PlanError
 from anybatch.observe.exponents import COLOURS, Exponents, Fates, draw, gradient_exponents
-from anybatch.observe.picture import FORMATS
+from anybatch.observe.figure import FORMATS
 
 # Bits of the fraction, least normal exponent, largest exponent.
 LAYOUTS = {"float16": (10, -14, 15), "bfloat16": (7, -126, 127)}

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.errors import PlanError
-from anybatch.ledger import OWNERS, Ledger, Moment
+from anybatch.core.errors import PlanError
+from anybatch.memory.ledger import OWNERS, Ledger, Moment
+from anybatch.observe.figure import FORMATS
 from anybatch.observe.memory import COLOURS, plot
-from anybatch.observe.picture import FORMATS
-from anybatch.survey import Survey
+from anybatch.planner.candidates import Survey
 from tests.budgets import make, question, rows_of
 
 STARTS = {".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>", ".pdf": b"%PDF"}

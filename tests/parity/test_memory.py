@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from anybatch import Step, Terms, Total
 from anybatch.losses.whole_batch import WholeBatch
-from anybatch.meter import Meter
+from anybatch.memory.meter import Meter
 from anybatch.testing import Transformer
 
 ROWS, FEW, MANY = 4, 4, 64  # rows of a micro-batch; numbers of micro-batches

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.batch import Collate
+from anybatch.core.batch import Collate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

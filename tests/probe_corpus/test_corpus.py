@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch import tree
-from anybatch.batch import SampleBatch, TensorBatch
+from anybatch.core import tree
+from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.losses.resolve import module_of, resolve
 from anybatch.testing import tolerance
 from tests.probe_corpus.case import Case, Make
@@ -184,7 +184,7 @@ def plain(value: Any) -> Any:
 
 def told(make: Make) -> tuple[Case, Any]:
     """The report on a case, of which nothing else has changed."""
-    from anybatch.check import check
+    from anybatch.check.check import check
 
     case = make()
     before, held = state(case), identities(case)

@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from anybatch import Step, recipes
-from anybatch.data import Dataset, load
-from anybatch.errors import DataError
+from anybatch import Step
+from anybatch.core.errors import DataError
+from anybatch.data.dataset import Dataset
+from anybatch.data.load import load
+from anybatch.recipes import find_recipe
 
 # Weights and biases of each layer, counted from the paper: 5 x 5 maps, 120, 84, classes.
 SHAPES = {1: 61_706, 3: 62_006}
@@ -24,7 +26,7 @@ def rows(channels: int = 1, size: int = 32, classes: int = 10) -> Dataset:
 
 
 def build(data: Dataset, seed: int = 0) -> nn.Module:
-    return recipes.find("lenet5").build_model(data, torch.Generator().manual_seed(seed))
+    return find_recipe("lenet5").build_model(data, torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("channels", SHAPES)
@@ -75,7 +77,7 @@ def test_images_of_another_size_are_refused() -> None:
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_is_cross_entropy(smoothing: float) -> None:
-    loss = recipes.find("lenet5").build_loss(smoothing)
+    loss = find_recipe("lenet5").build_loss(smoothing)
     scores, targets = torch.randn(6, 10), torch.arange(6)
     assert torch.equal(loss(scores, targets), F.cross_entropy(scores, targets, label_smoothing=smoothing))
 
@@ -83,7 +85,7 @@ def test_the_loss_is_cross_entropy(smoothing: float) -> None:
 def test_it_learns_the_digits() -> None:
     """Three passes with the options of the demo; chance is 10 %, a network that learns has over 90 %."""
     split = load("digits")
-    recipe = recipes.find("lenet5")
+    recipe = find_recipe("lenet5")
     model = build(split.train)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     step = Step(model, recipe.build_loss(0.1), optimizer, micro_batch=16)

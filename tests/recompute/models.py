@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.recompute import Choice, applied, find_blocks
+from anybatch.recompute.apply import apply_policies
+from anybatch.recompute.blocks import Choice, find_blocks
 
 ROWS = 4
 
@@ -231,7 +232,7 @@ def run(
     """Two forwards and backwards of a copy, from seed 3."""
     model = copy.deepcopy(model)
     seed(3)
-    with applied(model, choice):
+    with apply_policies(model, choice):
         for _ in range(2):  # the second finds what the first has left
             with context():
                 out = model(x)

@@ -14,10 +14,11 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import anybatch as ab
-from anybatch.errors import PlanError
-from anybatch.meter import Meter
-from anybatch.recompute import POLICIES, Choice, applied, find_blocks
+from anybatch.core.errors import PlanError
+from anybatch.memory.meter import Meter
 from anybatch.recompute import offload as offload_module
+from anybatch.recompute.apply import apply_policies
+from anybatch.recompute.blocks import POLICIES, Choice, find_blocks
 from anybatch.testing import GradientRecorder
 from tests.integrations.heads import HEADS
 from tests.recompute.models import MODELS, UNet, differences, every, make, run, seed, streams
@@ -87,7 +88,7 @@ def test_nothing_changes_in_a_step_of_transformers(head: Any, policy: str) -> No
                 module.p = 0.2
         recorder = GradientRecorder(model)
         seed(1)
-        with applied(model, choice):
+        with apply_policies(model, choice):
             report = ab.Step(model, ab.ModelLoss(), recorder, micro_batch=3)(head.batch)
         return report.loss, recorder.gradients, streams()
 
@@ -125,7 +126,7 @@ def test_nothing_changes_in_layers_with_a_cache(name: str, chosen: slice, policy
     found: list[tuple[Tensor, ...]] = []
     for choice in ((), every(model, policy)[chosen]):
         seed(1)
-        with applied(model, choice):
+        with apply_policies(model, choice):
             loss = model(input_ids=ids, labels=ids).loss
             found.append(torch.autograd.grad(loss, list(model.parameters())))
     assert all(map(torch.equal, *found))
@@ -164,7 +165,7 @@ def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
         recorder = GradientRecorder(model)
         loss = ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
         step = ab.Step(model, loss, recorder, micro_batch=2, check=False)
-        with applied(model, choice_of(model)):
+        with apply_policies(model, choice_of(model)):
             if kind == "window":
                 window = step.window()
                 for micro in x.split(2):
@@ -186,7 +187,7 @@ def test_gradients_of_some_inputs_only(policy: str) -> None:
     def gradient(choice: bool) -> Tensor:
         model, x = make("encoder")
         weight = next(model.parameters())
-        with applied(model, every(model, policy) if choice else ()):
+        with apply_policies(model, every(model, policy) if choice else ()):
             model(x).square().sum().backward(inputs=[weight])
         assert all((p.grad is None) == (p is not weight) for p in model.parameters())
         assert weight.grad is not None
@@ -206,7 +207,7 @@ def test_hooks_of_a_block_run_once(policy: str) -> None:
     block.register_forward_pre_hook(lambda *_: ran.append("before"))
     block.register_forward_hook(lambda *_: ran.append("after"))
     block.register_full_backward_hook(lambda *_: ran.append("backward"))
-    with applied(model, every(model, policy)):
+    with apply_policies(model, every(model, policy)):
         model(x).sum().backward()
     assert ran == ["before", "after", "backward"]
 
@@ -240,7 +241,7 @@ def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) 
         attributes = [set(vars(module)) for module in broken.modules()]
         reached = "forward"
         try:
-            with applied(broken, every(broken, policy)), Failure(at):
+            with apply_policies(broken, every(broken, policy)), Failure(at):
                 loss = broken(x).square().mean()
                 before = [b.detach().clone() for b in broken.buffers()], streams()
                 reached = "backward"
@@ -263,7 +264,7 @@ def test_nothing_is_done_without_gradient() -> None:
     model, x = make("encoder")
     ran: list[int] = []
     model.get_submodule("encoder.layers.0.linear1").register_forward_hook(lambda *_: ran.append(1))
-    with applied(model, every(model, "recompute")):
+    with apply_policies(model, every(model, "recompute")):
         with torch.no_grad():
             out = model(x)
         assert not out.requires_grad
@@ -277,7 +278,7 @@ def test_the_model_is_as_before(policy: str) -> None:
     model.blocks[0].forward = partial(type(model.blocks[0]).forward, model.blocks[0])  # pyright: ignore
     before = [vars(module).copy() for module in model.modules()]
     for _ in range(2):
-        with suppress(KeyError), applied(model, every(model, policy)):
+        with suppress(KeyError), apply_policies(model, every(model, policy)):
             assert all("forward" in vars(model.get_submodule(name)) for name in find_blocks(model))
             raise KeyError
         assert [vars(module) for module in model.modules()] == before
@@ -286,12 +287,12 @@ def test_the_model_is_as_before(policy: str) -> None:
 @policies
 def test_nothing_is_held_after_a_step(policy: str) -> None:
     model, x = make("encoder")
-    with applied(model, every(model, policy)):
+    with apply_policies(model, every(model, policy)):
         model(x).sum().backward()
     gc.collect()
     before = len(gc.get_objects())
     for _ in range(3):
-        with applied(model, every(model, policy)):
+        with apply_policies(model, every(model, policy)):
             model(x).sum().backward()
     gc.collect()
     assert len(gc.get_objects()) - before < 50
@@ -301,7 +302,7 @@ def test_nothing_is_held_after_a_step(policy: str) -> None:
 def test_fake_tensors_take_the_same_way(policy: str) -> None:
     with FakeTensorMode():
         model, x = UNet(), torch.randn(2, 3, 8, 8)
-        with applied(model, every(model, policy)):
+        with apply_policies(model, every(model, policy)):
             model(x).sum().backward()
         assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
 
@@ -327,7 +328,7 @@ def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.M
         torch.manual_seed(3)
         for buffer, value in zip(model.buffers(), before, strict=True):
             buffer.copy_(value)
-        with applied(model, choice):
+        with apply_policies(model, choice):
             loss = model(x).square().mean()
             gradients = torch.autograd.grad(loss, list(model.parameters()))
         return [loss, *gradients], [b.clone() for b in model.buffers()], torch.get_rng_state()
@@ -348,7 +349,7 @@ def test_a_compiled_model_is_refused(how: str) -> None:
     else:
         model = torch.compile(model, backend="eager")
     assert isinstance(model, nn.Module)
-    entered = applied(model, every(model, "recompute"))
+    entered = apply_policies(model, every(model, "recompute"))
     with pytest.raises(PlanError, match=r"Compile the blocks.*block.compile\(\)"), entered:
         pass
 
@@ -362,7 +363,7 @@ def test_a_compiled_model_is_refused(how: str) -> None:
 )
 def test_what_cannot_be_applied_is_refused(choice: Choice, message: str) -> None:
     model, _ = make("encoder")
-    with pytest.raises(PlanError, match=message), applied(model, choice):
+    with pytest.raises(PlanError, match=message), apply_policies(model, choice):
         pass
     assert "forward" not in vars(model.get_submodule("encoder"))
 
@@ -372,7 +373,7 @@ def test_less_is_held() -> None:
     x = x.repeat(8, 8, 1)
 
     def peak(choice: Choice) -> int:
-        with Meter(model, batch_leaves=[x]) as meter, applied(model, choice):
+        with Meter(model, batch_leaves=[x]) as meter, apply_policies(model, choice):
             model(x).square().mean().backward()
         model.zero_grad()
         return meter.peak - meter.held
@@ -395,6 +396,6 @@ def test_neighbours_of_what_is_moved_are_watched_but_for_what_is_compiled() -> N
         ("plain.0", "recompute", ["plain.0"]),
         ("plain.0.inner", "offload", ["plain.0.inner", "plain.1"]),  # what is around it is not beside it
     ):
-        with applied(model, ((name, policy),)):
+        with apply_policies(model, ((name, policy),)):
             own = [name for name, module in model.named_modules() if "forward" in vars(module)]
         assert sorted(own) == watched

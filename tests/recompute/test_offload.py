@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.errors import PlanError
+from anybatch.core import is_moving
+from anybatch.core.errors import PlanError
 from anybatch.recompute import apply
 from anybatch.recompute import offload as module
-from anybatch.recompute.offload import HostLink, Offload, is_moving
+from anybatch.recompute.offload import HostLink, Offload
 
 
 class Watched(HostLink):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
-from anybatch.errors import BlockError, PlanError
-from anybatch.recompute import applied
+from anybatch.core.errors import BlockError, PlanError
+from anybatch.recompute.apply import apply_policies
 from anybatch.recompute.trust import RUNS, is_fake, mark, trust_in
 from tests.recompute.models import seed
 
@@ -96,7 +96,7 @@ def passes(model: nn.Module, choice: Choice, times: int = 4) -> list[Tensor]:
     seed(2)
     x = torch.randn(5, 4)
     for _ in range(times):
-        with applied(model, choice):
+        with apply_policies(model, choice):
             model(x).square().sum().backward()
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     return [*gradients, *model.buffers(), torch.get_rng_state()]
@@ -142,7 +142,7 @@ def test_parameters_put_in_the_place_of_a_blocks_own_are_taken_again() -> None:
     others = {name: (2 * one).detach().requires_grad_() for name, one in model.named_parameters()}
     found: list[tuple[Tensor, ...]] = []
     for choice in ((), every("recompute")):
-        with applied(model, choice):
+        with apply_policies(model, choice):
             loss = torch.func.functional_call(model, others, (torch.ones(5, 4),)).sum()
             found.append(torch.autograd.grad(loss, [one for one in others.values() if one.dim() == 2]))
     assert all(map(torch.equal, *found))
@@ -150,7 +150,7 @@ def test_parameters_put_in_the_place_of_a_blocks_own_are_taken_again() -> None:
 
 def test_other_numbers_of_tensors_are_refused() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    with applied(nn.Sequential(block), (("0", "recompute"),)):
+    with apply_policies(nn.Sequential(block), (("0", "recompute"),)):
         loss = block(torch.ones(1, 4)).sum()
         block[1] = nn.Identity()
         with pytest.raises(BlockError, match="'0' to save the same tensors"):
@@ -159,7 +159,7 @@ def test_other_numbers_of_tensors_are_refused() -> None:
 
 def test_an_error_in_the_second_run_names_the_block() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    with applied(nn.Sequential(block), (("0", "recompute"),)):
+    with apply_policies(nn.Sequential(block), (("0", "recompute"),)):
         loss = block(torch.ones(1, 4)).sum()
         block.insert(0, nn.Linear(3, 3))
         with pytest.raises(RuntimeError) as caught:
@@ -184,7 +184,7 @@ def test_nothing_is_compared_on_fake_tensors() -> None:
     with FakeTensorMode():
         assert is_fake()
         model = Net("dict")
-        with applied(model, every("recompute")):
+        with apply_policies(model, every("recompute")):
             model(torch.randn(5, 4)).sum().backward()
     assert trust_in(model.blocks[0], "recompute").left == RUNS
 

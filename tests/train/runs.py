@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
-from anybatch import Step, StepReport, rng
+from anybatch import Step, StepReport
+from anybatch.state import rng
+from anybatch.train.loggers import Course, EpochReport, Watcher
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import Trainer
-from anybatch.train.watch import Course, EpochReport, Watcher
 from tests.snapshots import changes, same, snapshot
 
 FEATURES, CLASSES = 3, 4

@@ -18,8 +18,8 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch import rng
-from anybatch.errors import CheckpointError
+from anybatch.core.errors import CheckpointError
+from anybatch.state import rng
 from anybatch.train.checkpoint import load, restore, save
 from anybatch.train.learning_rate import warm_up
 from tests.snapshots import same

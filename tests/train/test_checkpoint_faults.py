@@ -18,8 +18,9 @@ from safetensors.torch import load as parse
 from safetensors.torch import save_file
 from torch import nn, optim
 
-from anybatch.errors import CheckpointError
-from anybatch.train import checkpoint, pack
+from anybatch.core.errors import CheckpointError
+from anybatch.train import checkpoint
+from anybatch.train import serialize as pack
 from anybatch.train.checkpoint import load, save
 from tests.snapshots import same
 

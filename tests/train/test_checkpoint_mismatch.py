@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.errors import CheckpointError
+from anybatch.core.errors import CheckpointError
 from anybatch.train.checkpoint import load, restore, save
 from tests.snapshots import same
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, LRScheduler, SequentialLR, StepLR
 
-from anybatch.errors import PlanError
+from anybatch.core.errors import PlanError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.learning_rate import RULES, scale, warm_up
 

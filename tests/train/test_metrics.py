@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Fold, Step, Terms, Total
-from anybatch.errors import LossError
-from anybatch.events import StepReport
+from anybatch.core.errors import LossError
+from anybatch.core.report import StepReport
 from anybatch.testing import Perceptron, relative_error, tolerance
+from anybatch.train.loader import Rows
 from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
-from anybatch.train.rows import Rows
 from tests.snapshots import changes, make_step, snapshot
 
 ROWS = 11

@@ -12,10 +12,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from anybatch.events import StepReport
+from anybatch.core.report import StepReport
 from anybatch.train import progress
+from anybatch.train.loggers import Course, EpochReport
 from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
-from anybatch.train.watch import Course, EpochReport
 from tests.train.runs import UPDATES, Diary, make_trainer, raising
 
 CPU = torch.device("cpu")

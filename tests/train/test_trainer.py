@@ -13,13 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import anybatch as ab
 from anybatch import Fold, Step, Total
-from anybatch.errors import (
-    AnybatchError,
-    BatchError,
-    CheckpointError,
-    DataError,
-    PlanError,
-)
+from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
 from anybatch.train.trainer import BEST, LAST, Trainer
 from tests.snapshots import changes, snapshot

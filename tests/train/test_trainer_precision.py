@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step, Total, WholeBatch
-from anybatch.errors import CheckpointError
+from anybatch.core.errors import CheckpointError
 from anybatch.train import checkpoint, trainer
 from anybatch.train.trainer import LAST, Trainer
 from tests.snapshots import changes, same

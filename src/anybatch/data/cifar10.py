@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from anybatch.core import DataError
 from anybatch.data.dataset import Dataset, Split, check_classes, normalise, unreadable
-from anybatch.errors import DataError
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 TRAIN, TEST = "data_batch_*.bin", "test_batch*.bin"

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from anybatch import rng
-from anybatch.errors import DataError
+from anybatch.core import DataError
+from anybatch.state import rng
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from anybatch.core import DataError
 from anybatch.data.dataset import Dataset, Split, normalise
-from anybatch.errors import DataError
 
 HELD_OUT_EVERY = 4  # one row in four of each class, the share that scikit-learn holds out by default
 TOP_LEVEL = 16  # scikit-learn's pixels count ink in 4x4 blocks: 0 to 16

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.errors import PlanError
+from anybatch.core import PlanError
 
 _LEAST = 8, 9  # compute capability of the first cards that multiply 8-bit floats
 _MULTIPLE = 16  # what their kernels want sizes to be multiples of

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.errors import LossError, PlanError
+from anybatch.core import LossError, PlanError
 
 NAME = "load_balancing_loss_func"
-ADVICE = "Set model.config.output_router_logits = False, or do not cut the batch."
+ROUTER_ADVICE = "Set model.config.output_router_logits = False, or do not cut the batch."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -235,11 +235,12 @@ class WholeRouterLoss:
         if any(part.settings != first.settings or len(part.gates) != len(first.gates) for part in parts):
             raise LossError(
                 f"Expected the same router loss in every micro-batch, got {len(first.gates)} layers and "
-                f"{dict(first.settings)} in the first and others after it. {ADVICE}"
+                f"{dict(first.settings)} in the first and others after it. {ROUTER_ADVICE}"
             )
         if len({part.mask is None for part in parts}) > 1:
             raise LossError(
-                f"Expected an attention mask in every micro-batch or in none, got {_masked(parts)}. {ADVICE}"
+                f"Expected an attention mask in every micro-batch or in none, got {_masked(parts)}. "
+                f"{ROUTER_ADVICE}"
             )
         self._sizes = [part.gates[0].shape[0] for part in parts]
         layers = zip(*[part.gates for part in parts], strict=True)

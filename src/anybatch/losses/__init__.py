@@ -1,1 +1,34 @@
 """Losses as sums with weights: by torch's own names, or written by the user."""
+
+from anybatch.losses.additivity import LEAST_ROWS, compare_cuts, refuse_what_does_not_add_up
+from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
+from anybatch.losses.linear import linear_cross_entropy
+from anybatch.losses.loss import Evaluated, Loss, Share
+from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
+from anybatch.losses.resolve import check_loss, module_of, resolve
+from anybatch.losses.terms import Terms, call_loss
+from anybatch.losses.torch_losses import SummedLoss, summed_loss
+from anybatch.losses.whole_batch import WholeBatch
+
+__all__ = [
+    "LEAST_ROWS",
+    "TARGET_KEYS",
+    "Evaluated",
+    "Loss",
+    "ModelLoss",
+    "ModelTerms",
+    "Share",
+    "SummedLoss",
+    "Terms",
+    "WholeBatch",
+    "call_loss",
+    "call_model",
+    "check_loss",
+    "compare_cuts",
+    "linear_cross_entropy",
+    "module_of",
+    "refuse_what_does_not_add_up",
+    "resolve",
+    "split_batch",
+    "summed_loss",
+]

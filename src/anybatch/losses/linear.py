@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from anybatch.errors import LossError
-from anybatch.losses.kinds import CLASSES
-from anybatch.total import SHORT_DTYPES, Total
+from anybatch.core import SHORT_DTYPES, LossError, Total
+from anybatch.losses.reductions import CLASSES
 
 # Each block of logits reads and writes the whole gradient of the weight, so a few long blocks are faster than
 # many short ones: 8 rows at a time take more than twice as long as 128 (50,257 words, width 256, one core).

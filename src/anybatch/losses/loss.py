@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from anybatch.batch import Batch
-from anybatch.total import Number
+from anybatch.core import Batch, Number
 
 
 class Evaluated(NamedTuple):

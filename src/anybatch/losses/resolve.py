@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.errors import LossError
-from anybatch.losses.convention import module_in
+from anybatch.core import LossError
+from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
-from anybatch.losses.model_loss import ModelLoss
-from anybatch.losses.summed import SummedLoss, summed_loss
+from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.losses.terms import BARE_MEAN, HOW, Terms
+from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
 
 
@@ -61,7 +61,7 @@ def resolve(loss: object) -> Loss:
     return Terms(cast("Any", loss))
 
 
-def check(loss: object) -> None:
+def check_loss(loss: object) -> None:
     """Refuse at the door what could never be summed exactly: weights that are negative, infinite or NaN.
 
     Raises:

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch import tree
-from anybatch.errors import LossError
-from anybatch.exhausted import ran_out_of_memory
-from anybatch.losses.convention import TARGET_KEYS, split
+from anybatch.core import LossError, ran_out_of_memory, tree
+from anybatch.losses.inputs import TARGET_KEYS, split_batch
 
 
 class Seen(NamedTuple):
@@ -55,9 +53,9 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
     if isinstance(micro, Tensor):
         return micro, ()
     if isinstance(micro, tuple | list):
-        return split(micro, has_target=_last_is_target(model, cast("Sequence[Any]", micro)))
+        return split_batch(micro, has_target=_last_is_target(model, cast("Sequence[Any]", micro)))
     keys = set(micro) if isinstance(micro, Mapping) else set(dir(micro))
-    return split(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
+    return split_batch(micro, has_target=bool(keys.intersection(TARGET_KEYS)))
 
 
 def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:

@@ -9,10 +9,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.batch import Batch
-from anybatch.errors import LossError
+from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.loss import Evaluated, Plain
-from anybatch.total import Number, Total
 
 BARE_MEAN = (
     "A mean has lost its denominator, so micro-batches cannot be added up. "
@@ -78,7 +76,7 @@ class Terms(Plain):
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Call the function and check that what comes back can be added up."""
-        returned = called(self.function, model, micro)
+        returned = call_loss(self.function, model, micro)
         totals = _named(returned)
         missing = [name for name in self.coefficients if name not in totals]
         if missing:
@@ -106,7 +104,7 @@ class Terms(Plain):
         return {name: Total(0, weight).weight for name, weight in weights.items()}
 
 
-def called(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
+def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
     """What a loss of the user's own returns; what it raises says how it was called, where that may be why.
 
     Args:

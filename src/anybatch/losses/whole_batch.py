@@ -9,14 +9,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch import rng, tree
-from anybatch.batch import Batch
-from anybatch.errors import LossError, NonFiniteLossError
-from anybatch.losses.convention import call
+from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, tree
+from anybatch.losses.cotangents import Pull, flows_of
+from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Plain, Share
-from anybatch.losses.pull import Pull, flows_of
 from anybatch.losses.seen import Seen, joined, part
-from anybatch.total import Number, Total
+from anybatch.state import rng
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.errors import PlanError
-from anybatch.observe.backward import show_gradients
-from anybatch.observe.picture import checked, new_figure, save
-from anybatch.precision import Precision, find
+from anybatch.core import PlanError
+from anybatch.observe.figure import checked, new_figure, save
+from anybatch.precision import Precision, find_precision
 
 DTYPES = ("float16", "bfloat16")
 _LEAST, _MOST = -1074, 1023  # exponents of float64
@@ -120,14 +119,14 @@ def gradient_exponents(
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2 and figure 3.
     """
-    chosen = step.precision if precision is None else find(precision)
+    chosen = step.precision if precision is None else find_precision(precision)
     if chosen.store != step.precision.store:
         raise PlanError(
             f"Expected a precision that leaves weights stored as in {step.precision}, got {chosen}. "
             "Make a step of that precision, on a copy of the model."
         )
     tally = _Tally()
-    show_gradients(step, batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
+    step.show_gradients(batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
     return tally.record(scale, str(chosen))
 
 

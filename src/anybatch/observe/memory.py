@@ -5,10 +5,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from anybatch.errors import PlanError
-from anybatch.ledger import OWNERS, Ledger
-from anybatch.observe.picture import checked
-from anybatch.units import format_bytes
+from anybatch.core import PlanError, format_bytes
+from anybatch.memory import OWNERS, Ledger
+from anybatch.observe.figure import checked
 
 #: One colour per owner, told apart by people who do not see all colours (Okabe and Ito 2008).
 COLOURS = {

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anybatch.core import DataError
 from anybatch.data import Dataset
-from anybatch.errors import DataError
 from anybatch.recipes.recipe import Recipe
 
 

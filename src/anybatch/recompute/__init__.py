@@ -1,7 +1,7 @@
 """Which activations are kept, rebuilt or moved off the device; the result is the same to the bit."""
 
-from anybatch.recompute.apply import applied
-from anybatch.recompute.find import POLICIES, Choice, choose, find_blocks
-from anybatch.recompute.offload import is_moving
+from anybatch.recompute import offload
+from anybatch.recompute.apply import apply_policies
+from anybatch.recompute.blocks import POLICIES, Choice, choose_blocks, find_blocks
 
-__all__ = ["POLICIES", "Choice", "applied", "choose", "find_blocks", "is_moving"]
+__all__ = ["POLICIES", "Choice", "apply_policies", "choose_blocks", "find_blocks", "offload"]

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from anybatch.errors import PlanError
-from anybatch.integrations.transformers import with_empty_cache, with_own_cache
+from anybatch.core import PlanError
+from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
-from anybatch.recompute.find import POLICIES, Choice, find_blocks
-from anybatch.recompute.inside import Inside
+from anybatch.recompute.blocks import POLICIES, Choice, find_blocks
+from anybatch.recompute.checkpoint import Call
 from anybatch.recompute.offload import Offload
-from anybatch.recompute.replay import Call
 from anybatch.recompute.trust import Believed, Proof, is_fake, trust_in
+from anybatch.state import Inside
 
 Forward = Callable[..., Any]
 
@@ -25,7 +25,7 @@ _ABSENT = object()
 _FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
 
 
-def applied(model: nn.Module, choice: Choice) -> AbstractContextManager[None]:
+def apply_policies(model: nn.Module, choice: Choice) -> AbstractContextManager[None]:
     """For a while the named blocks evaluate under their policies; the result is the same to the bit.
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
@@ -52,7 +52,7 @@ def applied(model: nn.Module, choice: Choice) -> AbstractContextManager[None]:
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Linear(2, 1))
-        >>> with applied(model, (("0", "recompute"),)):
+        >>> with apply_policies(model, (("0", "recompute"),)):
         ...     model(torch.ones(1, 2)).sum().backward()
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
@@ -12,39 +11,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from anybatch.errors import PlanError
-from anybatch.tree import tensors_in
+from anybatch.core import PlanError, moving, tensors_in
 
 #: Bytes below which a tensor stays: a copy's latency is then longer than its transfer.
 SMALLEST = 64 * 1024
 
 Key = tuple[int, int, torch.dtype]
 
-_MOVING: ContextVar[bool] = ContextVar("moving to the host", default=False)
-
-
 # A compiled block calls the hooks of what it saves; they are not to be compiled with it. (What torch.compiler
 # has for it is slow to import.)
 _not_compiled = torch._disable_dynamo  # pyright: ignore
-
-
-def is_moving() -> bool:
-    """Whether what is made just now is the copy on the host: a meter can book it there, not on the device.
-
-    Example:
-        >>> is_moving()
-        False
-    """
-    return _MOVING.get()
-
-
-@contextmanager
-def _moving() -> Generator[None]:
-    token = _MOVING.set(True)
-    try:
-        yield
-    finally:
-        _MOVING.reset(token)
 
 
 class Link(Protocol):
@@ -243,7 +219,7 @@ class Offload:
             known.clear()  # autograd holds it
         # Not before: an operation may save what it fills afterwards (nn.RReLU's noise).
         for moved in visit.alive():
-            with _moving():
+            with moving():
                 moved.host, moved.mark = self._link(moved.device).away(moved.host)
         for moved in before.alive() if before is not None else ():
             if moved.source is not None:

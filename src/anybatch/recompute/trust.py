@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointError
 
-from anybatch.errors import BlockError
+from anybatch.core import BlockError
 
 #: How many second runs of a block are compared before it is trusted.
 RUNS = 2

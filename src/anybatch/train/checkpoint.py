@@ -18,10 +18,9 @@ from torch import Tensor, equal, float32, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.errors import CheckpointError
-from anybatch.masters import Masters
-from anybatch.total import SHORT_DTYPES
-from anybatch.train.pack import Packer, digest_of, unpack
+from anybatch.core import SHORT_DTYPES, CheckpointError
+from anybatch.precision import Masters
+from anybatch.train.serialize import Packer, digest_of, unpack
 
 FORMAT = "checkpoint 1"
 _NO_MASTERS = Masters()
@@ -74,7 +73,7 @@ def save(
         schedulers: whose state dicts are kept.
         masters: the float32 weights behind those that are stored short (`Step.masters`), kept in their place.
         progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's.
-        random: the same, as `anybatch.rng.capture_process` gives it.
+        random: the same, as `anybatch.state.rng.capture_process` gives it.
 
     A window that is open goes along as a part of `progress` (`Window.state`).
 

@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from anybatch.errors import PlanError
+from anybatch.core import PlanError
 
 RULES = ("linear", "square-root")
 

@@ -8,16 +8,21 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from anybatch.batch import OpenBatch, SampleBatch, TensorBatch, cut_sizes
-from anybatch.errors import LossError
-from anybatch.events import StepReport
-from anybatch.fold import Fold, weighted_mean
-from anybatch.losses.convention import split
-from anybatch.losses.resolve import resolve
+from anybatch.core import (
+    Fold,
+    LossError,
+    OpenBatch,
+    SampleBatch,
+    StepReport,
+    TensorBatch,
+    Total,
+    cut_sizes,
+    weighted_mean,
+)
+from anybatch.losses import resolve, split_batch
+from anybatch.state import evaluating
 from anybatch.step import Step
-from anybatch.surroundings import evaluating
-from anybatch.total import Total
-from anybatch.train.rows import Rows
+from anybatch.train.loader import Rows
 
 Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
 """A function of outputs and targets of some rows to their total; or a whole fold over such pairs."""
@@ -130,7 +135,7 @@ class RunningLoss:
         counts: the two, as they stand, to be kept in a checkpoint.
 
     Example:
-        >>> from anybatch.events import StepReport
+        >>> from anybatch.core.report import StepReport
         >>> running = RunningLoss()
         >>> for loss, rows in ((1.0, 3), (2.0, 1)):
         ...     running.add(StepReport(loss=loss, terms={"loss": loss}, weights={"loss": rows}, rows=rows,
@@ -193,7 +198,7 @@ def _pair(seen: Sequence[Any], micro: Any) -> tuple[Any, Any]:
             f"Expected the loss to call the model, so that metrics see its outputs, got {len(seen)} calls. "
             "Call model(...), not its forward or its parts, or leave the metrics out."
         )
-    return _single(seen[-1]), _single(split(micro)[1])
+    return _single(seen[-1]), _single(split_batch(micro)[1])
 
 
 def _single(values: Any) -> Any:

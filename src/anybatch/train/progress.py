@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from anybatch.events import StepReport
-from anybatch.train.watch import Course, EpochReport
-from anybatch.units import format_bytes, format_count
+from anybatch.core import StepReport, format_bytes, format_count
+from anybatch.train.loggers import Course, EpochReport
 
 if TYPE_CHECKING:
     from rich.console import Console

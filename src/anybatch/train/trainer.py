@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch import rng
-from anybatch.errors import AnybatchError, CheckpointError, DataError, PlanError
-from anybatch.losses.summed import summed_loss
+from anybatch.core import AnybatchError, CheckpointError, DataError, PlanError
+from anybatch.losses import summed_loss
+from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train import checkpoint
 from anybatch.train.interrupt import Interruption, deferred
+from anybatch.train.loader import Rows
+from anybatch.train.loggers import Course, EpochReport, JsonLog, TextLog, Watcher
 from anybatch.train.metrics import Metric, RunningLoss, evaluate
 from anybatch.train.progress import ProgressBar
-from anybatch.train.rows import Rows
-from anybatch.train.watch import Course, EpochReport, JsonLog, TextLog, Watcher
 
 LAST, BEST = "last.safetensors", "best.safetensors"
 

@@ -1,0 +1,264 @@
+"""The self-test: split equals whole on your own model, loss and rows, or the place where it breaks."""
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from anybatch.check.compare import Court, Trial, cut_sizes_to_try, name_of, whole_pass
+from anybatch.check.copies import untouched
+from anybatch.check.draws import OutOfTime
+from anybatch.check.explain import explain, explain_padding, is_sound_when_quiet
+from anybatch.check.finding import Finding, told
+from anybatch.check.padding import find_padding, refilled, trimmed
+from anybatch.check.prepare import Prepared, prepare
+from anybatch.core import BatchError, Collate, PlanError
+from anybatch.engine import check_micro_batch
+
+CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
+CHECK_S = 8.0  # and after this one all else
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What a check found.
+
+    Attributes:
+        exact: every cut gave the gradient and the loss of the whole batch, and nothing else was found.
+        error: largest relative error of the gradient; infinite where a cut did not come to its end.
+        loss_error: largest relative error of the loss.
+        rows: rows that were checked on.
+        cuts: how they were cut, as in ("3+3+2", "5+3", "1 by 1").
+        dtype: what the model ran in.
+        limit: the largest error that counts as rounding.
+        findings: where it breaks; empty if exact.
+        notes: what else is to be known.
+        seconds: how long it took.
+    """
+
+    exact: bool
+    error: float
+    loss_error: float
+    rows: int
+    cuts: tuple[str, ...]
+    dtype: str
+    limit: float
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_json(self) -> str:
+        """One JSON object; what is infinite is null."""
+        errors = {"error": self.error, "loss_error": self.loss_error}
+        values: dict[str, Any] = {
+            "exact": self.exact,
+            **{name: value if math.isfinite(value) else None for name, value in errors.items()},
+            "rows": self.rows,
+            "cuts": list(self.cuts),
+            "dtype": self.dtype,
+            "limit": self.limit,
+            "findings": [finding.to_dict() for finding in self.findings],
+            "notes": list(self.notes),
+            "seconds": self.seconds,
+        }
+        return json.dumps(values)
+
+    def __str__(self) -> str:
+        cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
+        errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
+        notes = [f"note: {note}" for note in self.notes]
+        if self.exact:
+            return "\n".join(
+                [f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})", *notes]
+            )
+        head = f"NOT exact: {errors}, on {self.rows} rows cut as {cuts}"
+        found = ["  " + text.replace("\n", "\n  ") for text in told(self.findings)]
+        return "\n".join([head, *found, *notes])
+
+
+def check(
+    model: nn.Module,
+    loss: object,
+    batch: Any,
+    *,
+    collate: Collate | None = None,
+    micro_batch: int | None = None,
+    rows: int | None = None,
+    batch_norm: str | None = None,
+    seed: int = 0,
+) -> CheckReport:
+    """Prove on a few rows that a step gives the same however the batch is cut, or name what prevents it.
+
+    A copy of the model, in float64 where it runs in it, makes a step over the whole rows and over the same
+    rows in several cuts. Random draws are replayed, so that dropout gives a row the same mask in each. Where
+    gradient or loss differ, modules and terms are taken apart until the innermost that differs is found.
+    Where rows are padded, they are cut without their padding too. Model, loss, batch and all random states
+    stay as they are.
+
+    Args:
+        model: as for `anybatch.Step`, in the mode that is to be checked (training, most often).
+        loss: as for `anybatch.Step`; also a function `(model, micro)` that returns a bare mean, for which the
+            right denominator is looked for.
+        batch: as for `anybatch.Step`, at least 2 rows. Rows that differ in length and class say most.
+        collate: as for `anybatch.Step`.
+        micro_batch: a size to be tried besides those that are tried anyway.
+        rows: how many rows to check on; by default 8, or as many as take a few seconds.
+        batch_norm: "frozen" if steps will freeze it. Otherwise each BatchNorm in training mode is a meeting.
+        seed: where random streams start.
+
+    Returns:
+        What was found, in plain words when printed.
+
+    Raises:
+        BatchError, LossError, PlanError: what a step would refuse in every cut.
+        Exception: whatever the model or the loss raises on the whole rows.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        >>> batch = torch.randn(16, 3), torch.randn(16, 1)
+        >>> report = check(model, nn.MSELoss(), batch)
+        >>> report.exact, report.findings[0].kind, report.findings[0].culprit
+        (False, 'meeting', '1 (BatchNorm1d)')
+        >>> check(model.eval(), nn.MSELoss(), batch).exact
+        True
+    """
+    start = time.perf_counter()
+    refuse_without_data(model, loss)
+    if micro_batch is not None:
+        check_micro_batch(micro_batch)
+    with untouched(model, loss):
+        prepared = prepare(
+            model,
+            loss,
+            batch,
+            collate=collate,
+            micro_batch=micro_batch,
+            rows=rows,
+            batch_norm=batch_norm,
+            seed=seed,
+            start=start,
+        )
+        court, trials = _try_cuts(prepared, micro_batch, start)
+        differ = not all(trial.holds(court.limit) for trial in trials)
+        if differ and not court.reference.strangers and is_sound_when_quiet(court, trials, start + CUTTING_S):
+            prepared = prepared.quiet()
+            court, trials = _try_cuts(prepared, micro_batch, start)
+            differ = not all(trial.holds(court.limit) for trial in trials)
+        limit = court.limit
+        findings: list[Finding] = []
+        notes = list(prepared.notes)
+        if court.reference.bare or differ:
+            findings += explain(
+                court, trials, name_of(loss), bare=court.reference.bare, deadline=start + CHECK_S
+            )
+        loss_is_found = any(finding.kind == "denominator" for finding in findings)
+        try:
+            with court.bench.draws.until(start + CHECK_S):
+                more, found = _try_padding(
+                    court, prepared, trials, name_of(loss), loss_is_found=loss_is_found
+                )
+            trials, findings = [*trials, *more], [*findings, *found]
+        except OutOfTime:
+            notes.append("there was no time to look whether padding matters")
+    dtype = next(iter(prepared.bench.subject.named.values())).dtype
+    return CheckReport(
+        exact=not findings,
+        error=max(trial.error for trial in trials),
+        loss_error=max(trial.loss_error for trial in trials),
+        rows=len(prepared.whole.part.rows),
+        cuts=tuple(trial.words for trial in trials),
+        dtype=str(dtype).removeprefix("torch."),
+        limit=limit,
+        findings=tuple(findings),
+        notes=tuple(notes),
+        seconds=time.perf_counter() - start,
+    )
+
+
+def refuse_without_data(model: nn.Module, loss: object) -> None:
+    """Refuse what has shapes only: there is nothing to compare.
+
+    Raises:
+        PlanError: a parameter or buffer is on the meta device.
+    """
+    held = [one for one in (model, loss) if isinstance(one, nn.Module)]
+    named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
+    empty = [name for name, tensor in named if tensor.is_meta]
+    if empty:
+        raise PlanError(
+            f"Expected a model with values to check, got {len(empty)} of its tensors on the meta device, the "
+            f"first of them {empty[0]}. Make it on a real device; anybatch.plan takes it as it is."
+        )
+
+
+def _open(prepared: Prepared) -> Court:
+    reference = prepared.probed or whole_pass(prepared.bench, prepared.whole)
+    if reference.error is not None:
+        raise reference.error
+    if not reference.weighed:
+        rows = len(prepared.whole.part.rows)
+        raise BatchError(
+            f"Expected rows that count, got {rows} whose weight is 0 (all of them are masked). "
+            "Hand over a batch with valid targets."
+        )
+    return Court(bench=prepared.bench, whole=prepared.whole, reference=reference)
+
+
+def _try_cuts(prepared: Prepared, micro_batch: int | None, start: float) -> tuple[Court, list[Trial]]:
+    court = _open(prepared)
+    rows = range(len(prepared.whole.part.rows))
+    trials: list[Trial] = []
+    for size in cut_sizes_to_try(len(rows), micro_batch):
+        try:
+            with court.bench.draws.until(start + CUTTING_S if trials else math.inf):
+                trials.append(court.cut_by(size))
+        except OutOfTime:
+            break
+        if court.reference.bare:
+            break  # never exact, whatever the others say
+    if court.reference.strangers:
+        # Numbers by position may come out right as long as rows come in order: one stream goes on for all.
+        turned = replace(court.whole.only(rows[::-1]), micro_batch=1)
+        trials.append(court.try_cut(turned, court.reference, "1 by 1 from the last"))
+    several = [trial for trial in trials if trial.cut.micro_batch > 1 or trial.passed.error is None]
+    # A model may refuse single rows (BatchNorm does): no fault where other cuts run.
+    return court, several or trials
+
+
+def _try_padding(
+    court: Court, prepared: Prepared, trials: Sequence[Trial], loss_name: str, *, loss_is_found: bool
+) -> tuple[list[Trial], list[Finding]]:
+    """The same cut with as little padding as its rows need: as `collate` makes it, or cut off."""
+    sound = [trial for trial in trials if trial.passed.error is None and trial.cut.part.is_whole]
+    if not sound or prepared.whole.collate is not None:
+        return [], []
+    padded = sound[-1] if prepared.samples is None else sound[0]
+    size = padded.cut.micro_batch
+    padding = None
+    if prepared.samples is not None:
+        cut, words = replace(prepared.samples, micro_batch=size), "as `collate` makes it"
+        told = "`collate` pads each micro-batch by itself"
+    else:
+        with court.bench.fresh() as (model, _):
+            padding = find_padding(prepared.whole.given, model)
+        if padding is None:
+            return [], []
+        cut, words = trimmed(prepared.whole, padding, size), "without padding"
+        told = f"{padding.told_by} says that rows are filled up to {padding.length} places"
+    short = court.try_cut(cut, padded.passed, f"{padded.words} {words}")
+    kept = None
+    if padding is not None and short.passed.error is not None:
+        # A model of fixed length: padding stays, but what stands in it should not matter.
+        cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
+        short = court.try_cut(cut, padded.passed, f"{padded.words} with other padding")
+        if short.passed.error is not None or not padding.is_masked:
+            return [], []
+    if short.holds(court.limit):
+        return [short], []
+    finding = explain_padding(court, padded, short, told, loss_name, kept)
+    return [short], [] if loss_is_found and finding.culprit == loss_name else [finding]

@@ -1,0 +1,201 @@
+"""The verdict: the same rows in several cuts, held against the whole batch."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from anybatch.check.calls import Calls
+from anybatch.check.copies import moved
+from anybatch.check.cut import Cut
+from anybatch.check.passes import Bench, Passed, norm
+from anybatch.check.tolerance import tolerance
+from anybatch.losses import Terms
+
+# Deep networks lose more than the table's few layers; what a wrong denominator does is larger by far. Short
+# dtypes have nothing to give.
+_SLACK = {torch.float64: 16, torch.float32: 16}
+PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
+_TINY = 1e-6  # a gradient this small may be nothing but rounding
+_SWAY = 1e6
+_TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trial:
+    """One cut held against what it should be.
+
+    Attributes:
+        cut: the rows and how they are parted.
+        passed: what came of it.
+        error: of the gradient, relative.
+        loss_error: of the loss, relative.
+        words: what the cut is called.
+    """
+
+    cut: Cut
+    passed: Passed
+    error: float
+    loss_error: float
+    words: str
+
+    def holds(self, limit: float) -> bool:
+        """Whether both errors are rounding."""
+        return self.error <= limit and self.loss_error <= limit
+
+
+def worst_of(court: "Court", trials: Sequence[Trial]) -> Trial:
+    """The first cut that differs, most gladly one that came to its end."""
+    differing = [trial for trial in trials if not trial.holds(court.limit)] or list(trials)
+    return next((trial for trial in differing if trial.passed.error is None), differing[0])
+
+
+def name_of(loss: object) -> str:
+    """What a loss is called.
+
+    Example:
+        >>> from torch import nn
+        >>> name_of(nn.MSELoss()), name_of(Terms(name_of))
+        ('MSELoss', 'name_of')
+    """
+    held: Any = loss.function if isinstance(loss, Terms) else loss
+    held = cast("partial[Any]", held).func if isinstance(held, partial) else held
+    name = getattr(held, "__qualname__", type(held).__qualname__)
+    return name.rpartition("<locals>.")[2]
+
+
+def whole_pass(bench: Bench, whole: Cut) -> Passed:
+    """The pass that all others are held against, with its calls."""
+    return bench.run(whole, Calls())
+
+
+def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
+    """Sizes of micro-batches: the caller's, two that leave a short one at the end, and 1.
+
+    Example:
+        >>> cut_sizes_to_try(8, None), cut_sizes_to_try(3, None), cut_sizes_to_try(8, 4)
+        ([3, 5, 1], [2, 1], [4, 3, 5, 1])
+    """
+    ragged = [size for size in range(2, rows) if rows % size]
+    near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
+    own = [micro_batch] if micro_batch is not None and micro_batch < rows else []
+    return list(dict.fromkeys((*own, *near, 1)))
+
+
+def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
+    """What counts as rounding, by the shortest dtype that was computed in.
+
+    Example:
+        >>> limit_of([torch.float64], 8) < 1e-11 < limit_of([torch.float64, torch.float32], 8)
+        True
+    """
+    shortest = next((dtype for dtype in _TABLE if dtype in set(dtypes)), torch.float32)
+    return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Court:
+    """Holds passes against a reference.
+
+    Args:
+        bench: where passes are made.
+        whole: all rows, uncut.
+        reference: what came of them.
+    """
+
+    bench: Bench
+    whole: Cut
+    reference: Passed
+    _scales: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    _moves: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    @property
+    def limit(self) -> float:
+        """What counts as rounding in these passes."""
+        dtypes = {parameter.dtype for parameter in self.bench.subject.named.values()}
+        return limit_of(dtypes | self.bench.draws.dtypes, len(self.whole.part.rows))
+
+    def cut_by(self, micro_batch: int) -> Trial:
+        """The same rows in micro-batches of a size."""
+        return self.try_cut(replace(self.whole, micro_batch=micro_batch), self.reference)
+
+    def try_cut(self, cut: Cut, reference: Passed, words: str = "") -> Trial:
+        """Any cut, held against any reference."""
+        passed = self.bench.run(cut, Calls())
+        words = words or cut.words
+        if passed.error is not None or reference.error is not None:
+            return Trial(cut=cut, passed=passed, error=math.inf, loss_error=math.inf, words=words)
+        error, loss_error = self._errors(passed, reference, (0.0, 0.0))
+        size, largest = norm(reference.gradients.values()), passed.largest
+        is_plain = error > PLAIN and 0 < largest < 10 * size
+        if max(error, loss_error) > self.limit and not is_plain:
+            # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
+            error, loss_error = self._errors(passed, reference, self._scale())
+        if max(error, loss_error) > self.limit and (max(error, loss_error) < PLAIN or size < _TINY):
+            error, loss_error = self._errors(passed, reference, self._sway(size))
+        if max(error, loss_error) <= self.limit and not reference.bare:
+            passed = replace(passed, calls=Calls())  # nobody will ask for them, and they are large
+        return Trial(cut=cut, passed=passed, error=error, loss_error=loss_error, words=words)
+
+    def _errors(self, passed: Passed, wanted: Passed, least: tuple[float, float]) -> tuple[float, float]:
+        size = max(norm(wanted.gradients.values()), least[0])
+        names = passed.gradients.keys() | wanted.gradients.keys()
+        apart = norm(_difference(passed.gradients, wanted.gradients, name) for name in sorted(names))
+        loss_size = max(abs(wanted.loss), wanted.scale, least[1])
+        loss_apart = abs(passed.loss - wanted.loss)
+        if math.isnan(passed.loss) and math.isnan(wanted.loss):
+            loss_apart = 0.0
+        return _ratio(apart, size), _ratio(loss_apart, loss_size)
+
+    def _scale(self) -> tuple[float, float]:
+        """The size of gradient and loss of either half of the rows."""
+        if not self._scales:
+            rows = range(len(self.whole.part.rows))
+            middle = len(rows) // 2
+            halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
+            sound = [half for half in halves if half.error is None and half.weighed]
+            self._scales.append(
+                (
+                    max((norm(half.gradients.values()) for half in sound), default=0.0),
+                    max((half.scale for half in sound), default=0.0),
+                )
+            )
+        return self._scales[0]
+
+    def _sway(self, size: float) -> tuple[float, float]:
+        """Of what size gradient and loss behave as if they were: rounding moves them by that times epsilon.
+
+        Where numbers cancel inside of the model or the loss (a perfect fit, two equal distributions), what is
+        left is rounding. One more pass, after all parameters have moved to a neighbouring number, tells.
+        """
+        if not self._moves:
+            named = self.bench.subject.named
+            with moved(named.values()):
+                passed = self.bench.run(self.whole)
+            sway = (0.0, 0.0)
+            if passed.error is None:
+                names = passed.gradients.keys() | self.reference.gradients.keys()
+                apart = norm(_difference(passed.gradients, self.reference.gradients, n) for n in names)
+                sway = apart, abs(passed.loss - self.reference.loss)
+            epsilon = max((torch.finfo(value.dtype).eps for value in named.values()), default=1.0)
+            # What falls on the other side of a threshold moves far, and is no excuse for what is not small.
+            most = math.inf if size < _TINY else _SWAY * size
+            self._moves.append((min(sway[0] / epsilon, most), sway[1] / epsilon))
+        scale = self._scale()
+        return max(scale[0], self._moves[0][0]), max(scale[1], self._moves[0][1])
+
+
+def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in one:
+        return other[name]
+    return one[name] - other[name] if name in other else one[name]
+
+
+def _ratio(difference: float, size: float) -> float:
+    if not math.isfinite(difference):
+        return math.inf
+    return difference / size if size else (math.inf if difference else 0.0)

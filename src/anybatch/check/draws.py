@@ -1,0 +1,288 @@
+"""Random draws replayed: in every cut each row gets the numbers that the whole batch drew for it."""
+
+import math
+import random
+import sys
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
+
+from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.state import rng
+
+Place = tuple[str, bytes]  # a stream and where it stands
+
+
+class OutOfTime(BaseException):
+    """A pass was still running at its deadline; no `Exception`, so that no model takes it for its own."""
+
+
+@dataclass(slots=True, eq=False)
+class _Draw:
+    """One draw of the whole batch.
+
+    Attributes:
+        value: what was drawn.
+        after: where the stream stood then.
+        axis: on which axis rows lie, as far as a part has shown it.
+    """
+
+    value: Tensor
+    after: Tensor
+    axis: Axis | None = None
+
+
+class Draws(TorchDispatchMode):
+    """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
+
+    A draw is known by where the stream stood before it, so that a forward repeated in backward
+    (checkpointing) or in a second pass finds its own draws again. What comes from a generator of the model's
+    own, or after the model has set a seed, is not replayed: such numbers go by position, in training too.
+
+    Args:
+        seed: where all streams start in every pass: torch's, Python's and NumPy's.
+        is_quiet: whether coins that torch throws all show their expected value, which switches dropout off.
+        is_wide: whether what the model turns into float32 stays in, or becomes, float64: its copy computes in
+            that, and one sum in float32 would hide all that is smaller.
+
+    Attributes:
+        strangers: draws since `begin` that are not replayed.
+        guessed: whether it was a guess which entries of a draw belong to which row.
+        thrown: whether coins were thrown that can be kept quiet.
+        dtypes: floating dtypes that were computed in.
+
+    Example:
+        >>> draws = Draws(0)
+        >>> with rng.preserved(), draws:
+        ...     draws.begin(Part.whole(4))
+        ...     whole = torch.rand(4, 2)
+        ...     draws.begin(Part((2, 3), 4))
+        ...     part = torch.rand(2, 2)
+        >>> torch.equal(part, whole[2:])
+        True
+    """
+
+    def __init__(self, seed: int, *, is_quiet: bool = False, is_wide: bool = False) -> None:
+        super().__init__()
+        self._seed, self._is_quiet, self._is_wide = seed, is_quiet, is_wide
+        self._deadline = math.inf
+        before = rng.capture_process()
+        # Not the seed itself, which a model may set too, and then would seem to go on where the pass began.
+        seed = rng.derive_seed(seed, "check")
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(seed % 2**32)
+        self._start = rng.capture_process()
+        rng.restore_process(before)
+        self._drawn: dict[Place, _Draw] = {}
+        self._next: dict[str, bytes] = {}
+        self._part = Part.whole(1)
+        self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
+        self.strangers = 0
+        self.guessed = self.thrown = False
+        self.dtypes: set[torch.dtype] = set()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
+        """Of the class that keeps torch's compiler out, where it has been loaded."""
+        kind: Any = _Uncompiled if "torch._dynamo" in sys.modules else cls
+        return super().__new__(kind)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
+        return False
+
+    def begin(self, part: Part, states: Mapping[str, Tensor] | None = None) -> None:
+        """A micro-batch begins: streams go back to the start of the pass, or to where they stood before.
+
+        Args:
+            part: its rows.
+            states: where `states` found the streams, if not at the start.
+        """
+        rng.restore_process(self._start)
+        self.restore(states or {})
+        if part.is_whole or part.rows[:1] == (0,):
+            self._packed.clear()
+        self._part = part
+        # A module run by itself begins in the middle of the stream, wherever that is.
+        self._next = {name: bytes(state.tolist()) for name, state in (states or {}).items()}
+        self.strangers = 0
+
+    def anew(self, *, is_quiet: bool = False) -> "Draws":
+        """The same with nothing drawn yet."""
+        return Draws(self._seed, is_quiet=is_quiet, is_wide=self._is_wide)
+
+    @contextmanager
+    def until(self, deadline: float) -> Generator[None]:
+        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`.
+
+        Raises:
+            OutOfTime: from the first operation of torch after the deadline.
+        """
+        before = self._deadline
+        self._deadline = min(before, deadline)
+        try:
+            yield
+        finally:
+            self._deadline = before
+
+    @staticmethod
+    def states() -> dict[str, Tensor]:
+        """Where the streams stand now."""
+        found = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_initialized():
+            found |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
+        return found
+
+    @staticmethod
+    def restore(states: Mapping[str, Tensor]) -> None:
+        """Put streams where `states` found them."""
+        for name, state in states.items():
+            _stream(torch.device(name)).set_state(state)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Every operation of torch comes by here; those that draw are answered from what was drawn."""
+        kwargs = kwargs or {}
+        if time.perf_counter() > self._deadline:
+            raise OutOfTime
+        if self._is_wide and kwargs.get("dtype") is torch.float32 and "_to_copy" in func.__name__:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args):
+            return self._draw(func, args, kwargs)
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, Tensor) and first.is_floating_point():
+            self.dtypes.add(first.dtype)
+        return result
+
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        device = _device(args, kwargs)
+        stream = _stream(device)
+        own = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator) and g is not stream]
+        if not own and "bernoulli_" in func.__name__:
+            self.thrown = True
+            if self._is_quiet:
+                chance = args[1] if len(args) > 1 else 0.5
+                return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
+        before = stream.get_state()
+        key = (str(device), bytes(before.tolist()))
+        draw = None if own else self._drawn.get(key)
+        if draw is not None:
+            value = self._answer(key, draw, func, args, kwargs)
+            stream.set_state(draw.after)
+            return value
+        expected = self._next.setdefault(key[0], bytes(self._state_at_start(device).tolist()))
+        result = func(*args, **kwargs)
+        if own or not self._part.is_whole or key[1] != expected:
+            self.strangers += 1
+            return result
+        drawn = args[1] if _is_slope(func) else result[1] if isinstance(result, tuple) else result
+        after = stream.get_state()
+        self._drawn[key] = _Draw(drawn.detach().clone(), after)
+        self._next[key[0]] = bytes(after.tolist())
+        return result
+
+    def _state_at_start(self, device: torch.device) -> Tensor:
+        return self._start["cpu"] if device.type == "cpu" else self._start["cuda"][device.index or 0]
+
+    def _answer(
+        self, key: Place, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The rows of a draw, in the form in which this operation returns it."""
+        result: Any = func(*args, **kwargs)
+        like = args[1] if _is_slope(func) else result[1] if isinstance(result, tuple) else result
+        value = self._rows_of(key, draw, like.shape)
+        if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
+            pass  # an order of other things than the whole's
+        elif value is None:
+            self.strangers += 1
+        elif _is_slope(func):  # backward reads the slopes, 1 where there is nothing to bend
+            cast("Tensor", result).copy_(args[0] * like.copy_(value))
+        elif isinstance(result, tuple):  # native_dropout: the values kept, and the mask
+            probability = args[1]
+            scale = 0.0 if probability == 1 else 1 / (1 - probability)
+            return args[0] * value * scale, value.clone()
+        else:
+            like.copy_(value)
+        return result
+
+    def _rows_of(self, key: Place, draw: _Draw, shape: torch.Size) -> Tensor | None:
+        part, value = self._part, draw.value
+        if part.is_whole:
+            return value if value.shape == shape else None
+        draw.axis = draw.axis or find_axis(value.shape, shape, part)
+        if len(part.rows) == part.total:
+            return select(value, draw.axis, part)
+        if shape == value.shape or find_axis(value.shape, shape, part):
+            return take(value, shape, part)
+        self.guessed = True
+        start = self._packed.get(key, 0)  # rows one after the other, each with entries of its own number
+        self._packed[key] = start + shape[0]
+        fits = shape[1:] == value.shape[1:] and start + shape[0] <= value.shape[0]
+        return value[start : start + shape[0]] if fits else None
+
+
+class _Uncompiled(Draws):
+    """The same, into which no compiled model's compiler looks."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def plain_kernels() -> Generator[None]:
+    """On a GPU, attention and recurrent layers draw inside one kernel, unseen; here they do not."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _is_idle(func: Any, args: Sequence[Any]) -> bool:
+    """Operations that could draw, but do not here: dropout in evaluation, and kernels that do it all at once.
+
+    Of those, `plain_kernels` leaves only the ones without dropout.
+    """
+    name = func.__name__
+    if "native_dropout" in name:
+        return len(args) > 2 and args[2] is False
+    if "rrelu_with_noise" in name:
+        return len(args) < 5 or not args[4]
+    return "attention" in name or "rnn" in name or "lstm" in name
+
+
+def _is_slope(func: Any) -> bool:
+    """Whether what is drawn is put into the second argument: RReLU."""
+    return "rrelu_with_noise" in func.__name__
+
+
+def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device
+    device = torch.device(kwargs.get("device") or "cpu")
+    # One that is named without its number is the current one.
+    return torch.empty(0, device=device).device if device.type == "cuda" else device
+
+
+def _stream(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator

@@ -1,0 +1,232 @@
+"""A loss by itself: evaluated while every row's output of the model is given, so only the loss can differ."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
+
+from anybatch.check.calls import Call, tensors
+from anybatch.check.compare import Court, Trial
+from anybatch.check.cut import Cut
+from anybatch.check.draws import Draws
+from anybatch.check.passes import Bench
+from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.core import tree
+from anybatch.losses import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """The terms of one micro-batch.
+
+    Attributes:
+        part: its rows.
+        sums: by the term's name.
+        weights: by the term's name.
+        pulled: by the term's name, gradients of the sum with respect to the model's outputs.
+        leaves: the tensors of the micro-batch.
+        strangers: random draws that were not replayed.
+    """
+
+    part: Part
+    sums: Mapping[str, float]
+    weights: Mapping[str, float]
+    pulled: Mapping[str, Sequence[Tensor]]
+    leaves: Sequence[Tensor]
+    strangers: int
+
+    def mean(self, name: str) -> float:
+        """Sum over weight; NaN without weight."""
+        return self.sums[name] / self.weights[name] if self.weights[name] else math.nan
+
+
+def evaluate(
+    bench: Bench, outermost: Sequence[Call], cuts: Sequence[Cut], *, pooled: bool
+) -> list[Evaluation]:
+    """The terms of each micro-batch of these cuts, one after the other on one copy of model and loss.
+
+    Args:
+        bench: where the loss is run.
+        outermost: the calls of the model in a pass over the whole batch.
+        cuts: what is evaluated.
+        pooled: whether outputs are given too that belong to no row, such as a loss that the model computes.
+    """
+    found: list[Evaluation] = []
+    batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
+    with bench.fresh() as (model, loss):
+        stub = Stub(model, outermost, pooled=pooled)
+        for cut, batch in zip(cuts, batches, strict=True):
+            for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
+                bench.draws.begin(part)
+                stub.begin(part)
+                terms = resolve(loss).evaluate(model, micro)
+                weights = {name: float(weight) for name, weight in terms.weigh().items()}
+                strangers = bench.draws.strangers
+                found.append(
+                    Evaluation(
+                        part=part,
+                        sums={name: value.item() for name, value in terms.sums.items()},
+                        weights=weights,
+                        pulled={name: stub.pull(value) for name, value in terms.sums.items()},
+                        leaves=tree.flatten(micro).leaves,
+                        strangers=strangers,
+                    )
+                )
+    return found
+
+
+def make_given(court: Court, worst: Trial) -> None:
+    """Mark calls whose outputs can be given without running the model, if the loss needs nothing else of it.
+
+    Args:
+        court: what is known of the whole batch.
+        worst: a cut, of which the calls tell on which axes rows lie.
+    """
+    whole, reference = court.whole, court.reference
+    outermost = reference.calls.parts.get(whole.part, [])
+    parts = worst.cut.parts
+    tables = [worst.passed.calls.table(part) for part in parts]
+    for call in outermost:
+        peers = [table[call.key] for table in tables if call.key in table]
+        if len(peers) == len(parts):
+            call.axes = _axes_of(call, peers, parts)
+    if not _is_enough(court, outermost):
+        for call in outermost:
+            call.axes = None
+
+
+def _is_enough(court: Court, outermost: Sequence[Call]) -> bool:
+    """Whether the loss comes to the same from what the model has given back alone."""
+    means = court.reference.means
+    try:
+        found = evaluate(court.bench, outermost, [court.whole], pooled=True)[0]
+    except Exception:  # a loss that reads what the model has left behind, for one
+        return False
+    return found.sums.keys() == means.keys() and all(
+        math.isnan(mean) or math.isclose(found.mean(name), mean, rel_tol=court.limit)
+        for name, mean in means.items()
+    )
+
+
+def _axes_of(
+    call: Call, peers: Sequence[Call], parts: Sequence[Part]
+) -> tuple[Sequence[Axis | None], Sequence[Axis | None]] | None:
+    found: list[list[Axis | None]] = []
+    pairs = (call.inputs, [peer.inputs for peer in peers]), (call.outputs, [peer.outputs for peer in peers])
+    for mine, theirs in pairs:
+        if any(len(values) != len(mine) for values in theirs):
+            return None
+        axes = [find_axis(a.shape, b.shape, parts[0]) for a, b in zip(mine, theirs[0], strict=True)]
+        for values, part in zip(theirs, parts, strict=True):
+            shapes = [_shape(value, axis, part) for value, axis in zip(mine, axes, strict=True)]
+            if shapes != [value.shape for value in values]:
+                return None
+        found.append(axes)
+    plain = call.returned is not None and all(
+        leaf is None or isinstance(leaf, int | float | str) for leaf in call.returned.leaves
+    )
+    return (found[0], found[1]) if plain else None
+
+
+def _shape(value: Tensor, axis: Axis | None, part: Part) -> torch.Size:
+    """The shape of a part's rows."""
+    sizes = list(value.shape)
+    if axis is not None:
+        sizes[axis.place] = axis.per_row * len(part.rows)
+    return torch.Size(sizes)
+
+
+class Stub:
+    """Puts the outputs of a pass over the whole batch in place of a model's own, by hooks.
+
+    Args:
+        model: what the outermost of its modules return is replaced; they run only where it is not known
+            beforehand in which form.
+        outermost: the calls of the pass.
+        pooled: whether outputs that belong to no row are replaced too.
+    """
+
+    def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
+        self._pooled = pooled
+        self._calls: defaultdict[str, list[Call]] = defaultdict(list)
+        for call in outermost:
+            self._calls[call.key[0]].append(call)
+        self.begin(Part.whole(1))
+        for name, module in model.named_modules():
+            if any(call.axes is not None for call in self._calls[name]):
+                module.forward = self._instead(name, module.forward)
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leaving(name))
+
+    def begin(self, part: Part) -> None:
+        """A micro-batch of these rows begins."""
+        self._part, self._depth, self._leaves = part, 0, list[Tensor]()
+        self._counts: Counter[str] = Counter()
+
+    def pull(self, value: Tensor) -> list[Tensor]:
+        """Gradients of a scalar with respect to the outputs that were given."""
+        leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
+        if not leaves or not value.requires_grad:
+            return [torch.zeros_like(leaf) for leaf in leaves]
+        found = torch.autograd.grad(
+            value, leaves, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return list(found)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _instead(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that gives back what is known, in the place of this one."""
+
+        def known(*args: Any, **kwargs: Any) -> Any:
+            count, calls = self._counts[name], self._calls[name]
+            call = calls[count] if self._depth == 1 and count < len(calls) else None
+            if call is None or call.axes is None or call.returned is None:
+                return forward(*args, **kwargs)
+            inputs, outputs = call.axes
+            if not self._pooled and None in outputs:  # what belongs to no row comes out of all of them
+                return forward(*args, **kwargs)
+            wanted = [_shape(v, axis, self._part) for v, axis in zip(call.inputs, inputs, strict=True)]
+            if [value.shape for value in tensors((args, kwargs))] != wanted:
+                return forward(*args, **kwargs)
+            values = [
+                select(value, axis, self._part).clone().requires_grad_(flows)
+                for value, axis, flows in zip(call.outputs, outputs, call.returned.flows, strict=True)
+            ]
+            Draws.restore(call.returned.states)
+            return call.returned.join(values)
+
+        return known
+
+    def _leaving(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            self._depth -= 1
+            if self._depth:
+                return output
+            count = self._counts[name]
+            self._counts[name] += 1
+            known = self._calls[name]
+            return self._replace(output, known[count].outputs) if count < len(known) else output
+
+        return hook
+
+    def _replace(self, output: Any, given: Sequence[Tensor]) -> Any:
+        leaves, form = pytree.tree_flatten(output)
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        if len(places) != len(given):
+            return output
+        for place, whole in zip(places, given, strict=True):
+            value = take(whole, leaves[place].shape, self._part)
+            is_pooled = whole.shape == leaves[place].shape and len(self._part.rows) < self._part.total
+            if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
+                own = value.detach().clone().requires_grad_(leaves[place].requires_grad)
+                self._leaves.append(own)
+                # Not the leaf itself, which nothing may be written into.
+                leaves[place] = own * 1 if own.requires_grad else own
+        return pytree.tree_unflatten(leaves, form)

@@ -1,0 +1,214 @@
+"""Padding: where it is, rows without it, and the module that looks at it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.check.calls import Call, Key
+from anybatch.check.cut import Cut
+from anybatch.check.rows import Part, is_close, shorten
+from anybatch.core import tree
+from anybatch.losses import TARGET_KEYS
+
+Places = tuple[int, int]  # of a padded row, and valid ones of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Places at the end of rows that only fill them up.
+
+    Attributes:
+        length: of the padded rows.
+        valid: how many places of each row are not filled up.
+        told_by: what says so, in words.
+    """
+
+    length: int
+    valid: tuple[int, ...]
+    told_by: str
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask tells the model where padding is; otherwise the padding itself does."""
+        return self.told_by.startswith("batch")
+
+
+def find_padding(batch: Any, model: nn.Module) -> Padding | None:
+    """Look for places that are filled up: by a mask in the batch, or by the model's padding token.
+
+    A mask counts where it ends every row (or, turned round, begins with nothing), as padding does; one that
+    picks places here and there means something else.
+
+    Example:
+        >>> find_padding({"x": torch.ones(2, 3), "mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}, nn.Identity())
+        Padding(length=3, valid=(3, 1), told_by="batch['mask']")
+    """
+    nest = tree.flatten(batch)
+    is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
+    for path, leaf in zip(nest.paths, nest.leaves, strict=True):
+        named = any(word in path.lower() for word in ("mask", "pad"))
+        if _is_of_target(path, is_pair):
+            continue
+        if leaf.dim() == 2 and (named or leaf.dtype == torch.bool):
+            valid = _valid_by_mask(leaf)
+            if valid is not None:
+                return Padding(length=leaf.shape[1], valid=valid, told_by=f"batch{path}")
+    for token in sorted(_padding_tokens(model)):
+        found = _valid_by_token(nest.leaves, token)
+        if found is not None:
+            return Padding(length=found[0], valid=found[1], told_by=f"the model's padding token {token}")
+    return None
+
+
+def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+    """The same rows, where each micro-batch is no longer than its longest row.
+
+    Args:
+        whole: all rows as nested tensors.
+        padding: where they are filled up.
+        micro_batch: rows of each micro-batch.
+    """
+
+    def collate(rows: list[int]) -> Any:
+        length = max(1, *[padding.valid[row] for row in rows])
+        return tree.map_leaves(lambda leaf: _shorten(leaf[rows], padding.length, length), whole.given)
+
+    rows = list(range(len(whole.part.rows)))
+    return Cut(given=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
+
+
+def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+    """The same rows with other content in padded places; masks and targets stay.
+
+    Args:
+        whole: all rows as nested tensors.
+        padding: where they are filled up.
+        micro_batch: rows of each micro-batch.
+    """
+    nest = tree.flatten(whole.given)
+    filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
+
+    def refill(path: str, leaf: Tensor) -> Tensor:
+        named = any(word in path.lower() for word in ("mask", "pad", *TARGET_KEYS[:-1]))
+        if leaf.dim() < 2 or leaf.shape[1] != padding.length or named or leaf.dtype == torch.bool:
+            return leaf
+        there = filled.to(leaf.device).view(*filled.shape, *[1] * (leaf.dim() - 2))
+        return torch.where(there, leaf[:, :1] + 1 if leaf.is_floating_point() else leaf[:, :1], leaf)
+
+    leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
+    return replace(whole, given=nest.build(iter(leaves)), micro_batch=micro_batch)
+
+
+def first_difference(
+    padded: Iterable[tuple[Part, Sequence[Call]]],
+    short: Iterable[tuple[Part, dict[Key, Call]]],
+    tolerance: float,
+    padding: Padding | None = None,
+) -> tuple[str, str] | None:
+    """The first module that is given the same for valid places, and gives back something else.
+
+    Args:
+        padded: the outermost calls of each part.
+        short: the calls of the same parts, without their padding.
+        tolerance: relative error that counts as rounding.
+        padding: if given, parts are single rows, and only their valid places are looked at.
+
+    Returns:
+        The module's name, and that of the first one inside it whose outputs differ (its own if none does);
+        None where there is none such.
+    """
+    for (part, outermost), (_, table) in zip(padded, short, strict=True):
+        places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
+        for call in (one for outer in outermost for one in outer.flat()):
+            other = table.get(call.key)
+            if other is None:
+                continue
+            same_in = _agree(call.inputs, other.inputs, tolerance, places)
+            same_out = _agree(call.outputs, other.outputs, tolerance, places)
+            if same_out is False and same_in is not False:
+                inner = (one.key[0] for one in call.flat() if _differs(one, table, tolerance, places))
+                return call.key[0], next(inner, call.key[0])
+    return None
+
+
+def _differs(call: Call, table: dict[Key, Call], tolerance: float, places: Places | None) -> bool:
+    other = table.get(call.key)
+    return other is not None and _agree(call.outputs, other.outputs, tolerance, places) is False
+
+
+def _agree(
+    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None
+) -> bool | None:
+    if len(padded) != len(short):
+        return None
+    found: list[bool] = []
+    for a, b in zip(padded, short, strict=True):
+        if places is not None:
+            shape = [places[1] if size == places[0] and axis else size for axis, size in enumerate(b.shape)]
+            b = b[tuple(slice(size) for size in shape)]
+        value = shorten(a, b.shape)
+        if value is None:
+            return None
+        found.append(is_close(b, value, tolerance))
+    return all(found)
+
+
+def _is_of_target(path: str, is_pair: bool) -> bool:
+    """Whether it is a target, or says which targets count: what goes in may be there all the same."""
+    if "pad" in path.lower():
+        return False
+    last = path.lower().strip("[]'.").rpartition("['")[2]
+    return (
+        last in TARGET_KEYS
+        or any(word in last for word in ("target", "label", "loss"))
+        or (is_pair and path.startswith("[1]"))
+    )
+
+
+def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        return None
+    seen = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
+    ends = bool((seen.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
+    return _as_lengths(seen.sum(1)) if ends and bool(seen[:, 0].all()) and not bool(seen.all()) else None
+
+
+def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[int, ...]] | None:
+    for leaf in leaves:
+        if leaf.dim() == 2 and leaf.dtype in (torch.int64, torch.int32) and leaf.shape[1] > 1:
+            alike = [other for other in leaves if other.shape == leaf.shape and not other.is_floating_point()]
+            # The longest that any of the leaves has there: targets may end later than what goes in.
+            content = torch.stack([(other != token) & (other != -100) for other in alike]).any(0)
+            places = torch.arange(1, leaf.shape[1] + 1, device=leaf.device)
+            valid = (content * places).amax(1)
+            own = ((leaf != token) * places).amax(1)
+            if bool(((leaf == token) & (places < own[:, None])).any()):
+                continue  # a word like others: it stands inside rows too
+            if bool((valid < leaf.shape[1]).any()) and bool((leaf == token).any()):
+                return leaf.shape[1], _as_lengths(valid)
+    return None
+
+
+def _as_lengths(valid: Tensor) -> tuple[int, ...]:
+    return tuple([int(length) for length in valid])
+
+
+def _padding_tokens(model: nn.Module) -> set[int]:
+    found = {
+        module.padding_idx
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None
+    }
+    named = getattr(getattr(model, "config", None), "pad_token_id", None)
+    return found | ({named} if isinstance(named, int) else set())
+
+
+def _shorten(leaf: Tensor, length: int, wanted: int) -> Tensor:
+    """Along the first axis of that length after the rows; along all of them for a mask of pairs of places."""
+    axes = [axis for axis in range(1, leaf.dim()) if leaf.shape[axis] == length]
+    for axis in axes if leaf.dim() > 3 or leaf.dtype == torch.bool else axes[:1]:
+        leaf = leaf.narrow(axis, 0, wanted)
+    return leaf

@@ -1,0 +1,261 @@
+"""Before the first comparison: a copy that runs, rows that differ, as many as there is time for."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.jit import ScriptModule
+
+from anybatch.check.calls import Calls
+from anybatch.check.choose import choose, rows_of, signatures, subset
+from anybatch.check.copies import Copied, Itself, Subject, named_parameters
+from anybatch.check.cut import Cut
+from anybatch.check.draws import Draws, OutOfTime
+from anybatch.check.passes import Bench, Passed
+from anybatch.check.rows import Part
+from anybatch.core import BatchError, Collate, PlanError, TensorBatch, tree
+
+ALL_ROWS = 64  # a batch of at most this size is tried whole where a few rows do not run
+ROWS = 8  # enough for ragged cuts of several rows
+PASSES = 3  # over all rows: the whole and two cuts
+LEAST = 3  # rows of which a ragged cut can be made; the whole and this cut are enough then
+BUDGET_S = 5.0  # for these passes and all that comes before them
+WIDE_S = 1.5  # a pass over two rows that takes longer in float64 is made in the model's own dtype
+WARM_S = 0.6  # a first pass that takes longer than this is not repeated to be measured
+
+_Make = Callable[[], Subject]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prepared:
+    """What a check works on.
+
+    Attributes:
+        bench: where passes are made.
+        whole: the chosen rows, uncut; as nested tensors where that is possible.
+        samples: the same as the caller gave them, where `collate` makes the tensors of each micro-batch.
+        notes: what the caller should know.
+        probed: the pass over the same rows, if it has been made.
+    """
+
+    bench: Bench
+    whole: Cut
+    samples: Cut | None
+    notes: tuple[str, ...]
+    probed: Passed | None = None
+
+    def quiet(self) -> "Prepared":
+        """The same with dropout switched off."""
+        note = "dropout was switched off: which of its numbers belong to which row cannot be told"
+        bench = replace(self.bench, draws=self.bench.draws.anew(is_quiet=True))
+        return replace(self, bench=bench, notes=(*self.notes, note), probed=None)
+
+
+def prepare(
+    model: nn.Module,
+    loss: object,
+    batch: Any,
+    *,
+    collate: Collate | None,
+    micro_batch: int | None,
+    rows: int | None,
+    batch_norm: str | None,
+    seed: int,
+    start: float,
+) -> Prepared:
+    """Choose rows, and find the best copy of the model that runs on them.
+
+    Args:
+        model: as for `anybatch.check`, and so are all but the last.
+        loss: see there.
+        batch: see there.
+        collate: see there.
+        micro_batch: see there.
+        rows: see there.
+        batch_norm: see there.
+        seed: see there.
+        start: when the check began, on the clock of `time.perf_counter`.
+
+    Raises:
+        BatchError: fewer than two rows.
+        PlanError: a model that cannot be watched, or that has nothing to train.
+        Exception: whatever the model or the loss raises on these rows.
+    """
+    _refuse(model, loss)
+    total = rows_of(batch, collate)
+    if total < 2 or (rows is not None and rows < 2):
+        raise BatchError(
+            f"Expected at least 2 rows to cut, got {total if total < 2 else rows}. Hand over a larger batch."
+        )
+    wanted = min(total, rows or max(ROWS, 2 * (micro_batch or 0) + 1))
+    table = signatures(batch, collate, wanted if total > ALL_ROWS else total)
+
+    def cut(count: int) -> Cut:
+        chosen = choose(table, count)
+        given = subset(batch, collate, chosen)
+        return Cut(given=given, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
+
+    # Two rows may be too few for a model, and fewer than all for a loss that holds something for each row.
+    sizes = [2, wanted] + [total] * (total <= ALL_ROWS)
+    search = _Search(model=model, loss=loss, batch_norm=batch_norm or "micro", seed=seed)
+    found = search.first([cut(size) for size in sizes], is_short=rows is None)
+    least = len(found.cut.part.rows)
+    wanted = max(wanted, least)
+    if rows is None and micro_batch is None and least == 2:
+        wanted = min(wanted, _affordable(found, start))
+    whole = found.cut if wanted == least else cut(wanted)
+    bench = found.bench if whole is found.cut else replace(found.bench, draws=found.bench.draws.anew())
+    if collate is None:
+        probed = found.passed if whole is found.cut else None
+        return Prepared(bench=bench, whole=whole, samples=None, notes=found.notes, probed=probed)
+    collated, note = _collated(whole, collate, bench.draws)
+    return Prepared(
+        bench=bench, whole=collated or whole, samples=None if note else whole, notes=(*found.notes, *note)
+    )
+
+
+def _refuse(model: nn.Module, loss: object) -> None:
+    scripted = [name or "the model" for name, one in model.named_modules() if isinstance(one, ScriptModule)]
+    if scripted:
+        raise PlanError(
+            f"Expected a model whose modules can be watched, got TorchScript at {scripted[0]}. Check it "
+            "as it was before torch.jit.script or torch.jit.trace."
+        )
+    if not named_parameters(model, loss):
+        raise PlanError(
+            f"Expected a model or a loss with trainable parameters, got {type(model).__name__} without any. "
+            "Where all are frozen there is no gradient to compare."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Found:
+    """A bench on which a pass came to its end.
+
+    Attributes:
+        bench: on which a pass over these rows is the first.
+        cut: the rows.
+        passed: the pass.
+        seconds: how long it took.
+        notes: what the caller should know.
+    """
+
+    bench: Bench
+    cut: Cut
+    passed: Passed
+    seconds: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Search:
+    """Looks for a copy that runs: in float64, else as it is, else the caller's own model."""
+
+    model: nn.Module
+    loss: object
+    batch_norm: str
+    seed: int
+    raised: list[Exception] = field(default_factory=list[Exception])  # by copies that were made
+
+    def first(self, cuts: Sequence[Cut], *, is_short: bool) -> _Found:
+        """The first that runs on one of these cuts.
+
+        Raises:
+            Exception: why the last one did not.
+        """
+        widest, own = self._makers()
+        errors: list[Exception] = []
+        is_wide_already = all(p.dtype == torch.float64 for p in self.model.parameters())
+        limit = WIDE_S if is_short and not is_wide_already else math.inf
+        slow = ""
+        for make, is_wide in widest:
+            try:
+                found = self._try(make, is_wide, cuts, limit, errors)
+            except OutOfTime:
+                slow = "float64 would take too long, so errors are those of the model's own dtype"
+                break
+            if found is not None:
+                return found
+        for make, note in own:
+            if make is own[-1][0] and len(self.raised) > 1 and len({_line(one) for one in self.raised}) == 1:
+                break  # every copy fails on the same, so the model itself is spared
+            found = self._try(make, False, cuts, math.inf, errors)
+            if found is not None:
+                return replace(found, notes=(slow or f"{note} ({_line(errors[0])})",))
+        raise errors[-1]
+
+    def _makers(self) -> tuple[list[tuple[_Make, bool]], list[tuple[_Make, str]]]:
+        model, loss = self.model, self.loss
+
+        def wide() -> Subject:
+            return Copied(model, loss, torch.float64)
+
+        return [(wide, True), (wide, False)], [
+            (lambda: Copied(model, loss, None), "it does not run in float64"),
+            (
+                lambda: Itself(model, loss),
+                "it does not run as a copy, so the model itself was run and put back",
+            ),
+        ]
+
+    def _try(
+        self, make: _Make, is_wide: bool, cuts: Sequence[Cut], seconds: float, errors: list[Exception]
+    ) -> _Found | None:
+        try:
+            subject = make()
+        except Exception as error:  # anything can be in a model, and much of it cannot be copied
+            errors.append(error)
+            return None
+        for cut in cuts:
+            start = time.perf_counter()
+            draws = Draws(self.seed, is_wide=is_wide)
+            bench = Bench(subject=subject, draws=draws, batch_norm=self.batch_norm)
+            with draws.until(start + seconds):
+                passed = bench.run(cut, Calls())
+            if passed.error is None:
+                taken = time.perf_counter() - start
+                return _Found(bench=bench, cut=cut, passed=passed, seconds=taken, notes=())
+            errors.append(passed.error)
+            self.raised.append(passed.error)
+        return None
+
+
+def _affordable(found: _Found, start: float) -> int:
+    """How many rows there is time for, by how long two of them took."""
+    seconds = found.seconds
+    if seconds < WARM_S:  # the first pass pays for what is made once
+        begun = time.perf_counter()
+        found.bench.run(found.cut)
+        seconds = time.perf_counter() - begun
+    left = BUDGET_S - (time.perf_counter() - start)
+    per_row = seconds / 2 or 1e-9
+    ragged = LEAST if 2 * LEAST * per_row <= left else 2
+    return max(ragged, int(min(ALL_ROWS, left / (PASSES * per_row))))
+
+
+def _collated(whole: Cut, collate: Collate, draws: Draws) -> tuple[Cut | None, tuple[str, ...]]:
+    """All rows as one nest of tensors, so that cuts are compared on the very same padding."""
+    draws.begin(whole.part)
+    value = collate(list(whole.given))
+    try:
+        TensorBatch(value)
+    except BatchError:
+        return None, ()
+    note = (
+        () if _same(value, collate(list(whole.given))) else ("`collate` draws random numbers; it ran once",)
+    )
+    return Cut(given=value, micro_batch=whole.micro_batch, part=whole.part), note
+
+
+def _same(one: Any, other: Any) -> bool:
+    pairs = zip(tree.flatten(one).leaves, tree.flatten(other).leaves, strict=True)
+    return all(a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in pairs)
+
+
+def _line(error: Exception | None) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text[:120]}"

@@ -1,0 +1,289 @@
+"""Which term of a loss does not add up while outputs are given: denominators, dropped rows, meetings."""
+
+import math
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+from anybatch.check.calls import Call
+from anybatch.check.cut import Cut
+from anybatch.check.denominators import (
+    Fit,
+    Reading,
+    fit,
+    in_words,
+    left_out,
+    misfit,
+    pulls_add_up,
+    row_weights,
+)
+from anybatch.check.finding import WAYS_OUT, Finding
+from anybatch.check.outputs import Evaluation, evaluate
+from anybatch.check.passes import Bench
+from anybatch.check.weights import candidates, held_weights
+from anybatch.losses import SummedLoss, Terms, resolve
+
+_SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Audit:
+    """Looks at a loss by itself: the model's outputs are those of the whole batch, in every cut.
+
+    Args:
+        bench: where the loss is run.
+        whole: all rows in one micro-batch.
+        outermost: the calls of the model in a pass over the whole batch.
+        tolerance: relative error that counts as rounding.
+        name: what the caller's loss is called.
+        bare: the terms that are means which have lost their denominators.
+        pooled: whether the model's outputs that belong to no row are given too.
+        deadline: when rows are looked at one by one no more, on the clock of `time.perf_counter`.
+    """
+
+    bench: Bench
+    whole: Cut
+    outermost: Sequence[Call]
+    tolerance: float
+    name: str
+    bare: Collection[str]
+    pooled: bool
+    deadline: float = math.inf
+
+    def find(self, cuts: Sequence[Cut]) -> list[Finding]:
+        """A finding for each term that does not add up in one of the cuts."""
+        with self.bench.fresh() as (_, loss):
+            if not isinstance(resolve(loss), Terms | SummedLoss):
+                return []
+        try:
+            reference = self.evaluate([self.whole])[0]
+        except Exception:  # the pass over all rows came to its end, so this one has outputs that do not fit
+            return []
+        parted = [evaluations for cut in cuts if (evaluations := self._try(cut))]
+        found = [self._judge(name, reference, parted) for name in reference.sums]
+        return [finding for finding in found if finding is not None]
+
+    def _try(self, cut: Cut) -> list[Evaluation]:
+        try:
+            return self.evaluate([cut])
+        except Exception:  # rows that a loss refuses to take alone
+            return []
+
+    def evaluate(self, cuts: Sequence[Cut]) -> list[Evaluation]:
+        """The terms of each micro-batch of these cuts."""
+        return evaluate(self.bench, self.outermost, cuts, pooled=self.pooled)
+
+    # ---- one term
+
+    def _judge(self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> Finding | None:
+        ours = [[part for part in parts if name in part.sums] for parts in parted]
+        sums = all(self._adds_up([p.sums[name] for p in parts], whole.sums[name]) for parts in ours)
+        weights = all(self._adds_up([p.weights[name] for p in parts], whole.weights[name]) for parts in ours)
+        culprit = f"term {name!r} of {self.name}"
+        if sums and weights and name not in self.bare:
+            if all(pulls_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours):
+                return None
+            what = "The sums of micro-batches add up, but the gradients that flow into the model do not."
+            return Finding(kind="detached", culprit=culprit, what=what, ways_out=WAYS_OUT["detached"])
+        kind, what, ways_out = self._classify(name, whole, ours, sums, weights)
+        return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out)
+
+    def _classify(
+        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], sums: bool, weights: bool
+    ) -> tuple[str, str, tuple[str, ...]]:
+        if any(part.strangers for part in (whole, *[p for parts in parted for p in parts])):
+            what = "It draws random numbers by position: by its own generator, or after setting a seed."
+            return "position", what, WAYS_OUT["position"]
+        if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
+            what = "Called again with the same rows it returns something else."
+            return "state", what, WAYS_OUT["state"]
+        in_time = time.perf_counter() < self.deadline
+        dropped = self._dropped(name) if in_time else 0
+        if dropped:
+            rows = len(self.whole.part.rows)
+            what = f"{dropped} of {rows} rows count in the whole batch, but not in a micro-batch of few."
+            return "dropped rows", what, WAYS_OUT["dropped rows"]
+        error = max((_own_error(name, whole, parts) for parts in parted), default=math.inf)
+        right = self._right(name, whole, parted, error)
+        if right is not None:
+            return "denominator", *self._in_words(name, whole, right, sums, weights)
+        if weights and error <= _SMALL:
+            return "denominator", *_as_epsilon(error)
+        if sums and not weights:
+            what = (
+                f"Its sums add up, but its weights do not: {whole.weights[name]:g} for the whole batch, "
+                f"{[round(p.weights[name], 6) for p in parted[0]]} for its parts. "
+            )
+            return (
+                "denominator",
+                what,
+                ("Return ab.Total(sum, what the sum of the whole batch is divided by).",),
+            )
+        rows = self._weighed(name, whole, parted, error) if in_time else ""
+        if rows:
+            return "denominator", *self._in_words(name, whole, rows, sums, weights)
+        if not self._is_same(name, *self._either_way()):
+            silent = left_out(name, whole, parted)
+            if silent:
+                what = f"Rows {silent} are left out in some cuts and not in others, by their place."
+                return "dropped rows", what, WAYS_OUT["dropped rows"]
+            what = "The same rows in another order give another value."
+            return "position", what, WAYS_OUT["position"]
+        what = (
+            f"Rows meet in it: {whole.mean(name):.6g} on the whole batch is no weighted mean of "
+            f"{[float(f'{p.mean(name):.6g}') for p in parted[0]]} on its parts, by rows, elements, valid "
+            "entries, masks or class weights."
+        )
+        ways_out = (
+            "Write it as ab.WholeBatch(fn), a function of the outputs of all rows.",
+            "If it is several means, return each as a term of its own: {'name': ab.Total(sum, weight), ...}.",
+            "Leave the batch uncut (micro_batch=None).",
+        )
+        return "meeting", what, ways_out
+
+    def _in_words(
+        self, name: str, whole: Evaluation, right: Fit | str, sums: bool, weights: bool
+    ) -> tuple[str, tuple[str, ...]]:
+        if name in self.bare:
+            wrong = "It returns a bare mean, which has lost its denominator"
+        elif sums:
+            wrong = f"Its sums add up, but its weights ({whole.weights[name]:g} for the whole batch) do not"
+        elif weights:
+            wrong = "Its weights add up, but its sums do not: they are means already"
+        else:
+            wrong = "It is divided by something that does not add up"
+        if isinstance(right, str):
+            what = (
+                f"{wrong}; in the right denominator the {len(self.whole.part.rows)} rows that were checked "
+                f"count as {right} (up to a factor), which no tensor of the batch says."
+            )
+            return what, ("Return the sum and what it is divided by: ab.Total(sum, n).",)
+        key = f'{{"{name}": ab.Total(%s, n)}}' if name != "loss" else "ab.Total(%s, n)"
+        lines = f"Return the sum and what it is divided by:\n    n = {right.code}\n    return "
+        if right.is_near:
+            what = f"{wrong}; the right denominator is {right.words}, apart from an epsilon in it."
+            return what, (lines + key % "sum", "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.")
+        what = f"{wrong}; the right denominator is {right.words}."
+        with self.bench.fresh() as (model, _):
+            computes_its_own = name in self.bare and hasattr(model, "config")
+        more = ("A transformers model that computes its own loss goes in with ab.ModelLoss().",)
+        return what, (lines + key % "mean * n", *(more if computes_its_own else ()))
+
+    def _right(
+        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
+    ) -> Fit | None:
+        """What makes the whole's value the weighted mean of its parts' in every cut."""
+        batch = self.whole.given if self.whole.collate is None else self.whole.collate(self.whole.given)
+        with self.bench.fresh() as (model, loss):
+            held = held_weights(loss.function if isinstance(loss, Terms) else loss, model)
+        options = candidates(batch, held)
+        return fit(options, _readings(name), whole, parted, tolerance=self.tolerance, error=error)
+
+    def _weighed(
+        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
+    ) -> str:
+        """What the rows weigh, in words, if that makes a mean of the term; nothing if it is none."""
+
+        def of(read: Reading, groups: Sequence[Sequence[int]]) -> list[float]:
+            return [read(one) for one in self.evaluate([self.whole.only(rows) for rows in groups])]
+
+        for is_sum, read in enumerate(_readings(name)):
+            try:
+                found = row_weights(partial(of, read), len(self.whole.part.rows))
+            except Exception:  # rows that a loss refuses to take alone
+                continue
+            if found is not None and self._is_mean(name, whole, parted, error, read, bool(is_sum), *found):
+                return in_words(found[0])
+        return ""
+
+    def _is_mean(
+        self,
+        name: str,
+        whole: Evaluation,
+        parted: Sequence[Sequence[Evaluation]],
+        error: float,
+        read: Reading,
+        is_sum: bool,
+        weights: Sequence[float],
+        values: Sequence[float],
+    ) -> bool:
+        """Whether rows of these weights and values make up all that was evaluated, gradients included."""
+
+        def weigh(one: Evaluation) -> list[float]:
+            return [weights[row] for row in one.part.rows]
+
+        seen = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
+        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in seen)
+        share = 1e-4 if self.tolerance < 1e-9 else 1e-2  # a smooth meeting of like rows is nearly a mean
+        if left > min(share * error, max(10 * _SMALL, self.tolerance)):
+            return False
+        for parts in parted:
+            # Weights that depend on the outputs (Dice) are no denominator: they have a gradient of their own.
+            ours = [one for one in parts if any(weigh(one))]
+            if len(ours) < len(parts) or not all(one.weights[name] for one in (whole, *ours)):
+                continue
+            means = [sum(weigh(one)) / (1.0 if is_sum else one.weights[name]) for one in (whole, *ours)]
+            scales = [mean / means[0] for mean in means[1:]]
+            if not pulls_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
+                return False
+        return True
+
+    def _dropped(self, name: str) -> int:
+        """Rows that count in the whole, while micro-batches of one, two or three of them count nothing."""
+        total = len(self.whole.part.rows)
+        everything = self._of(name, range(total))[1]
+        for size in (1, 2, 3):
+            silent: set[int] = set()
+            for start in range(0, total, size):
+                rows = range(start, min(start + size, total))
+                rest = [row for row in range(total) if row not in rows]
+                if rest and not any(self._of(name, rows)) and self._of(name, rest)[1] != everything:
+                    silent |= set(rows)
+            if silent:
+                return len(silent)
+        return 0
+
+    def _of(self, name: str, rows: Sequence[int]) -> tuple[float, float]:
+        """Sum and weight of some rows."""
+        found = self._try(self.whole.only(rows))
+        return (found[0].sums[name], found[0].weights[name]) if found else (math.nan, math.nan)
+
+    def _either_way(self) -> list[Evaluation]:
+        """All rows but the last, in their order and from the last to the first.
+
+        Not all of them: outputs of the whole batch are told from those of a part by their shape.
+        """
+        rows = range(max(1, len(self.whole.part.rows) - 1))
+        return [self.evaluate([self.whole.only(order)])[0] for order in (rows, rows[::-1])]
+
+    def _adds_up(self, parts: Sequence[float], whole: float) -> bool:
+        size = math.fsum(abs(part) for part in parts) + abs(whole)
+        return math.isfinite(size) and abs(math.fsum(parts) - whole) <= self.tolerance * size
+
+    def _is_same(self, name: str, one: Evaluation, other: Evaluation) -> bool:
+        return self._adds_up([other.sums[name]], one.sums[name]) and self._adds_up(
+            [other.weights[name]], one.weights[name]
+        )
+
+
+def _readings(name: str) -> list[Reading]:
+    """What may be the mean of a micro-batch: sum over weight, or the sum, if it is a mean already."""
+    return [lambda one: one.mean(name), lambda one: one.sums[name]]
+
+
+def _own_error(name: str, whole: Evaluation, parts: Sequence[Evaluation]) -> float:
+    """Of the weights that a term has."""
+    weights = [part.weights[name] for part in parts]
+    return misfit(weights, [part.mean(name) for part in parts], whole.mean(name))
+
+
+def _as_epsilon(error: float) -> tuple[str, tuple[str, ...]]:
+    return (
+        f"Its mean is that of its parts but for {error:.1g} of it, as an epsilon in a denominator leaves it.",
+        (
+            "Return the sum as it is before it is divided, instead of mean * n.",
+            "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
+        ),
+    )

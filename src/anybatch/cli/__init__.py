@@ -1,0 +1,5 @@
+"""The command line: train, eval, plan and check."""
+
+from anybatch.cli.main import main
+
+__all__ = ["main"]

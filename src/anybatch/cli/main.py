@@ -1,0 +1,164 @@
+"""The same verbs on the command line: `anybatch train`, `eval`, `check` and `plan`."""
+
+import argparse
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anybatch.batchnorm import BATCH_NORM_CHOICES
+from anybatch.check import check, refuse_without_data
+from anybatch.cli import plan as plan_verb
+from anybatch.cli import target
+from anybatch.cli import train as verbs
+from anybatch.core import AnybatchError
+from anybatch.memory import CARDS
+from anybatch.precision import NAMED, NON_FINITE_POLICIES
+from anybatch.recipes import recipe_names
+from anybatch.train import learning_rate
+
+_DEVICE = "cpu, cuda, cuda:1 or auto"
+_PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 refused or not exact, 2 not checked, 130 stopped.
+
+    Example:
+        >>> main(["eval", "nowhere.safetensors", "--data", "digits"])
+        1
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        result, text = options.run(options)
+    except AnybatchError as error:
+        return _refuse(options, str(error))
+    except Exception as error:
+        if options.command not in ("check", "plan"):
+            raise
+        # What is checked or planned is somebody's own code, and may fail in any way.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        told = str(error).strip().partition("\n")[0]
+        where = f"{place.filename}:{place.lineno}"
+        return _refuse(options, f"could not {options.command}: {type(error).__name__}: {told} ({where})")
+    except KeyboardInterrupt as stop:
+        print(f"anybatch {options.command}: interrupted. {stop}".rstrip(". "), file=sys.stderr)
+        return 130
+    print(text)
+    if options.json:
+        print(json.dumps(result))
+    return 0 if result.get("exact", True) else 1
+
+
+def _refuse(options: argparse.Namespace, told: str) -> int:
+    """Say why there is no result; an error of a check is told from one that found a fault."""
+    print(f"anybatch {options.command}: {told}", file=sys.stderr)
+    if options.json:
+        print(json.dumps({"error": told}))
+    return 2 if options.command == "check" else 1
+
+
+def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """`anybatch check`: split held against whole."""
+    verbs.check_rows(options)
+    found = target.find(options.target, options.data)
+    refuse_without_data(found.model, found.loss)  # it could not be moved either
+    if options.device != "auto" or ":" not in options.target:  # a function's own choice stands
+        found = found.to(verbs.find_device(options.device))
+    report = check(
+        found.model,
+        found.loss,
+        found.batch,
+        collate=found.collate,
+        micro_batch=options.micro_batch,
+        rows=options.rows,
+        batch_norm=options.batch_norm,
+    )
+    return json.loads(report.to_json()), str(report)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="anybatch", description="Train with any batch size in the memory you have, and the same result."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    together = "rows that go through the model together; if not given,"
+    within = f"{together} what is fastest within --memory, or all of a batch without it"
+    train = _command(commands, "train", "train a recipe on real data", verbs.train, micro_batch=within)
+    train.add_argument("recipe", help=f"one of: {', '.join(recipe_names())}")
+    add = train.add_argument
+    add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
+    add("--memory", help='budget: "12GB", "2GiB", "80%%" or auto; the fastest plan within it is chosen')
+    add("--epochs", type=int, default=10, help="passes over the training rows in all, at least 1")
+    add("--lr", type=float, default=0.01, help="learning rate, above 0")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
+    add("--label-smoothing", type=float, default=0.0, help="how far targets are smoothed, from 0 to 1")
+    add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
+    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add(
+        "--non-finite",
+        choices=NON_FINITE_POLICIES,
+        default="raise",
+        help="what to do with rows that give NaN or infinity",
+    )
+    add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
+    add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
+    add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
+    add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
+    add("--seed", type=int, default=0, help="determines initial weights and the order of rows")
+    add("--out", help="folder for checkpoints and logs, by default runs/RECIPE; no run overwrites another")
+    add("--resume", metavar="FOLDER", help="go on with the run in this folder")
+    add("--quiet", action="store_true", help="no progress bar and no line per epoch")
+    purpose = "evaluate a checkpoint on held-out rows"
+    evaluate = _command(commands, "eval", purpose, verbs.evaluate, micro_batch=f"{together} all of them")
+    evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
+    purpose = "prove that split equals whole, or find what prevents it"
+    tried = "a size of micro-batches to be tried besides those that are tried anyway"
+    checked = _command(commands, "check", purpose, _check, micro_batch=tried)
+    checked.add_argument(
+        "target", help="package.module:function that returns (model, loss, batch), or a recipe"
+    )
+    checked.add_argument(
+        "--rows", type=int, help="rows to check on, at least 2; a few that differ if not given"
+    )
+    checked.add_argument("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
+    purpose = "the fastest plan within a budget, before anything runs"
+    within = f"{together} what is fastest within --memory, or all of a batch with --memory none"
+    cards = ", ".join(f"cuda:{card}" for card in CARDS)
+    there = f"{_DEVICE} for where the target's model is, or a card that need not be here: {cards}"
+    planned = _command(commands, "plan", purpose, plan_verb.plan, micro_batch=within, device=there)
+    add = planned.add_argument
+    add("target", help="package.module:function that returns (model, loss, batch), or a recipe")
+    add("--batch-size", type=int, help="rows of one update; those of the target's batch if not given")
+    add("--memory", default="auto", help='budget: "12GB", "2GiB", "80%%", auto, or none')
+    add("--optimizer", choices=tuple(plan_verb.OPTIMIZERS), default="adamw", help="where the target has none")
+    add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
+    add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
+    add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
+    add("--estimate", action="store_true", help="estimate seconds from the device's figures, run nothing")
+    add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    purpose: str,
+    run: Callable[..., Any],
+    *,
+    micro_batch: str,
+    device: str = _DEVICE,
+) -> argparse.ArgumentParser:
+    """A command with the options that all commands share."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=purpose, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.set_defaults(run=run)
+    add = parser.add_argument
+    add("--data", default="digits", help="digits, or a folder with MNIST (IDX) or CIFAR-10 (binary) files")
+    add("--micro-batch", type=int, help=micro_batch)
+    add("--device", default="auto", help=device)
+    add("--json", action="store_true", help="print one JSON object as the last line")
+    return parser

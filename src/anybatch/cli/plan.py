@@ -1,0 +1,52 @@
+"""What `anybatch plan` does: the plan, its bytes and its picture, before anything runs."""
+
+import argparse
+import json
+from typing import Any
+
+import torch
+
+from anybatch.cli import target
+from anybatch.cli import train as verbs
+from anybatch.observe import figure as picture
+from anybatch.observe import memory
+from anybatch.recompute import POLICIES
+from anybatch.step import foresee
+
+#: For `anybatch plan`, where the target brings none.
+OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+
+
+def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """`anybatch plan`: the fastest plan within a budget, before anything runs."""
+    verbs.check_rows(options)
+    if options.plot:
+        picture.checked(options.plot)  # planning may take a while, and would be for nothing
+    found = target.find(options.target, options.data)
+    optimizer = found.optimizer or OPTIMIZERS[options.optimizer](found.model.parameters(), lr=1e-3)
+    report = foresee.plan(
+        found.model,
+        found.loss,
+        optimizer,
+        found.batch,
+        memory=None if options.memory == "none" else options.memory,
+        rows=options.batch_size,
+        device=None if options.device == "auto" else options.device,
+        micro_batch=options.micro_batch,
+        recompute=_blocks(options.recompute),
+        batch_norm=options.batch_norm,
+        collate=found.collate,
+        precision=options.precision,
+        measure=not options.estimate,
+    )
+    told = str(report)
+    if found.optimizer is None:
+        told += f"\nnote: the optimizer was taken to be {options.optimizer}; name another with --optimizer"
+    if options.plot:
+        told += f"\npicture      {memory.plot(report.ledger, options.plot, budget=report.budget)}"
+    return json.loads(report.to_json()), told
+
+
+def _blocks(asked: str | None) -> str | list[str] | None:
+    """One word is a policy for all blocks; everything else is a pattern of their names."""
+    return asked if asked in (None, "all", *POLICIES) else [asked]

@@ -1,0 +1,79 @@
+"""What a step means: errors, units, nested tensors, batches, totals and reports."""
+
+from anybatch.core import tree
+from anybatch.core.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch, cut_sizes
+from anybatch.core.errors import (
+    AnybatchError,
+    BatchError,
+    BlockError,
+    BudgetError,
+    CheckpointError,
+    DataError,
+    LossError,
+    NonFiniteLossError,
+    OptimizerError,
+    OutOfMemoryError,
+    PlanError,
+    TraceError,
+    WindowError,
+)
+from anybatch.core.finite import NonFinite, Waiting, all_finite
+from anybatch.core.nested import IndivisibleError, runs_backward_inside
+from anybatch.core.oom import free_caches, ran_out_of_memory, released
+from anybatch.core.phase import is_moving, moving
+from anybatch.core.report import Event, Listener, MicroBatchDone, MicroBatchRedone, StepReport
+from anybatch.core.total import SHORT_DTYPES, Fold, Number, Total, weighted_mean
+from anybatch.core.tree import mould, parts, refilling, tensors_in
+from anybatch.core.units import counted, format_bytes, format_count, format_seconds, parse_bytes
+
+__all__ = [
+    "SHORT_DTYPES",
+    "AnybatchError",
+    "Batch",
+    "BatchError",
+    "BlockError",
+    "BudgetError",
+    "CheckpointError",
+    "Collate",
+    "DataError",
+    "Event",
+    "Fold",
+    "IndivisibleError",
+    "Listener",
+    "LossError",
+    "MicroBatchDone",
+    "MicroBatchRedone",
+    "NonFinite",
+    "NonFiniteLossError",
+    "Number",
+    "OpenBatch",
+    "OptimizerError",
+    "OutOfMemoryError",
+    "PlanError",
+    "SampleBatch",
+    "StepReport",
+    "TensorBatch",
+    "Total",
+    "TraceError",
+    "Waiting",
+    "WindowError",
+    "all_finite",
+    "counted",
+    "cut_sizes",
+    "format_bytes",
+    "format_count",
+    "format_seconds",
+    "free_caches",
+    "is_moving",
+    "mould",
+    "moving",
+    "parse_bytes",
+    "parts",
+    "ran_out_of_memory",
+    "refilling",
+    "released",
+    "runs_backward_inside",
+    "tensors_in",
+    "tree",
+    "weighted_mean",
+]

@@ -1,0 +1,234 @@
+"""Nested tensors: take tuples, lists, mappings and dataclasses apart, and build the same nest again."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from anybatch.core.errors import BatchError
+
+Build = Callable[[Iterator[Tensor]], Any]
+_PLAIN = (Tensor, str, bytes, int, float)
+
+
+class Nest(NamedTuple):
+    """The tensors of a nested value, their places, and what builds the same nest around other tensors."""
+
+    paths: tuple[str, ...]
+    leaves: tuple[Tensor, ...]
+    build: Build
+
+
+def flatten(tree: object) -> Nest:
+    """Take a nested value apart into its tensors.
+
+    Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
+    tensors. `None` stays where it is. Anything else is refused, because it could not be cut along with rows.
+
+    A mapping that cannot be copied, or not written to, comes back as a plain dict.
+
+    Raises:
+        BatchError: a leaf is neither a tensor nor None; the message names its place.
+
+    Example:
+        >>> import torch
+        >>> nest = flatten({"x": torch.zeros(4, 2), "y": (torch.ones(4), None)})
+        >>> nest.paths
+        ("['x']", "['y'][0]")
+        >>> nest.build(iter([leaf[:1] for leaf in nest.leaves]))
+        {'x': tensor([[0., 0.]]), 'y': (tensor([1.]), None)}
+    """
+    paths: list[str] = []
+    leaves: list[Tensor] = []
+    build = _visit(tree, "", paths, leaves)
+    return Nest(tuple(paths), tuple(leaves), build)
+
+
+def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
+    """Apply a function to every tensor of a nested value and build the same nest around the results.
+
+    Example:
+        >>> import torch
+        >>> map_leaves(lambda leaf: leaf + 1, (torch.zeros(2), [torch.ones(1)]))
+        (tensor([1., 1.]), [tensor([2.])])
+    """
+    nest = flatten(tree)
+    return nest.build(function(leaf) for leaf in nest.leaves)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, also outputs; the rest is left out.
+
+    Containers that several hold are looked into once: a nest may be a graph.
+
+    Example:
+        >>> import torch
+        >>> [leaf.shape[0] for leaf in tensors_in(([torch.zeros(1), None], {"x": (torch.zeros(2), 3)}))]
+        [1, 2]
+    """
+    return _tensors_in(value, {})
+
+
+def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif not isinstance(value, _PLAIN) and id(value) not in seen:
+        found = parts(value)
+        if found:
+            seen[id(value)] = value  # itself, so that its id stays taken
+            for one in found:
+                yield from _tensors_in(one, seen)
+
+
+def parts(node: object) -> list[Any] | None:
+    """What a container holds: items, values or fields, in their order; None for what is no container.
+
+    Example:
+        >>> parts({"x": 1, "y": [2]})
+        [1, [2]]
+        >>> parts("word") is None
+        True
+    """
+    if isinstance(node, tuple | list):
+        return list(cast("Sequence[Any]", node))
+    if isinstance(node, Mapping):
+        return list(cast("Mapping[Any, Any]", node).values())
+    return [getattr(node, name) for name in _fields(node)] if _is_record(node) else None
+
+
+def refilling(value: Any) -> Callable[[], None]:
+    """What puts back into lists, mappings and dataclasses what they hold now, wherever they are in a nest.
+
+    Example:
+        >>> rows = {"x": 1, "y": [2]}
+        >>> refill = refilling(rows)
+        >>> rows["x"], rows["z"] = rows["y"].pop(), 3
+        >>> refill()
+        >>> rows
+        {'x': 1, 'y': [2]}
+    """
+    notes: dict[int, tuple[Any, dict[Any, Any], dict[str, Any] | None]] = {}  # once: a nest may be a graph
+    left = [value]
+    while left:
+        one = left.pop()
+        held = None if id(one) in notes or isinstance(one, _PLAIN) else _held(one)
+        if held is None:
+            continue
+        own = vars(one).copy() if hasattr(one, "__dict__") else None  # some hold the same a second time
+        notes[id(one)] = one, held, own
+        left += [part for part in held.values() if not isinstance(part, _PLAIN)]
+
+    def refill() -> None:
+        for one, held, own in notes.values():
+            if own is not None:  # first: some hold their items in one of them
+                vars(one).clear()
+                vars(one).update(own)
+            _refill(one, held)
+
+    return refill
+
+
+def _held(one: Any) -> dict[Any, Any] | None:
+    """What a container holds, by index, key or field; None for what is none."""
+    if isinstance(one, tuple | list):
+        return dict(enumerate(cast("Sequence[Any]", one)))
+    if isinstance(one, Mapping):
+        return {**cast("Mapping[Any, Any]", one)}
+    return {name: getattr(one, name) for name in _fields(one)} if _is_record(one) else None
+
+
+def _refill(one: Any, held: dict[Any, Any]) -> None:
+    if isinstance(one, list):
+        one[:] = held.values()
+    elif isinstance(one, MutableMapping):
+        now = {**one}
+        if [*now] != [*held] or any(now[key] is not part for key, part in held.items()):
+            one.clear()  # their order comes back, too; and not every one lets a single key go
+            for key, part in held.items():
+                one[key] = part
+    elif _is_record(one):
+        for name, part in held.items():
+            object.__setattr__(one, name, part)  # also for frozen dataclasses
+
+
+def _places(node: Any) -> list[str]:
+    """Where each of its parts stands in a container."""
+    if isinstance(node, tuple | list):
+        return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
+    if isinstance(node, Mapping):
+        return [f"[{key!r}]" for key in cast("Mapping[Any, Any]", node)]
+    return [f".{name}" for name in _fields(node)]
+
+
+def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
+    """What makes the same container around other parts, in the order of `parts`.
+
+    It never writes to the one given, and holds it only where a copy is made of it: not where that is a plain
+    tuple, list or dict, so that its tensors may go.
+
+    Example:
+        >>> mould({"x": 1, "y": 2})([3, 4])
+        {'x': 3, 'y': 4}
+    """
+    kind: Any = type(node)
+    if isinstance(node, tuple | list):
+        return getattr(kind, "_make", kind)  # a named tuple takes its fields one by one
+    if isinstance(node, Mapping):
+        known = cast("Mapping[Any, Any]", node)
+        keys = tuple(known)
+        # Python's own copy of any other mapping may share its items with the caller's.
+        copies_items = isinstance(known, dict) or hasattr(known, "__copy__")
+        if kind is dict or not (copies_items and isinstance(known, MutableMapping)):
+            return lambda fresh: dict(zip(keys, fresh, strict=True))
+        return lambda fresh: _with_items(copy.copy(known), keys, fresh)
+    return lambda fresh: _with_fields(copy.copy(node), fresh)
+
+
+def _with_items(other: Any, keys: Sequence[Any], fresh: Sequence[Any]) -> Any:
+    # A copy keeps the subclass and what it carries besides its items (a BatchEncoding, a ModelOutput).
+    for key, part in zip(keys, fresh, strict=True):
+        other[key] = part
+    return other
+
+
+def _with_fields(other: Any, fresh: Sequence[Any]) -> Any:
+    for name, part in zip(_fields(other), fresh, strict=True):
+        object.__setattr__(other, name, part)  # also for frozen dataclasses
+    return other
+
+
+def _is_record(node: object) -> bool:
+    # A module or a class may be a dataclass, too.
+    return dataclasses.is_dataclass(node) and not isinstance(node, type | nn.Module)
+
+
+def _fields(node: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+
+
+def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
+    """Append the tensors below `node` and return what builds `node` again."""
+    if isinstance(node, Tensor):
+        paths.append(path or "the batch itself")
+        leaves.append(node)
+        return next
+    if node is None:
+        return lambda rest: None
+    found = parts(node)
+    if found is None:
+        raise BatchError(
+            f"Expected tensors (or None) at every leaf of a batch, got {_describe(node)} at "
+            f"{path or 'the top'}. Turn it into a tensor with one entry per row, or hand over a list of "
+            "samples and a `collate`."
+        )
+    places = zip(_places(node), found, strict=True)
+    builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
+    fill = mould(node)
+    return lambda rest: fill([build(rest) for build in builds])
+
+
+def _describe(node: object) -> str:
+    hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
+    return f"a {type(node).__name__}{hint}"

@@ -1,0 +1,79 @@
+"""Bytes, seconds and counts: printed so that a person reads them at a glance."""
+
+import re
+
+from anybatch.core.errors import PlanError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Print a number of bytes with a binary prefix, to one part in a hundred or better.
+
+    Example:
+        >>> format_bytes(512), format_bytes(20 * 2**30)
+        ('512 B', '20.0 GiB')
+    """
+    size, unit = float(num_bytes), 0
+    while abs(size) >= 1023.5 and unit < len(_BINARY) - 1:  # what would be printed as 1024
+        size, unit = size / 1024, unit + 1
+    digits = 0 if unit == 0 or abs(size) >= 99.95 else 1
+    return f"{size:.{digits}f} {_BINARY[unit]}"
+
+
+def parse_bytes(text: str | int) -> int:
+    """Read a number of bytes: "12GB" is 12 x 1000^3, "20 GiB" is 20 x 1024^3, a whole number is bytes.
+
+    Raises:
+        PlanError: it is something else, or not above 0.
+
+    Example:
+        >>> parse_bytes("1.5KiB"), parse_bytes("12GB"), parse_bytes(512)
+        (1536, 12000000000, 512)
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMGTP]i?)?B?\s*", str(text), re.IGNORECASE)
+    if isinstance(text, str) and found is not None:
+        number, prefix = float(found[1]), (found[2] or "").upper()
+        base = 1024 if prefix.endswith("I") else 1000
+        num_bytes = int(number * base ** "BKMGTP".index(prefix[:1] or "B"))
+        if num_bytes > 0:
+            return num_bytes
+    raise PlanError(
+        f"Expected a number of bytes above 0, got {text!r}. Write a whole number, or one with a unit, as in "
+        '"12GB" (1000^3) or "12GiB" (1024^3).'
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """Print a duration: `0.52 s`, `3 min 20 s`, `2 h 05 min`.
+
+    Example:
+        >>> format_seconds(0.52), format_seconds(200), format_seconds(7500)
+        ('0.52 s', '3 min 20 s', '2 h 05 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def counted(number: int, noun: str) -> str:
+    """Print a number of things, as in `1 row` and `2 rows`.
+
+    Example:
+        >>> counted(1, "row"), counted(2000, "row")
+        ('1 row', '2000 rows')
+    """
+    return f"{number} {noun}" + "s" * (number != 1)
+
+
+def format_count(number: float) -> str:
+    """Print a whole number with separators, as in `60,000`.
+
+    Example:
+        >>> format_count(60000)
+        '60,000'
+    """
+    return f"{number:,.0f}"

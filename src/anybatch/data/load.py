@@ -1,0 +1,76 @@
+"""Find out what a name or a folder holds, and read it."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from anybatch.core import DataError
+from anybatch.data import cifar10
+from anybatch.data import mnist as idx
+from anybatch.data.dataset import Split
+from anybatch.data.digits import read_digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """A kind of folder: how to know it by its file names, and how to read it."""
+
+    name: str
+    patterns: tuple[str, ...]
+    read: Callable[[Path], Split]
+
+    def matches(self, names: list[str]) -> bool:
+        """Whether some file of a folder belongs to this format."""
+        return any(Path(name).match(pattern) for name in names for pattern in self.patterns)
+
+
+NAMES: dict[str, Callable[[], Split]] = {"digits": read_digits}
+FORMATS = (
+    Format(
+        name="MNIST in IDX form",
+        patterns=tuple(f"{stem}?idx?-ubyte*" for stem in idx.STEMS),
+        read=idx.read_mnist,
+    ),
+    Format(name="CIFAR-10 in binary form", patterns=(cifar10.TRAIN, cifar10.TEST), read=cifar10.read_cifar10),
+)
+
+
+def load(source: str | os.PathLike[str]) -> Split:
+    """Read a data set by its name, or whatever a folder holds.
+
+    Args:
+        source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not) or CIFAR-10 in binary form.
+
+    Returns:
+        The rows to learn from and the rows held out, normalised, in memory.
+
+    Raises:
+        DataError: no such name or folder, a folder that cannot be read or holds neither or both
+            formats, or a damaged file; the message says what was looked for.
+
+    Example:
+        >>> split = load("digits")
+        >>> len(split.train), len(split.test), tuple(split.train.inputs.shape[1:])
+        (1352, 445, (1, 32, 32))
+    """
+    if source in NAMES:
+        return NAMES[str(source)]()
+    folder = Path(source)
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise DataError(
+            f"{folder}: expected {' or '.join(map(repr, NAMES))} or a folder that can be read, "
+            f"got: {error.strerror or error}; {_looked_for()}"
+        ) from None
+    found = [format for format in FORMATS if format.matches(names)]
+    if len(found) != 1:
+        kinds = " and ".join(format.name for format in found) or f"{len(names)} other files"
+        raise DataError(f"{folder}: expected files of one data set, got {kinds}; {_looked_for()}")
+    return found[0].read(folder)
+
+
+def _looked_for() -> str:
+    kinds = [f"{format.name} ({', '.join(format.patterns)})" for format in FORMATS]
+    return f"looked for {'; '.join(kinds)}: name a folder with the files of one of these"

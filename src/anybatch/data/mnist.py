@@ -1,0 +1,174 @@
+"""MNIST and its relatives in IDX files, gzipped or not, checked against their header."""
+
+import gzip
+import sys
+import zlib
+from io import BufferedIOBase
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from anybatch.core import DataError
+from anybatch.data.dataset import Dataset, Split, check_classes, normalise, unreadable
+
+# The third byte of the header (http://yann.lecun.com/exdb/mnist/, "the IDX file format").
+DTYPES = {
+    0x08: torch.uint8,
+    0x09: torch.int8,
+    0x0B: torch.int16,
+    0x0C: torch.int32,
+    0x0D: torch.float32,
+    0x0E: torch.float64,
+}
+PIECE_BYTES = 1 << 20
+STEMS = ("train-images", "train-labels", "t10k-images", "t10k-labels")
+MARGIN = 2  # pixels of background on each side: 28x28 becomes the 32x32 of LeNet-5
+
+
+def read_idx(path: Path) -> Tensor:
+    """Read one IDX file, gzipped or not, into a tensor of the dtype and shape its header names.
+
+    The header, the length and, when gzipped, the checksum must all hold.
+
+    Args:
+        path: the file; whether it is gzipped is read off its first two bytes, not its name.
+
+    Returns:
+        A tensor in the machine's own byte order.
+
+    Raises:
+        DataError: the file cannot be read, is no IDX file, is truncated, has bytes left over, or
+            is a damaged gzip file; the message names it.
+
+    Source:
+        LeCun, Cortes and Burges, "The MNIST database of handwritten digits".
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "labels"
+        >>> _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 7]))
+        >>> read_idx(path)
+        tensor([5, 7], dtype=torch.uint8)
+    """
+    try:
+        with path.open("rb") as raw:
+            gzipped = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if gzipped else path.open("rb") as file:
+            return _parse(file, path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(
+            f"{path}: expected a whole gzip file, got one that does not unpack ({error}); fetch it again"
+        ) from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def read_mnist(folder: Path) -> Split:
+    """Read the four MNIST files of a folder: 28x28 digits padded to 32x32, normalised.
+
+    Args:
+        folder: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte`
+            and `t10k-labels-idx1-ubyte`, each with or without `.gz`.
+
+    Returns:
+        Inputs float32 `(rows, 1, 32, 32)`, the training pixels with mean 0 and deviation 1;
+        targets int64 in 0 .. 9.
+
+    Raises:
+        DataError: a file is missing, damaged or of another shape, or labels and images disagree.
+
+    Source:
+        LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to document
+        recognition", Proc. IEEE 86(11), 1998: section II.B pads the digits to 32x32.
+    """
+    train_images, train_labels, test_images, test_labels = (_find(folder, stem) for stem in STEMS)
+    train, train_targets = _read_pair(train_images, train_labels)
+    test, test_targets = _read_pair(test_images, test_labels)
+    train_inputs, test_inputs = normalise(train, test)
+    classes = tuple("0123456789")
+    return Split(
+        train=Dataset(inputs=train_inputs, targets=train_targets, name="MNIST, training", classes=classes),
+        test=Dataset(inputs=test_inputs, targets=test_targets, name="MNIST, test", classes=classes),
+    )
+
+
+def _find(folder: Path, stem: str) -> Path:
+    """The file of one kind, whose name has a dash or a dot before `idx` and may end in `.gz`."""
+    kind = "idx3-ubyte" if stem.endswith("images") else "idx1-ubyte"
+    names = [f"{stem}{mark}{kind}{end}" for mark in "-." for end in ("", ".gz")]
+    found = [folder / name for name in names if (folder / name).exists()]
+    if not found:
+        raise DataError(
+            f"{folder}: expected one of {', '.join(names)}, got none of them; add the missing file"
+        )
+    return found[0]
+
+
+def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
+    images, labels = read_idx(images_path), read_idx(labels_path)
+    if images.dtype != torch.uint8 or images.ndim != 3 or images.shape[1:] != (28, 28):
+        raise DataError(
+            f"{images_path}: expected unsigned bytes of shape (rows, 28, 28), "
+            f"got {images.dtype} of shape {tuple(images.shape)}; is it another data set, or the labels?"
+        )
+    if labels.dtype != torch.uint8 or labels.ndim != 1:
+        raise DataError(
+            f"{labels_path}: expected unsigned bytes of shape (rows,), "
+            f"got {labels.dtype} of shape {tuple(labels.shape)}; is it another data set, or the images?"
+        )
+    if len(images) != len(labels) or not len(labels):
+        raise DataError(
+            f"{labels_path}: expected one label for each image of {images_path.name}, at least one, "
+            f"got {len(labels)} labels and {len(images)} images; take both files from the same data set"
+        )
+    check_classes(labels, num_classes=10, name=str(labels_path))
+    return functional.pad(images, (MARGIN,) * 4).unsqueeze(1), labels.long()
+
+
+def _parse(file: BufferedIOBase, path: Path) -> Tensor:
+    magic = bytes(_read(file, 4))
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES:
+        raise DataError(
+            f"{path}: expected an IDX file (two zero bytes, a dtype code among "
+            f"{', '.join(f'{code:#04x}' for code in DTYPES)}, the number of dimensions), "
+            f"got {magic.hex(' ') or 'an empty file'}; is it the right file?"
+        )
+    dtype, num_dims = DTYPES[magic[2]], magic[3]
+    dims = _read(file, 4 * num_dims)
+    shape = tuple(int.from_bytes(dims[i : i + 4], "big") for i in range(0, len(dims), 4))
+    expected_bytes = prod(shape) * dtype.itemsize
+    # One byte more than there should be: it shows bytes left over, and reaching the end of a gzip
+    # file is what makes its checksum be verified.
+    body = _read(file, expected_bytes + 1)
+    if len(dims) < 4 * num_dims or len(body) < expected_bytes:
+        raise DataError(
+            f"{path}: expected {expected_bytes} bytes after the header, for {dtype} of shape {shape}, "
+            f"got {len(body)}: the file is truncated; fetch it again"
+        )
+    if len(body) > expected_bytes:
+        raise DataError(
+            f"{path}: expected {expected_bytes} bytes after the header, for {dtype} of shape {shape}, "
+            f"got more: the header or the file is damaged; fetch it again"
+        )
+    return _decode(body, dtype).view(shape)
+
+
+def _read(file: BufferedIOBase, num_bytes: int) -> bytearray:
+    """Read up to `num_bytes`, piecewise: a damaged header may name more than memory holds."""
+    data = bytearray()
+    while piece := file.read(min(PIECE_BYTES, num_bytes - len(data))):
+        data += piece
+    return data
+
+
+def _decode(body: bytearray, dtype: torch.dtype) -> Tensor:
+    """Big-endian bytes as numbers."""
+    if not body:
+        return torch.empty(0, dtype=dtype)
+    data = torch.frombuffer(body, dtype=torch.uint8)
+    if sys.byteorder == "little":
+        data = data.view(-1, dtype.itemsize).flip(1).flatten()
+    return data.view(dtype)

@@ -1,0 +1,122 @@
+"""How a batch is read: which part goes into the model, which part is the target."""
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from inspect import ismethod
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from anybatch.core import LossError
+
+TARGET_KEYS = ("target", "targets", "label", "labels", "y")
+
+FIX = (
+    "Or write the loss as a function of the model and a micro-batch:\n"
+    "    def loss(model, micro):\n"
+    '        losses = F.cross_entropy(model(micro["x"]), micro["y"], reduction="none")\n'
+    "        return ab.Total(losses.sum(), losses.numel())"
+)
+
+
+def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:
+    """Part a micro-batch into the model's inputs and the loss's targets.
+
+    `(inputs, target)` is the usual pair; both may be nested. In `(a, b, ..., target)` the last is the target
+    and the others are the model's positional arguments. In a mapping or a dataclass the target stands under
+    one of `target`, `targets`, `label`, `labels`, `y`, and the rest are the model's keyword arguments. A
+    target that is itself a tuple or list is spread over the loss's arguments, as `CTCLoss` needs it. For a
+    loss without target, such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does
+    `(inputs,)`.
+
+    Args:
+        micro: a tuple, a list, a mapping or a dataclass.
+        has_target: whether the loss takes a target besides what the model returns.
+
+    Returns:
+        The inputs and a tuple of targets.
+
+    Raises:
+        LossError: no target can be told from the batch.
+
+    Example:
+        >>> split_batch((1, 2))
+        (1, (2,))
+        >>> split_batch({"input_ids": 1, "labels": 2})
+        ({'input_ids': 1}, (2,))
+        >>> split_batch((1, 2, 3), has_target=False)
+        ((1, 2, 3), ())
+    """
+    if type(micro) is tuple and len(cast("tuple[Any, ...]", micro)) == 2 and has_target:  # nearly all
+        inputs, target = cast("tuple[Any, Any]", micro)
+        return inputs, (target,) if isinstance(target, Tensor) else _spread(target)
+    if isinstance(micro, tuple | list):
+        parts = tuple(cast("tuple[Any, ...]", micro))
+        if len(parts) == 1 or not has_target:
+            return parts[0] if len(parts) == 1 else parts, ()
+        if len(parts) > 1:
+            return parts[0] if len(parts) == 2 else parts[:-1], _spread(parts[-1])
+    if is_dataclass(micro) and not isinstance(micro, type | Mapping):
+        micro = {field.name: getattr(micro, field.name) for field in fields(micro)}
+    if isinstance(micro, Mapping):
+        mapping = cast("Mapping[str, Any]", micro)
+        found = [key for key in TARGET_KEYS if key in mapping]
+        if not has_target:
+            return mapping, ()
+        if len(found) == 1:
+            rest = {key: value for key, value in mapping.items() if key != found[0]}
+            return rest, _spread(mapping[found[0]])
+        raise LossError(
+            f"Expected exactly one of the keys {TARGET_KEYS} in the batch, got {list(mapping)}. {FIX}"
+        )
+    raise LossError(
+        f"Expected a batch (inputs, target) or a mapping with a target, got {type(micro).__name__}. {FIX}"
+    )
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return what it returns.
+
+    Example:
+        >>> call(nn.Identity(), (1,)), call(nn.Identity(), {"input": 2})
+        (1, 2)
+    """
+    if isinstance(inputs, tuple | list):
+        return model(*cast("tuple[Any, ...]", inputs))
+    if isinstance(inputs, Mapping):
+        return model(**cast("Mapping[str, Any]", inputs))
+    return model(inputs)
+
+
+def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
+    """Call the model as `call` does; its outputs as a tuple.
+
+    Raises:
+        LossError: the model returned something other than tensors.
+    """
+    outputs = model(inputs) if isinstance(inputs, Tensor) else call(model, inputs)
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    if isinstance(outputs, tuple | list):
+        return tuple(output for output in cast("tuple[Any, ...]", outputs) if output is not None)
+    raise LossError(
+        f"Expected the model to return a tensor or a tuple of tensors, got {type(outputs).__name__}. {FIX}"
+    )
+
+
+def module_in(function: object) -> nn.Module:
+    """The module that a function is, belongs to or wraps; an empty one if there is none.
+
+    Example:
+        >>> module_in(nn.MSELoss()), module_in(nn.MSELoss().forward), module_in(print)
+        (MSELoss(), MSELoss(), Identity())
+    """
+    held = function.func if isinstance(function, partial) else function
+    held = held.__self__ if ismethod(held) else held
+    return held if isinstance(held, nn.Module) else nn.Identity()
+
+
+def _spread(target: Any) -> tuple[Any, ...]:
+    """Collating puts lists in place of tuples, so both mean several targets."""
+    return tuple(cast("tuple[Any, ...]", target)) if isinstance(target, tuple | list) else (target,)

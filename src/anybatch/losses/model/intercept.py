@@ -1,0 +1,399 @@
+"""Watches a model compute its own loss: every mean in it becomes a sum and a weight."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import Signature, signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from anybatch.core import SHORT_DTYPES, Number
+from anybatch.losses.reductions import CLASSES, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind
+
+MEANS = (torch.mean, Tensor.mean)
+SUMS = (torch.sum, Tensor.sum)
+_WATCHED = frozenset({*FUNCTIONS, *MEANS, *SUMS, F.pad})
+_ELEMENTS = Kind(weigh=lambda settings, arguments, targets: arguments[0].numel(), arguments=1)
+
+# Nodes of autograd that pick elements out, so that there may be any number of them, and how many nodes before
+# a mean they are looked for.
+_SELECTS = ("IndexBackward", "MaskedSelectBackward", "IndexSelectBackward")
+_NEAR = 48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Origin:
+    """What the weight of a reduction is counted from.
+
+    Attributes:
+        kind: what it divides by.
+        settings: the arguments of its call by name.
+        target: what the loss compares with; None for a plain mean.
+        classes: how many classes there are; 0 for losses that are not counted.
+        axis: the length of the first axis of what is reduced; 0 for losses that are counted.
+    """
+
+    kind: Kind
+    settings: Mapping[str, Any]
+    target: Tensor | None
+    axis: int
+    classes: int = 0
+
+    @property
+    def counts_classes(self) -> bool:
+        """The weight depends on the values of integer targets."""
+        return self.kind.weigh is CLASSES.weigh and self.target is not None and not self.is_soft
+
+    @property
+    def is_soft(self) -> bool:
+        """Targets that are probabilities: rows weigh the same."""
+        return (
+            self.kind.weigh is CLASSES.weigh and self.target is not None and self.target.is_floating_point()
+        )
+
+    @property
+    def ignored(self) -> int:
+        """The target that does not count."""
+        return int(self.settings.get("ignore_index", -100))
+
+    def weigh(self, target: Tensor) -> Number:
+        """The weight of other targets under the same settings."""
+        return self.kind.weigh(self.settings, (), (target,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reduction:
+    """One reduction of many losses to one number.
+
+    Attributes:
+        name: the function that was called.
+        value: what the model got.
+        node: the place of the value in autograd's graph.
+        total: the same losses summed; None where the mean is to be multiplied again.
+        weight: what the sum is divided by.
+        is_sum: the model asked for the sum itself.
+        source: the place of what was reduced in autograd's graph; None for losses that are counted.
+        origin: what the weight is counted from.
+        fixed: the settings of the call that may not differ between micro-batches.
+        pairs_rows: the target of row i is class i of as many classes: rows are each other's classes.
+        shape: of what is reduced; () for losses that are counted.
+        picks: of one whose graph is forgotten: whether an index picked what is reduced.
+        may_be_parameters: of one whose graph is forgotten: whether it is shaped like a parameter.
+    """
+
+    name: str
+    value: Tensor
+    node: Node | None
+    total: Tensor | None
+    weight: Number
+    is_sum: bool
+    source: Node | None
+    origin: Origin
+    fixed: Mapping[str, Any]
+    pairs_rows: bool = False
+    shape: tuple[int, ...] = ()
+    picks: bool = False
+    may_be_parameters: bool = False
+
+    @property
+    def sum(self) -> Tensor:
+        """The losses summed."""
+        if self.total is not None:
+            return self.total
+        # A mean of nothing is NaN where the call had to stay as it was, and has nothing to add.
+        return widened(self.value) * self.weight if self.weight else widened(torch.zeros_like(self.value))
+
+    def forgotten(self) -> "Reduction":
+        """The same without its graph, for comparison; settings as they are now."""
+        fixed = {
+            key: one.detach().clone() if isinstance(one, Tensor) else one for key, one in self.fixed.items()
+        }
+        seen = {"picks": selects(self.source), "may_be_parameters": is_like_parameters(self)}
+        value = self.value.detach()
+        return replace(self, value=value, node=None, total=None, source=None, fixed=fixed, **seen)
+
+
+class Watch(TorchFunctionMode):
+    """While it is entered, notes every call that reduces losses to one number.
+
+    Each noted call is made with the sum in place of the mean, and the model gets that sum over its weight:
+    the kernels, and casts before them, are the model's own. A mean of nothing is 0, not NaN, because another
+    micro-batch may have something. Calls inside a call are not noted, nor those with `reduction="none"`. Full
+    means and sums are noted too, and stay as they are.
+
+    Args:
+        as_is: leave every value as the model computes it, to the bit.
+
+    Attributes:
+        found: what was noted, in order.
+        padded: whether labels were padded by one place, as models do that predict the next token.
+
+    Example:
+        >>> scores, target = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
+        >>> with Watch() as watch:
+        ...     loss = torch.nn.functional.cross_entropy(scores, target)
+        >>> [(one.name, int(one.weight)) for one in watch.found]
+        [('cross_entropy', 2)]
+    """
+
+    def __init__(self, *, as_is: bool = False) -> None:
+        super().__init__()
+        self.found: list[Reduction] = []
+        self.padded = False
+        self._as_is = as_is
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Every call of torch comes by here."""
+        kwargs = kwargs or {}
+        if func not in _WATCHED:  # nearly all
+            return func(*args, **kwargs)
+        if func in FUNCTIONS:
+            return self._loss(func, args, kwargs)
+        value = func(*args, **kwargs)
+        if func is F.pad:
+            self.padded |= not value.is_floating_point() and tuple((*args, *kwargs.values())[1]) == (0, 1)
+            return value
+        return self._fold(value, args, kwargs, is_sum=func in SUMS)
+
+    def _loss(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        bound = _signature(func).bind(*args, **kwargs)
+        bound.apply_defaults()
+        kind, settings = FUNCTIONS[func], dict(bound.arguments)
+        if settings["reduction"] not in kind.reductions or _is_unusual(settings):
+            return func(*args, **kwargs)
+        if settings.get("weight") is not None:
+            kind = WEIGHTED_FUNCTIONS.get(func, kind)
+
+        def call(reduction: str) -> Tensor:
+            bound.arguments["reduction"] = reduction
+            return func(*bound.args, **bound.kwargs)
+
+        read = _read_as_is if self._as_is or _is_checkpointed() else _read
+        return self._note(read(func.__name__, kind, settings, call))
+
+    def _fold(
+        self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_sum: bool
+    ) -> Tensor:
+        """A mean or a sum over all elements. The value stays the model's own: bodies take means too."""
+        given: Any = args[0] if args else kwargs.get("input")
+        if not isinstance(given, Tensor) or not given.dim() or value.dim() or self._is_of_losses(given):
+            return value
+        if is_sum and not value.requires_grad:  # a count
+            return value
+        count = given.numel()
+        noted = Reduction(
+            name="sum" if is_sum else "mean",
+            value=value,
+            node=value.grad_fn,
+            # Taken from the mean, when asked for: a sum might not fit in float16, and a checkpointed body
+            # that takes a mean must do nothing now that it would not do when it runs again, unwatched.
+            total=None if count or is_sum else given.sum(),
+            weight=1 if is_sum else count,
+            is_sum=is_sum,
+            source=given.grad_fn,
+            origin=Origin(kind=_ELEMENTS, settings={}, target=None, axis=given.shape[0]),
+            fixed={},
+            shape=tuple(given.shape),
+        )
+        return self._note(noted)
+
+    def _is_of_losses(self, given: Tensor) -> bool:
+        """Whether a mean is one of losses already reduced, as in `torch.stack(losses).mean()`."""
+        noted = {one.node for one in self.found}
+        nodes = [given.grad_fn] if self.found and given.grad_fn is not None else []
+        ends: list[Node] = []
+        for node in nodes:  # which grows meanwhile
+            if node in noted:
+                ends.append(node)
+            elif len(nodes) > _NEAR or hasattr(node, "variable"):
+                return False
+            else:
+                nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
+        return bool(ends)
+
+    def _note(self, noted: Reduction) -> Tensor:
+        self.found.append(noted)
+        return noted.value.clone()  # models add to a loss in place
+
+
+def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor]) -> Reduction:
+    """Sum in place of the reduction that was asked for, at least in float32."""
+    arguments, target = _arguments(kind, settings)
+    is_sum = settings["reduction"] == "sum"
+    source, axis, count, shape = None, 0, 0, ()
+    if kind.counted and arguments[0].dtype not in SHORT_DTYPES:
+        losses = total = call("sum")  # one kernel
+    else:
+        losses = call("none")
+        source, axis, count = losses.grad_fn, losses.shape[0] if losses.dim() else 1, losses.numel()
+        shape = tuple(losses.shape)
+        terms = losses if is_sum else kind.terms(losses, arguments)
+        total = terms.sum(dtype=torch.float32 if losses.dtype in SHORT_DTYPES else None)
+    weight: Number = axis if settings["reduction"] == "batchmean" else count
+    if kind.counted:
+        weight = kind.weigh(settings, arguments, (target,))
+    weight = 1 if is_sum else weight
+    value = _divided(total, weight).to(losses.dtype)
+    classes = _classes(arguments) if kind.weigh is CLASSES.weigh else 0
+    kept = _kept(kind, settings)
+    origin = Origin(kind=kind, settings=kept, target=target, axis=axis, classes=classes)
+    return Reduction(
+        name=name,
+        value=value,
+        node=value.grad_fn,
+        total=total,
+        weight=weight,
+        is_sum=is_sum,
+        source=source,
+        origin=origin,
+        fixed=_fixed(kind, kept, arguments[0]),
+        pairs_rows=kind.counted and _pairs_rows(arguments[0], target),
+        shape=shape,
+    )
+
+
+def _read_as_is(
+    name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor]
+) -> Reduction:
+    """The model's own value, to the bit; its sum is taken from it afterwards."""
+    arguments, target = _arguments(kind, settings)
+    reduction = settings["reduction"]
+    weight: Number = 1
+    if reduction != "sum":
+        rows = reduction == "batchmean"
+        tensors = tuple(one for one in arguments if isinstance(one, Tensor))  # a variance may be a number
+        weight = arguments[0].shape[0] if rows else kind.weigh(settings, tensors, (target,))
+    value, kept = call(reduction), _kept(kind, settings)
+    classes = _classes(arguments) if kind.weigh is CLASSES.weigh else 0
+    return Reduction(
+        name=name,
+        value=value,
+        node=value.grad_fn,
+        total=None,
+        weight=weight,
+        is_sum=reduction == "sum",
+        source=None,
+        origin=Origin(kind=kind, settings=kept, target=target, axis=0, classes=classes),
+        fixed=_fixed(kind, kept, arguments[0]),
+        pairs_rows=kind.counted and _pairs_rows(arguments[0], target),
+    )
+
+
+def selects(source: Node | None) -> bool:
+    """Whether what is reduced was picked out by a mask or an index, close by, so that it has any length.
+
+    Example:
+        >>> losses = torch.ones(4, requires_grad=True)
+        >>> selects(losses[torch.tensor([True, False, True, True])].grad_fn), selects(losses.exp().grad_fn)
+        (True, False)
+    """
+    return any(node.name().startswith(_SELECTS) and not _takes_one_each(node) for node in _near(source))
+
+
+def is_like_parameters(one: Reduction) -> bool:
+    """Whether what is reduced has the shape of a parameter close by, flat or not: then it may have no rows.
+
+    Example:
+        >>> weight = torch.ones(4, 3, requires_grad=True)
+        >>> with Watch() as watch:
+        ...     _ = weight.square().sum(), (torch.ones(2, 4) @ weight).sum()
+        >>> [is_like_parameters(one) for one in watch.found]
+        [True, False]
+    """
+    near: list[Any] = [getattr(node, "variable", None) for node in _near(one.source)]
+    return any(one.shape in (tuple(leaf.shape), (leaf.numel(),)) for leaf in near if leaf is not None)
+
+
+def widened(value: Tensor) -> Tensor:
+    """In float64, where a coefficient times 1 / weight rounds once, at the end, as torch's own mean does.
+
+    Example:
+        >>> widened(torch.ones((), dtype=torch.float32)).dtype
+        torch.float64
+    """
+    return value.float() if value.device.type == "mps" else value.double()  # the one device without it
+
+
+def _near(source: Node | None) -> list[Node]:
+    nodes = [] if source is None else [source]
+    for node in nodes:  # which grows meanwhile
+        fresh = [one for one, _ in node.next_functions if one is not None and one not in nodes]
+        nodes += fresh[: max(0, _NEAR - len(nodes))]
+    return nodes
+
+
+def _takes_one_each(node: Any) -> bool:
+    """Whether an index takes one element of every row, as in `scores[torch.arange(rows), last]`."""
+    first = next(iter(getattr(node, "_saved_indices", None) or ()), None)
+    if first is None or first.dim() != 1:
+        return False
+    return torch.equal(first, torch.arange(len(first), device=first.device))
+
+
+def _is_checkpointed() -> bool:
+    """Whether this runs again in the backward, unwatched, so that it must do what it would do then."""
+    autograd: Any = vars(torch)["_C"]._autograd  # there is no public way to ask
+    top: Any = autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and "checkpoint" in getattr(top[0], "__qualname__", "")
+
+
+def _divided(total: Tensor, weight: Number) -> Tensor:
+    """0 where there is nothing to divide by."""
+    if isinstance(weight, Tensor):
+        return total / torch.where(weight == 0, 1, weight)
+    return total / (weight or 1)
+
+
+def _arguments(kind: Kind, settings: Mapping[str, Any]) -> tuple[tuple[Any, ...], Tensor | None]:
+    arguments = tuple(settings.values())[: kind.arguments]
+    last = arguments[-1]
+    return arguments, last if isinstance(last, Tensor) else None
+
+
+def _classes(arguments: tuple[Any, ...]) -> int:
+    """The classes of scores (rows, classes, ...) or (classes,), or of a layer (classes, width)."""
+    if len(arguments) == 3:
+        return arguments[1].shape[0]
+    return arguments[0].shape[1 if arguments[0].dim() > 1 else 0]
+
+
+def _pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
+    if target is None or target.dim() != 1 or scores.shape != (len(target), len(target)):
+        return False
+    return torch.equal(target, torch.arange(len(target), device=target.device, dtype=target.dtype))
+
+
+def _kept(kind: Kind, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """All but the tensors that are compared and the reduction."""
+    names = list(settings)[kind.arguments :]
+    return {name: settings[name] for name in names if name not in ("reduction", "size_average", "reduce")}
+
+
+def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, Any]:
+    """What must be the same in every micro-batch: no entries of rows, and no functions, which may be new."""
+
+    def holds_rows(name: str, value: Any) -> bool:
+        if name not in kind.per_row or not isinstance(value, Tensor) or not scores.dim():
+            return False
+        return value.dim() == scores.dim() and value.shape[0] == scores.shape[0]
+
+    return {name: value for name, value in kept.items() if not (callable(value) or holds_rows(name, value))}
+
+
+def _is_unusual(settings: Mapping[str, Any]) -> bool:
+    """Deprecated reductions, and weights that are trained: these stay as they are, and are refused later."""
+    weights = [settings.get(name) for name in ("weight", "pos_weight")]
+    trained = any(isinstance(weight, Tensor) and weight.requires_grad for weight in weights)
+    return trained or any(settings.get(name) is not None for name in ("size_average", "reduce"))
+
+
+@cache
+def _signature(function: Callable[..., Tensor]) -> Signature:
+    return signature(function)

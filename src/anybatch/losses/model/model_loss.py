@@ -1,0 +1,390 @@
+"""A model that computes its own loss: its means become sums with weights, whatever its head."""
+
+import itertools
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from textwrap import shorten
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import Batch, BatchError, LossError, Number, tree
+from anybatch.integrations import (
+    ROUTER_ADVICE,
+    RouterLoss,
+    WholeRouterLoss,
+    homes,
+    recorded,
+    wants_router_loss,
+)
+from anybatch.losses.loss import Evaluated, Loss, Plain, Share
+from anybatch.losses.model.graph import (
+    WAYS_OUT,
+    Found,
+    adds_nothing,
+    call_model,
+    found_in,
+    loss_of,
+    names_of,
+    read_tail,
+)
+from anybatch.losses.model.intercept import Reduction, Watch, is_like_parameters, selects, widened
+from anybatch.losses.model.targets import Match, count, find, leaves_of
+from anybatch.state import rng
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLoss:
+    """The loss that the model itself computes and returns, as models of transformers do.
+
+    The batch goes into the model as it is: a mapping as keyword arguments, labels included. What comes back
+    holds the loss as `.loss`, `["loss"]`, the only scalar of a tuple, or is the loss.
+
+    While the model runs, its calls of torch's losses, full means and full sums are noted, and made with the
+    sum in place of the mean; then the loss is followed back to them. So the gradient is that of the model's
+    own loss of the whole batch, for every head whose loss is a sum of means and sums with constant factors.
+    The router loss of transformers' mixtures of experts, a product of means, takes a first pass. What is
+    neither is refused by name. A batch that is not cut goes through as it is, to the bit.
+
+    Many heads compute their loss in float32 whatever the model's dtype. Where the weight of the whole batch
+    is known beforehand (tensors, cut by the step) the arithmetic is the same; in windows and lists of samples
+    the division comes at the end, and agrees to a rounding of float32.
+
+    In evaluation a router loss is left out: it belongs to a whole batch. A graph is built there too, because
+    it tells the terms apart, and dropped. `report.loss` holds what carries a gradient, and no constants.
+
+    Example:
+        >>> class Classifier(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.score = nn.Linear(3, 2)
+        ...     def forward(self, x, labels):
+        ...         return {"loss": nn.functional.cross_entropy(self.score(x), labels)}
+        >>> import anybatch as ab
+        >>> model = Classifier()
+        >>> step = ab.Step(model, ModelLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+        >>> step({"x": torch.ones(5, 3), "labels": torch.tensor([0, 1, -100, 1, 0])}).weights
+        {'loss': 4.0}
+    """
+
+    def begin(self) -> "ModelTerms":
+        """What reads the model's loss during one step."""
+        return ModelTerms(in_step=True)
+
+
+class ModelTerms(Plain):
+    """The means of a model's loss during one step: what the first micro-batch shows, the others must repeat.
+
+    Args:
+        in_step: a sum weighs 1 in the first micro-batch and nothing after it, because the whole batch has one
+            sum; otherwise as much as its rows, so that totals of different cuts can be compared.
+
+    Example:
+        >>> terms = ModelTerms().evaluate(nn.MSELoss(), (torch.ones(2, requires_grad=True), torch.zeros(2)))
+        >>> terms.sums["loss"].item(), terms.weigh()
+        (2.0, {'loss': 2})
+    """
+
+    divided = False
+    counted = False
+
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
+        self._files: list[ModuleType] | None = None  # that define a router loss
+        self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
+        self._routers: Mapping[str, WholeRouterLoss] = {}
+        self._places: Mapping[int, int] = {}  # number of each micro-batch of the first pass, by its first row
+        self._begin()
+
+    def _begin(self) -> None:
+        """As before the first micro-batch."""
+        self._start = -1  # the first row of the micro-batch at hand; -1 where nobody says
+        self._first: Found | None = None  # of the first micro-batch that has a loss
+        self._first_start = -1  # where that one starts
+        self._rows = 0  # of that one
+        self._matches: Mapping[str, list[Match]] = {}
+        self._promised: Mapping[str, Number] = {}
+        self._weights: dict[int, Mapping[str, Number]] = {}  # of each micro-batch, by its first row
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """Run the model and take its loss apart."""
+        keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        found = self._read(model, micro)
+        if found is None:
+            return self._nothing(keep_graph=keep_graph)
+        is_first = self._first is None or 0 <= self._start == self._first_start
+        if self._first is None:
+            self._look(model, found)
+        else:
+            _refuse_others(model, self._first, self._rows, found)
+        once: Number = int(is_first) if self._in_step or not found.rows else found.rows
+        terms, factors = found.terms, found.factors
+        sums = {name: widened(one.sum) * factors[name] for name, one in terms.items()}
+        weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
+        if keep_graph:
+            for name, call in found.routers.items():
+                sums[name] = self._router_share(model, name, call, factors[name])
+                weights[name] = once
+        else:
+            sums = {name: value.detach() for name, value in sums.items()}
+        return self._done_with(Evaluated(sums, lambda: weights))
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        """The weights of the whole batch, as far as the first micro-batch shows where they come from."""
+        if self._first is None:
+            return None
+        terms = self._first.terms
+        if all(one.is_sum for one in terms.values()) and len(terms) == len(first.sums):
+            return dict.fromkeys(first.sums, 1)
+        if not batch.rows:
+            return None
+        leaves = {} if batch.whole is None else leaves_of(batch.whole)
+        found = {
+            name: self._weigh_whole(name, terms[name], batch.rows, first_rows, leaves) if name in terms else 1
+            for name in first.sums
+        }
+        known = {name: weight for name, weight in found.items() if weight is not None}
+        if len(known) < len(found):
+            return None
+        self._promised = known
+        return known
+
+    def uncut(self) -> Loss:
+        """The model's own loss, to the bit."""
+        return OwnLoss()
+
+    @contextmanager
+    def along(
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> Generator[Share]:
+        """The same for all rows; before a router loss, all scores of the router.
+
+        At the end what was promised of the whole batch is held against what came.
+        """
+        self._known, self._routers, self.tied = {}, {}, False
+        self._begin()
+        if batch.rows and self._router_files(model) and wants_router_loss(model):
+            self._first_pass(batch.parts(sizes), sizes, model, put_back)
+        yield self._share
+        for name, promised in self._promised.items():
+            added = math.fsum(float(weights[name]) for weights in self._weights.values())
+            if not math.isclose(float(promised), added, rel_tol=1e-6):
+                raise LossError(
+                    f"Expected {type(model).__name__} to make its targets from the batch as in the first "
+                    f"micro-batch, {float(promised):g} in all for {name!r}, got {added:g}. Bring the rows in "
+                    "a step.window(), or a list of samples with a `collate`: there the division comes last."
+                )
+
+    def _share(self, start: int, stop: int) -> Loss:
+        """The same. Where the first micro-batch comes again, perhaps cut, what it showed is forgotten."""
+        if start <= self._first_start:
+            self._begin()
+        self._start = start
+        return self
+
+    def _first_pass(
+        self, micros: Iterable[Any], sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> None:
+        """Weights and router's scores of all rows. With graph, which tells the terms apart."""
+        before = rng.capture_process()
+        weights: list[Mapping[str, Number]] = []
+        calls: list[Mapping[str, RouterLoss]] = []
+        for micro in micros:
+            found = self._read(model, micro)
+            if found is not None:
+                weights.append({name: one.weight for name, one in found.terms.items()})
+                calls.append({name: call.detached() for name, call in found.routers.items()})
+            del found
+        if all(row.keys() == weights[0].keys() for row in weights):  # others are refused on the way
+            self._known = {name: sum(row[name] for row in weights) for name in (weights or [{}])[0]}
+        if all(row.keys() == calls[0].keys() for row in calls):
+            names = (calls or [{}])[0]
+            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in names}
+            self.tied = bool(names)  # the scores were added up in the parts that are to come again
+            starts = itertools.accumulate(sizes, initial=0)
+            self._places = {start: index for index, start in enumerate(starts)}
+        put_back()
+        torch.clear_autocast_cache()  # of weights cast with a graph that is dropped
+        rng.restore_process(before)
+
+    def _read(self, model: nn.Module, micro: Any) -> Found | None:
+        """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
+        with torch.inference_mode(False), torch.enable_grad():  # in evaluation too: the graph tells the terms
+            micro = _outside_inference(micro)
+            with recorded(self._router_files(model)) as routers, Watch() as watch:
+                output = call_model(model, micro)
+            if adds_nothing(output):
+                return None
+            tail = read_tail(model, loss_of(model, output), [*watch.found, *routers])
+        return found_in(tail, watch, routers, leaves_of(micro))
+
+    def _nothing(self, *, keep_graph: bool) -> Evaluated:
+        """The share of a micro-batch without a loss: 0 of every term."""
+        names = ["loss"]  # until another micro-batch says more
+        if self._first is not None:
+            names = [*self._first.terms, *(self._first.routers if keep_graph else ())]
+        weights = dict.fromkeys(names, 0)
+        return self._done_with(Evaluated(dict.fromkeys(names, widened(torch.zeros(()))), lambda: weights))
+
+    def _done_with(self, evaluated: Evaluated) -> Evaluated:
+        self._weights[self._start if self._start >= 0 else len(self._weights)] = evaluated.weigh()
+        return evaluated
+
+    def _router_share(self, model: nn.Module, name: str, call: RouterLoss, factor: float) -> Tensor:
+        if name in self._routers:
+            return self._routers[name].part(self._places[self._start], call, factor)
+        raise LossError(
+            f"Expected the router loss of {type(model).__name__} in a batch that the step cuts itself, with "
+            f"`output_router_logits` in the model's config, got {call.settings} without a first pass. "
+            f"Rows meet in it. {ROUTER_ADVICE}"
+        )
+
+    def _look(self, model: nn.Module, found: Found) -> None:
+        """Refuse by name what is no mean over rows; note where the weights come from."""
+        self._matches = {
+            name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
+        }
+        for name, one in found.terms.items():
+            fault = _fault(one, divides=found.divides, has_labels=bool(self._matches[name]))
+            if fault:
+                raise LossError(
+                    f"Expected the loss of {type(model).__name__} to be made of means over rows, got {fault} "
+                    f"in {one.name}. {WAYS_OUT}"
+                )
+        if self._weights.keys() - {self._start} and [*found.factors] != ["loss"]:
+            raise LossError(
+                f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
+                f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
+            )
+        self._first, self._first_start, self._rows = found.forgotten(), self._start, found.rows
+
+    def _weigh_whole(
+        self, name: str, one: Reduction, rows: int, first_rows: int, leaves: Mapping[str, Tensor]
+    ) -> Number | None:
+        if one.is_sum:
+            return 1
+        if name in self._known:
+            return self._known[name]
+        if not leaves:
+            return None
+        axis = one.origin.axis
+        if one.origin.counts_classes:
+            return count(one.origin, self._matches[name], leaves)
+        if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
+            return None
+        if one.may_be_parameters and rows % first_rows:  # then it weighs the same in a short last micro-batch
+            return None
+        return one.weight * rows // first_rows  # every row weighs the same; checked when the step closes
+
+    def _router_files(self, model: nn.Module) -> list[ModuleType]:
+        if self._files is None:
+            self._files = homes(model)
+        return self._files
+
+
+class OwnLoss(Plain):
+    """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs.
+
+    Example:
+        >>> evaluated = OwnLoss().evaluate(nn.MSELoss(), (torch.ones(2, requires_grad=True), torch.zeros(2)))
+        >>> evaluated.sums["loss"].item(), evaluated.weigh()
+        (1.0, {'loss': 2})
+    """
+
+    divided = True
+    counted = False
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """Run the model."""
+        with Watch(as_is=True) as watch:
+            output = call_model(model, micro)
+        loss = loss_of(model, output)
+        try:
+            tail = read_tail(model, loss, watch.found)
+        except LossError:  # which a batch that is not cut need not care about
+            return Evaluated({"loss": loss}, lambda: {"loss": 1})
+        reached = [watch.found[index] for index in tail.factors]
+        names = names_of(reached, [])
+        weights = {name: one.weight for name, one in zip(names, reached, strict=True)}
+        if len(names) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
+            empty = not any(weights.values())
+            return Evaluated(
+                {"loss": loss}, lambda: {"loss": 0 if empty else next(iter(weights.values())) or 1}
+            )
+        # All of the gradient flows through the first, the values are told apart.
+        values = [
+            one.value.detach() * factor for one, factor in zip(reached, tail.factors.values(), strict=True)
+        ]
+        sums = dict(zip(names, [loss + (values[0] - loss).detach(), *values[1:]], strict=True))
+        return Evaluated(sums, lambda: weights)
+
+
+def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> None:
+    """Refuse by name what is not made as in the first micro-batch."""
+    if found.factors != first.factors:
+        loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
+        raise LossError(
+            f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
+            f"factors in every micro-batch, got {found.factors} after {first.factors}. "
+            f"{loop if found.factors.keys() != first.factors.keys() else ''}{WAYS_OUT}"
+        )
+    for name, one in found.terms.items():
+        old = first.terms[name]
+        changed = [key for key, value in old.fixed.items() if not _is_equal(value, one.origin.settings[key])]
+        if changed:
+            values = one.origin.settings[changed[0]], old.fixed[changed[0]]
+            shown = [shorten(str(value), 60) for value in values]
+            raise LossError(
+                f"Expected the settings of {one.name} in {type(model).__name__} to be the same in every "
+                f"micro-batch, got {changed[0]} = {shown[0]} after {shown[1]}. What is made of the rows "
+                "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
+                "the model, or do not cut the batch."
+            )
+        if rows and found.rows not in (0, rows) and _ignores_rows(old, one):
+            raise LossError(
+                f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
+                f"{one.name} over {one.weight} elements from {found.rows} rows as from {rows}: "
+                f"rows have met before it. {WAYS_OUT}"
+            )
+
+
+def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
+    """What is wrong with a reduction, in words; empty where nothing is."""
+    if one.is_sum and divides:  # which counts of rows and constants look alike in micro-batches of one size
+        return "a sum that is divided afterwards, perhaps by the number of its rows,"
+    if one.is_sum and is_like_parameters(one):
+        return "a sum of parameters, which every micro-batch would add again,"
+    if one.pairs_rows and not has_labels:
+        return "rows as each other's classes (a contrastive loss)"
+    return ""
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.to(other.device), other)
+    return type(one) is type(other) and one == other
+
+
+def _ignores_rows(first: Reduction, other: Reduction) -> bool:
+    """Whether a mean over another number of rows has as many elements and another value.
+
+    It is one over something folded along the rows, and so a mean of means in micro-batches of unequal size. A
+    mean of parameters alone has the same value, and is exact. Of what an index picked there may be as many by
+    chance.
+    """
+    if other.is_sum or isinstance(other.weight, Tensor) or first.weight != other.weight:
+        return False
+    same = math.isclose(first.value.item(), other.value.item(), rel_tol=1e-6)
+    return not same and not selects(other.source)
+
+
+def _outside_inference(micro: Any) -> Any:
+    """Copies of what was made in inference mode, which autograd does not take."""
+    try:
+        return tree.map_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, micro)
+    except BatchError:
+        return micro

@@ -1,0 +1,146 @@
+"""Which tensor of the batch a loss took its targets from, so that the whole batch can be counted at once."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from anybatch.core import BatchError, Number, tree
+from anybatch.losses.model.intercept import Origin
+
+Transform = Callable[[Tensor, int], Tensor]
+
+# What models do to labels before the loss: nothing; the next token, the last one padded or dropped; places
+# beyond the end become the ignored one.
+TRANSFORMS: Mapping[str, Transform] = {
+    "as they are": lambda labels, ignored: labels,
+    "next": lambda labels, ignored: F.pad(labels, (0, 1), value=ignored)[..., 1:],
+    "shifted": lambda labels, ignored: labels[..., 1:],
+    "clamped": lambda labels, ignored: labels.clamp(0, ignored),
+}
+
+_VIEWS = ("as they are", "shifted")  # which copy nothing
+
+# Where labels agree with another tensor in the first micro-batch (they do with the tokens of full rows),
+# these names say which is which. It is checked when the step closes.
+_LABELS = re.compile("label|target|positions", re.IGNORECASE)
+
+
+class Match(NamedTuple):
+    """A tensor of the batch, by its place in the nest, and what was done to it."""
+
+    leaf: str
+    transform: str
+
+
+def leaves_of(micro: Any) -> Mapping[str, Tensor]:
+    """The tensors of a micro-batch by their place; of one that holds other things too, those at the top.
+
+    Example:
+        >>> leaves_of({"x": torch.ones(1), "name": "a"})
+        {'x': tensor([1.])}
+    """
+    try:
+        nest = tree.flatten(micro)
+        return dict(zip(nest.paths, nest.leaves, strict=True))
+    except BatchError:
+        parts = cast("Any", micro).items() if isinstance(micro, Mapping) else enumerate(micro)
+        return {str(place): part for place, part in parts if isinstance(part, Tensor)}
+
+
+def rows_of(leaves: Iterable[Tensor]) -> int:
+    """Rows of a micro-batch; 0 where its tensors do not agree.
+
+    Example:
+        >>> rows_of([torch.ones(3), torch.ones(3, 2)]), rows_of([torch.ones(3), torch.ones(2)])
+        (3, 0)
+    """
+    sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) -> list[Match]:
+    """Every tensor, and what was done to it, that gives exactly the targets of a call.
+
+    Args:
+        origin: of the reduction.
+        leaves: the tensors of the micro-batch.
+        padded: whether the model padded labels, which tells the next token from the same one where all
+            targets are ignored and look alike.
+
+    Example:
+        >>> from anybatch.losses.reductions import CLASSES
+        >>> labels = torch.tensor([[5, 6, 7]])
+        >>> target = torch.tensor([6, 7, -100])
+        >>> origin = Origin(kind=CLASSES, settings={}, target=target, axis=0)
+        >>> find(origin, {"x": torch.ones(1, 3), "labels": labels})
+        [Match(leaf='labels', transform='next')]
+    """
+    target = origin.target
+    if target is None or not origin.counts_classes:
+        return []
+    found: list[Match] = []
+    for place, leaf in leaves.items():
+        if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or not leaf.dim():
+            continue
+        names = [name for name in TRANSFORMS if _may_be(name, origin, leaf)]
+        names = [name for name in names if _is_same(_transformed(name, leaf, origin), target)]
+        if len(names) > 1 and _share_memory(leaf, target):
+            names = [name for name in names if name in _VIEWS] or names
+        elif "next" in names and padded:
+            names = ["next"]
+        found += [Match(place, name) for name in names]
+    named = [match for match in found if _LABELS.search(match.leaf)]
+    return named or found
+
+
+def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]) -> Number | None:
+    """The weight of the whole batch; None where none of its tensors tells, or two tell different things.
+
+    Args:
+        origin: of the reduction in the first micro-batch.
+        matches: where its targets may have come from.
+        leaves: the tensors of the whole batch.
+
+    Example:
+        >>> from anybatch.losses.reductions import CLASSES
+        >>> origin = Origin(kind=CLASSES, settings={}, target=None, axis=0, classes=9)
+        >>> labels = torch.tensor([[5, 6, 7], [8, -100, -100]])
+        >>> int(count(origin, [Match("labels", "next")], {"labels": labels}))
+        2
+    """
+    targets = [_transformed(match.transform, leaves[match.leaf], origin) for match in matches]
+    if len(targets) > 1:  # what torch would refuse in a later micro-batch, they cannot be
+        targets = [target for target in targets if _are_classes(target, origin)]
+    weights = [origin.weigh(target) for target in targets]
+    if len(weights) > 1 and len({float(weight) for weight in weights}) > 1:
+        return None
+    return weights[0] if weights else None
+
+
+def _transformed(name: str, leaf: Tensor, origin: Origin) -> Tensor:
+    return TRANSFORMS[name](leaf.long(), origin.ignored)  # torch takes uint8 too, which holds no -100
+
+
+def _may_be(name: str, origin: Origin, leaf: Tensor) -> bool:
+    if name == "clamped":
+        return origin.ignored >= 0
+    return name == "as they are" or leaf.dim() > 1  # what follows a row is no next token
+
+
+def _share_memory(leaf: Tensor, target: Tensor) -> bool:
+    return leaf.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+
+
+def _are_classes(target: Tensor, origin: Origin) -> bool:
+    inside = (target >= 0) & (target < origin.classes)
+    return bool((inside | (target == origin.ignored)).all())
+
+
+def _is_same(labels: Tensor, target: Tensor) -> bool:
+    if labels.numel() != target.numel():
+        return False
+    return torch.equal(labels.reshape(-1).to(target.device, torch.int64), target.reshape(-1).to(torch.int64))

@@ -1,0 +1,259 @@
+"""A loss of torch as a sum and a weight, exact in every cut."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import SHORT_DTYPES, Batch, LossError, Number
+from anybatch.losses.inputs import call_model, split_batch
+from anybatch.losses.loss import Evaluated, Loss, Plain, Share
+from anybatch.losses.reductions import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind
+from anybatch.losses.terms import BARE_MEAN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SummedLoss(Plain):
+    """One of torch's losses, read from the caller's object at the start of each step.
+
+    Attributes:
+        name: what the caller calls it.
+        kind: what it divides by.
+        settings: the caller's keyword arguments or module attributes.
+        reduced: the caller's loss as it is, with its own reduction.
+        reduce: gives the same loss with the reduction "none" or "sum".
+        divided: the batch is uncut, so the value is the caller's own and needs no division.
+    """
+
+    name: str
+    kind: Kind
+    settings: Mapping[str, Any]
+    reduced: Callable[..., Tensor]
+    reduce: Callable[[str], Callable[..., Tensor]]
+    divided: bool = False
+
+    @property
+    def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Valid targets are counted once, on the whole batch; a sum is divided by 1."""
+        return self.kind.counted or self._is_sum
+
+    def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
+        """Run the model, then the loss; the value is a sum unless the loss is divided."""
+        inputs, targets = split_batch(micro, has_target=self.kind.has_target)
+        arguments = self._arrange(call_model(model, inputs), targets)
+        if self.divided:
+            value = _scalar(self.reduced(*arguments))
+            count = 0 if self.kind.counted else self._weigh(arguments, targets)
+        elif self.kind.counted and not _is_short(arguments):
+            value, count = self.reduce("sum")(*arguments), 0  # one kernel
+        else:
+            losses = self.reduce("none")(*arguments)
+            if self.kind.per_row and not self.kind.counted:
+                self._check_count(losses, arguments, targets)
+            value, count = self._add_up(losses, arguments), self._count(losses)
+        if self.kind.counted:
+            # On demand, and from the targets alone: the outputs are to be freed before backward.
+            return Evaluated({"loss": value}, lambda: {"loss": self._weigh((), targets)})
+        return Evaluated({"loss": value}, lambda: {"loss": count})
+
+    def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
+        """The weight of the whole batch: counted from its targets, or in proportion to its rows."""
+        if self._is_sum:
+            return {"loss": 1}
+        if first_rows == batch.rows:
+            return first.weigh()
+        if self.kind.counted:
+            return None if batch.whole is None else {"loss": self._weigh((), split_batch(batch.whole)[1])}
+        weight = first.weigh()["loss"]
+        # Every row weighs the same, so this division has no rest. Checked when the step closes.
+        return {"loss": weight * batch.rows // first_rows} if batch.rows else None
+
+    def uncut(self) -> Loss:
+        """Torch's own reduction, to the bit."""
+        return replace(self, divided=True) if self.kind.shape_tells else self
+
+    def along(
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> AbstractContextManager[Share]:
+        """The same loss, or one for each micro-batch where a setting has one entry per row."""
+        per_row = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
+
+        def share(start: int, stop: int) -> Loss:
+            return self._with({name: value[start:stop] for name, value in per_row.items()})
+
+        return nullcontext(share if per_row else lambda start, stop: self)
+
+    def _arrange(self, outputs: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, ...]:
+        wanted = self.kind.arguments - ("var" in self.settings)  # the one that may be a constant
+        if len(outputs) + len(targets) != wanted:
+            raise LossError(
+                f"Expected {wanted} tensors for {self.name}, got {len(outputs)} from the model and "
+                f"{len(targets)} as target. Let the model return only what the loss compares, or write the "
+                "loss as a function (model, micro) -> ab.Total."
+            )
+        return self.kind.arrange(outputs, targets)
+
+    def _add_up(self, losses: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+        """Sum unreduced losses, at least in float32."""
+        terms = losses if self._is_sum else self.kind.terms(losses, arguments)
+        return terms.sum(dtype=torch.float32 if losses.dtype in SHORT_DTYPES else None)
+
+    def _count(self, losses: Tensor) -> int:
+        """Losses that all weigh the same are counted, so the number is right however they broadcast."""
+        return losses.shape[0] if self._is_batchmean else losses.numel()
+
+    def _check_count(self, losses: Tensor, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
+        """A setting for all rows, left uncut, would repeat the losses of a single row."""
+        count = self.kind.weigh(self.settings, arguments, targets)
+        if losses.numel() != count:
+            raise LossError(
+                f"Expected {count} losses from {self.name} of this micro-batch, got {losses.numel()}: a "
+                "weight with an entry for every row cannot be cut where rows come one by one. Put it into "
+                "the batch, and write the loss as a function (model, micro) -> ab.Total."
+            )
+
+    def _is_per_row(self, name: str, batch: Batch) -> bool:
+        """Settings broadcast from the last axis: one with as many axes as the target reaches the rows."""
+        value = self.settings.get(name)
+        if value is None or batch.whole is None:
+            return False
+        target: Tensor = split_batch(batch.whole)[1][0]
+        return value.dim() == target.dim() and value.shape[0] == batch.rows
+
+    def _with(self, settings: Mapping[str, Any]) -> "SummedLoss":
+        """The same loss with other tensors in its settings."""
+
+        def reduce(reduction: str) -> Callable[..., Tensor]:
+            return _rebind(self.reduce(reduction), settings)
+
+        own = _rebind(self.reduced, settings)
+        return replace(self, settings={**self.settings, **settings}, reduced=own, reduce=reduce)
+
+    @property
+    def _is_sum(self) -> bool:
+        return self.settings.get("reduction") == "sum"
+
+    @property
+    def _is_batchmean(self) -> bool:
+        return self.settings.get("reduction") == "batchmean"
+
+    def _weigh(self, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> Number:
+        return (
+            arguments[0].shape[0]
+            if self._is_batchmean
+            else self.kind.weigh(self.settings, arguments, targets)
+        )
+
+
+def summed_loss(loss: object) -> SummedLoss | None:
+    """Read one of torch's loss modules or functions; None if it is not one.
+
+    Args:
+        loss: a module such as `nn.CrossEntropyLoss(ignore_index=0)`, a function such as `F.mse_loss`, or
+            `functools.partial(F.cross_entropy, label_smoothing=0.1)`.
+
+    Raises:
+        LossError: a known loss with a reduction or arguments that cannot be summed.
+
+    Example:
+        >>> summed_loss(nn.MSELoss()).kind is summed_loss(torch.nn.functional.mse_loss).kind
+        True
+    """
+    if isinstance(loss, nn.Module):
+        return _from_module(loss)
+    function: Any = loss.func if isinstance(loss, partial) else loss
+    settings: Mapping[str, Any] = loss.keywords if isinstance(loss, partial) else {}
+    kind = FUNCTIONS.get(cast("Any", function)) if callable(function) else None
+    if kind is None:
+        return None
+    if isinstance(loss, partial) and loss.args:
+        raise LossError(
+            f"Expected keyword arguments only in the partial loss, got positional {loss.args}. Name them."
+        )
+    if settings.get("weight") is not None:
+        kind = WEIGHTED_FUNCTIONS.get(cast("Any", function), kind)
+    call = cast("Callable[..., Tensor]", loss)
+    return _summed(
+        function.__name__, kind, settings, call, lambda reduction: partial(call, reduction=reduction)
+    )
+
+
+def _from_module(loss: nn.Module) -> SummedLoss | None:
+    base = next((base for base in type(loss).__mro__ if base in MODULES), None)
+    # A subclass, or an object, that brings its own forward is another loss.
+    if base is None or type(loss).forward is not base.forward or "forward" in vars(loss):
+        return None
+    settings = {**vars(loss), **loss._parameters, **loss._buffers}  # pyright: ignore[reportPrivateUsage]
+    return _summed(
+        type(loss).__name__,
+        MODULES[base],
+        settings,
+        loss,
+        lambda reduction: _with_attributes(loss, {"reduction": reduction}),
+    )
+
+
+def _summed(
+    name: str,
+    kind: Kind,
+    settings: Mapping[str, Any],
+    reduced: Callable[..., Tensor],
+    reduce: Callable[[str], Callable[..., Tensor]],
+) -> SummedLoss:
+    reduction = settings.get("reduction", "mean")
+    deprecated = [key for key in ("size_average", "reduce") if settings.get(key) is not None]
+    if deprecated:
+        raise LossError(
+            f"Expected {name} with reduction='mean' or 'sum', got the deprecated {' and '.join(deprecated)}. "
+            "Write reduction= in their place."
+        )
+    if reduction not in kind.reductions:
+        raise LossError(
+            f"Expected {name} with a reduction of {kind.reductions}, got {reduction!r}: a step needs one "
+            "number to minimise. Choose one of them."
+        )
+    for key in ("weight", "pos_weight"):
+        weight = settings.get(key)
+        if isinstance(weight, Tensor) and weight.requires_grad:
+            raise LossError(
+                f"Expected `{key}` of {name} without gradient, got one that requires grad. Use .detach()."
+            )
+    return SummedLoss(
+        name=name,
+        kind=kind,
+        settings=settings,
+        reduced=reduced,
+        reduce=cache(reduce),  # made when first asked for: an uncut batch asks for none
+    )
+
+
+def _with_attributes(loss: nn.Module, attributes: Mapping[str, Any]) -> nn.Module:
+    """A shallow copy that shares parameters and buffers with the caller's, but for these attributes."""
+    twin = object.__new__(type(loss))  # what copy.copy comes to, at a tenth of its time
+    twin.__dict__.update(loss.__dict__)
+    buffers = {**loss._buffers}  # pyright: ignore[reportPrivateUsage]
+    twin.__dict__["_buffers"] = buffers
+    for name, value in attributes.items():
+        if name in buffers:
+            buffers[name] = value
+        else:
+            twin.__dict__[name] = value
+    return twin
+
+
+def _rebind(call: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
+    return _with_attributes(call, settings) if isinstance(call, nn.Module) else partial(call, **settings)
+
+
+def _is_short(arguments: tuple[Any, ...]) -> bool:
+    return isinstance(arguments[0], Tensor) and arguments[0].dtype in SHORT_DTYPES
+
+
+def _scalar(value: Tensor) -> Tensor:
+    if value.dim() == 0:
+        return value
+    raise LossError(f"Expected the loss to be a scalar, got shape {tuple(value.shape)}. {BARE_MEAN}")

@@ -1,0 +1,212 @@
+"""What a device can do: bytes, operations per second, and how large a budget is of it."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from anybatch.core import PlanError, parse_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """A device, as far as planning needs to know it: one that this machine has, or one to be rented.
+
+    Attributes:
+        name: as given.
+        kind: "cpu" or "cuda".
+        num_bytes: its memory.
+        flops: floating-point operations per second that matrix products reach, in float32.
+        half_flops: the same in bfloat16 and float16.
+        bandwidth: bytes per second to and from its own memory.
+        link: bytes per second to and from the host; 0 where it is the host.
+        launch_s: seconds that one operation costs, however small.
+        rounding: allocations are multiples of so many bytes.
+        is_here: whether this machine has it, so that it can be measured.
+
+    Example:
+        >>> device = find_device("cuda:a100")
+        >>> device.kind, device.is_here, device.rounding
+        ('cuda', False, 512)
+    """
+
+    name: str
+    kind: str
+    num_bytes: int
+    flops: float
+    half_flops: float
+    bandwidth: float
+    link: float = 0.0
+    launch_s: float = 5e-6
+    rounding: int = 1
+    is_here: bool = False
+
+    def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
+        """Time of a stretch of work: launches, arithmetic and memory traffic, one after the other.
+
+        Args:
+            operations: number of kernels.
+            flops: of matrix products, convolutions and attention.
+            moved: bytes read and written.
+            half: whether the arithmetic is in bfloat16 or float16.
+
+        Source: the roofline of Williams, Waterman, Patterson 2009, with a sum in place of the maximum.
+        """
+        rate = self.half_flops if half else self.flops
+        return operations * self.launch_s + flops / rate + moved / self.bandwidth
+
+
+# Published figures: memory in bytes, float32 and bfloat16 FLOP/s, memory bandwidth; see docs/planning.md.
+_GPUS: dict[str, tuple[str, float, float, float]] = {
+    "t4": ("16GB", 8.1e12, 65e12, 0.32e12),
+    "v100": ("32GB", 15.7e12, 125e12, 0.90e12),
+    "a100": ("80GB", 19.5e12, 312e12, 2.04e12),
+    "h100": ("80GB", 67e12, 989e12, 3.35e12),
+    "h200": ("141GB", 67e12, 989e12, 4.80e12),
+    "rtx3060": ("12GB", 12.7e12, 51e12, 0.36e12),
+    "rtx3090": ("24GB", 35.6e12, 71e12, 0.94e12),
+    "rtx4090": ("24GB", 82.6e12, 165e12, 1.01e12),
+    "l4": ("24GB", 30.3e12, 121e12, 0.30e12),
+    "a10": ("24GB", 31.2e12, 125e12, 0.60e12),
+}
+#: Cards that can be planned for where there is none, as in "cuda:a100".
+CARDS = tuple(_GPUS)
+
+_TYPICAL = "rtx3060"  # what "cuda" means where there is none: a second-hand card
+_REACHED = 0.5  # of the published figures, by ordinary models
+_LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
+_CPU_FLOPS_PER_THREAD = 40e9
+_CPU_BANDWIDTH = 10e9
+
+
+def find_device(name: str | torch.device) -> Device:
+    """A device by name: cpu, cuda, or one that need not be here, such as cuda:a100.
+
+    Raises:
+        PlanError: no such device is known.
+
+    Example:
+        >>> find_device("cpu").is_here
+        True
+    """
+    text = str(name).lower()
+    kind, _, model = text.partition(":")
+    if kind == "cpu":
+        return _cpu(text)
+    if kind == "cuda" and (not model or model.isdecimal()):
+        is_here = torch.cuda.is_available() and int(model or 0) < torch.cuda.device_count()
+        return _cuda_here(text) if is_here else _gpu(text, _TYPICAL)
+    if kind == "cuda" and model in _GPUS:
+        return _gpu(text, model)
+    raise PlanError(
+        f"Expected a device to plan for, got {str(name)!r}. Use cpu, cuda, or a card by name: "
+        f"{', '.join(f'cuda:{one}' for one in CARDS)}."
+    )
+
+
+def parse_memory(memory: str | int, device: Device) -> int:
+    """A budget in bytes.
+
+    Args:
+        memory: bytes ("12GB", "2GiB", a whole number), a share of the device's memory ("80%"), or "auto":
+            90 % of what is free on it now (of all its memory, where it is not here).
+        device: what a share is taken of.
+
+    Raises:
+        PlanError: something else.
+
+    Example:
+        >>> parse_memory("2KiB", find_device("cpu")), parse_memory("50%", find_device("cuda:t4"))
+        (2048, 8000000000)
+    """
+    if memory == "auto":
+        return int(0.9 * _free(device))
+    found = re.fullmatch(r"\s*(\d+\.?\d*)\s*%\s*", memory) if isinstance(memory, str) else None
+    if found is None:
+        return parse_bytes(memory)
+    share = float(found[1])
+    if not 0 < share <= 100:
+        raise PlanError(f"Expected a share of more than 0 and at most 100 %, got {memory!r}. Write 80%.")
+    return int(share / 100 * device.num_bytes)
+
+
+def _gpu(name: str, model: str) -> Device:
+    memory, flops, half_flops, bandwidth = _GPUS[model]
+    return Device(
+        name=name if name.endswith(f":{model}") else f"{name} (taken to be a {model})",
+        kind="cuda",
+        num_bytes=parse_bytes(memory),
+        flops=_REACHED * flops,
+        half_flops=_REACHED * half_flops,
+        bandwidth=_REACHED * bandwidth,
+        link=_LINK,
+        rounding=512,
+    )
+
+
+def _cuda_here(name: str) -> Device:
+    properties = torch.cuda.get_device_properties(torch.device(name))
+    squeezed = re.sub(r"[^a-z0-9]", "", str(properties.name).lower())
+    model = next((one for one in sorted(_GPUS, key=len, reverse=True) if one in squeezed), _TYPICAL)
+    like = _gpu(name, model)
+    return Device(
+        name=name,
+        kind="cuda",
+        num_bytes=int(properties.total_memory),
+        flops=like.flops,
+        half_flops=like.half_flops,
+        bandwidth=like.bandwidth,
+        link=like.link,
+        rounding=like.rounding,
+        is_here=True,
+    )
+
+
+def _cpu(name: str) -> Device:
+    threads = torch.get_num_threads()
+    return Device(
+        name=name,
+        kind="cpu",
+        num_bytes=_host_bytes("MemTotal"),
+        flops=threads * _CPU_FLOPS_PER_THREAD,
+        half_flops=threads * _CPU_FLOPS_PER_THREAD,
+        bandwidth=_CPU_BANDWIDTH,
+        is_here=True,
+    )
+
+
+def _free(device: Device) -> int:
+    if device.kind == "cuda" and device.is_here:
+        # What torch holds and does not use is free for us.
+        cached = torch.cuda.memory_reserved(device.name) - torch.cuda.memory_allocated(device.name)
+        return int(torch.cuda.mem_get_info(device.name)[0]) + cached
+    return device.num_bytes if device.kind == "cuda" else _host_bytes("MemAvailable")
+
+
+def _host_bytes(wanted: str) -> int:
+    """Memory of this machine, or of the container that we are in, whichever is less."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        known = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        found = known[wanted]
+    except (OSError, KeyError, ValueError, IndexError):  # not Linux
+        names = os.sysconf_names
+        if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= names.keys():
+            raise PlanError(
+                f"Expected to find out how much memory this machine has, got no {wanted}. "
+                'Name the bytes, as in "8GiB".'
+            ) from None
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(found, _container_bytes(wanted))
+
+
+def _container_bytes(wanted: str) -> int:
+    """What a control group of Linux allows, less what it uses where free memory is asked for."""
+    try:
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+    except (OSError, ValueError):  # no group, or no limit: "max"
+        return 2**63
+    return limit - used if wanted == "MemAvailable" else limit

@@ -1,0 +1,174 @@
+"""Bytes by owner, module and moment of a step, predicted or measured: one table for both."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from anybatch.core import PlanError, format_bytes
+
+OWNERS = ("parameters", "gradients", "optimizer state", "activations", "workspace", "input", "other")
+"""Whose a byte is; every byte has one owner. A workspace is made and gone within one phase."""
+
+PHASES = ("start", "forward", "loss", "backward", "recompute", "update")
+"""What a step is doing; "recompute" is a forward inside of backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is alive at one moment.
+
+    Attributes:
+        phase: one of `PHASES`.
+        micro_batch: which forward of the step it belongs to, from 0; -1 before the first one.
+        module: name of the innermost module at work, "" for none or the model itself.
+        bytes: alive, for each of `OWNERS`.
+    """
+
+    phase: str
+    micro_batch: int
+    module: str
+    bytes: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all owners."""
+        return sum(self.bytes)
+
+
+class Holding(NamedTuple):
+    """Bytes that belong to one owner and were made in one module."""
+
+    module: str
+    owner: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """Every tensor byte of one step: by owner, by module, by moment.
+
+    A storage counts once, however many views it has. What a kernel takes and gives back inside is not seen.
+
+    Attributes:
+        moments: in order; each is the highest of its stretch, so the peak is among them. At least one.
+        source: "predicted" or "measured".
+        device: where the bytes lie, such as "cpu".
+        by_module: what is alive at the peak, largest first.
+        allocator_peak: bytes the device's own allocator had given out at most; None where there is no such
+            figure (the CPU).
+
+    Raises:
+        PlanError: no moment, or a source that is neither.
+
+    Example:
+        >>> low = Moment(phase="start", micro_batch=-1, module="", bytes=(400, 0, 0, 0, 0, 64, 0))
+        >>> high = Moment(phase="forward", micro_batch=0, module="0", bytes=(400, 0, 0, 80, 0, 64, 0))
+        >>> held = Holding("0", "parameters", 400), Holding("0", "activations", 80)
+        >>> ledger = Ledger(moments=(low, high), source="measured", device="cpu", by_module=held)
+        >>> ledger.peak, ledger.at_peak["activations"]
+        (544, 80)
+        >>> Ledger.from_json(ledger.to_json()) == ledger
+        True
+        >>> print(ledger)
+        measured, cpu    start    forward  peak
+        parameters       400 B    400 B    400 B
+        activations      0 B      80 B     80 B
+        input            64 B     64 B     64 B
+        all              464 B    544 B    544 B
+        <BLANKLINE>
+        largest at the peak (forward of micro-batch 0)
+        400 B            parameters of 0
+        80 B             activations of 0
+    """
+
+    moments: tuple[Moment, ...]
+    source: str
+    device: str
+    by_module: tuple[Holding, ...]
+    allocator_peak: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.moments:
+            raise PlanError(
+                f"Expected at least one moment in a ledger, got {len(self.moments)}. Measure a whole step."
+            )
+        if self.source not in ("predicted", "measured"):
+            raise PlanError(
+                f"Expected the source of a ledger to be 'predicted' or 'measured', got {self.source!r}. "
+                "Say which it is."
+            )
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once."""
+        return self.peak_moment.total
+
+    @property
+    def peak_moment(self) -> Moment:
+        """When most bytes were alive; the first such moment."""
+        return max(self.moments, key=lambda moment: moment.total)
+
+    @property
+    def at_peak(self) -> Mapping[str, int]:
+        """Bytes by owner at the peak."""
+        return dict(zip(OWNERS, self.peak_moment.bytes, strict=True))
+
+    def phases(self) -> dict[str, Moment]:
+        """The highest moment of each phase that took place, in the order of `PHASES`."""
+        found = {phase: [one for one in self.moments if one.phase == phase] for phase in PHASES}
+        return {phase: max(ones, key=lambda one: one.total) for phase, ones in found.items() if ones}
+
+    def largest(self, count: int) -> tuple[Holding, ...]:
+        """What holds the peak up, largest first.
+
+        Args:
+            count: how many entries at most.
+        """
+        return self.by_module[:count]
+
+    def to_json(self) -> str:
+        """The ledger as one JSON object."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Ledger":
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: it is something else.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            moments = [Moment(**one | {"bytes": tuple(one["bytes"])}) for one in values.pop("moments")]
+            held = [Holding(*one) for one in values.pop("by_module")]
+            return Ledger(moments=tuple(moments), by_module=tuple(held), **values)
+        except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
+            raise PlanError(
+                f"Expected a ledger as Ledger.to_json writes it, got {text[:80]!r} ({error}). Write it anew."
+            ) from None
+
+    def __str__(self) -> str:
+        peak = self.peak_moment
+        columns = {**self.phases(), "peak": peak}
+        rows = [[f"{self.source}, {self.device}", *columns]]
+        for index, owner in enumerate(OWNERS):
+            found = [moment.bytes[index] for moment in columns.values()]
+            if any(found):
+                rows.append([owner, *map(format_bytes, found)])
+        rows.append(["all", *[format_bytes(moment.total) for moment in columns.values()]])
+        if self.allocator_peak is not None:
+            rows.append(["allocator", *[""] * (len(columns) - 1), format_bytes(self.allocator_peak)])
+        where = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch >= 0 else peak.phase
+        rows += [[], [f"largest at the peak ({where})"]]
+        rows += [
+            [format_bytes(size), f"{owner} of {module or 'the model'}"]
+            for module, owner, size in self.largest(8)
+        ]
+        return "\n".join(_line(row) for row in rows)
+
+
+def _line(cells: list[str]) -> str:
+    first, *rest = [*cells, ""]
+    return "".join([f"{first:17}", *[f"{cell:9}" for cell in rest]]).rstrip()

@@ -1,0 +1,398 @@
+"""Every tensor byte of a step, by following storages from their first sight to their end."""
+
+import weakref
+from array import array
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from anybatch.core import is_moving, tensors_in
+from anybatch.memory.ledger import Ledger
+from anybatch.memory.recording import (
+    GRADIENTS,
+    INPUT,
+    OTHER,
+    PARAMETERS,
+    STATE,
+    Mark,
+    Recording,
+    find_owners,
+    modules_at,
+)
+
+_NAME = "anybatch.memory.meter"  # where a node of the graph is told its module
+_AFTER = "after backward"  # not known yet: the next micro-batch may follow, or the update
+
+
+class Meter(TorchDispatchMode):
+    """Follows the storages of all tensors that operations take or return, around one step.
+
+    A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
+    What lives only inside one kernel is not seen. Phases and modules are told from hooks on all modules and
+    on the optimizers, which are gone afterwards. It works on real tensors and on fake ones.
+
+    Owners are told afterwards: made in a forward or loss and alive when a backward begins is an activation,
+    made in a backward and alive after it is a gradient, made and gone in one phase is workspace.
+
+    Args:
+        model: whose forwards begin a micro-batch.
+        optimizers: whose steps are the update, and whose state is counted from the start.
+        loss_module: holds further parameters and buffers.
+        batch_leaves: the tensors of the batch, which are the owner "input".
+        held: other tensors that are alive already, counted from the start.
+        host_apart: the copies that offload makes lie elsewhere, as where the device is not the host, though
+            the tensors here are all the host's. What is not on the parameters' kind of device never counts.
+        state: tensors counted as optimizer state from the start, where optimizers have made none yet.
+
+    Attributes:
+        held: bytes alive when the meter was made, the batch included.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> x, y = torch.randn(2, 4), torch.randn(2, 1)
+        >>> with Meter(model, [optimizer], batch_leaves=[x, y]) as meter:
+        ...     nn.functional.mse_loss(model(x), y).backward()
+        ...     optimizer.step()
+        >>> ledger = meter.ledger()
+        >>> ledger.at_peak["parameters"], ledger.at_peak["input"], ledger.peak == meter.peak
+        (196, 40, True)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer] = (),
+        *,
+        loss_module: nn.Module | None = None,
+        batch_leaves: Iterable[Tensor] = (),
+        held: Iterable[Tensor] = (),
+        state: Iterable[Tensor] = (),
+        host_apart: bool = False,
+    ) -> None:
+        super().__init__()
+        loss_module = nn.Identity() if loss_module is None else loss_module
+        self._optimizers = optimizers
+        self._parameters = _named_parameters(loss_module, model, optimizers)
+        kinds = {parameter.device.type for parameter in self._parameters}
+        self._storages = _Storages(kinds, host_apart=host_apart)
+        for parameter, place in self._parameters.items():
+            self._storages.own(parameter, PARAMETERS, place)
+        for name, buffer in (*loss_module.named_buffers(), *model.named_buffers()):
+            self._storages.own(buffer, OTHER, name.rpartition(".")[0])
+        self._own_what_is_held()
+        for owner, tensors in ((INPUT, batch_leaves), (OTHER, held), (STATE, state)):
+            for tensor in tensors:
+                self._storages.own(tensor, owner)
+        self.held = self._storages.live
+        self._timeline = _Timeline(model, loss_module, self._storages, self._own_what_is_held)
+        self._take_off: list[Callable[[], None]] = []
+        self._allocator_peak: int | None = None
+
+    @property
+    def live(self) -> int:
+        """Bytes alive now."""
+        return self._storages.live
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once so far."""
+        return self._storages.peak
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations so far, of products, convolutions and attention."""
+        return self._timeline.flops
+
+    @property
+    def module(self) -> str:
+        """Name of the module at work."""
+        return self._timeline.module
+
+    @property
+    def recording(self) -> Recording:
+        """What was seen so far."""
+        marks = self._timeline.settled()
+        seen = self._storages
+        owners = find_owners(seen.numbers, seen.after, marks, self._timeline.backward_ends, seen.owners)
+        born = modules_at(seen.births, marks)
+        return Recording(
+            storages=seen.numbers[:],
+            before=seen.before[:],
+            after=seen.after[:],
+            marks=tuple(marks),
+            owners=tuple(owners),
+            places=tuple([seen.places.get(number, module) for number, module in enumerate(born)]),
+        )
+
+    def ledger(self) -> Ledger:
+        """What was seen so far, as a table."""
+        device = next((str(one.device) for one in self._parameters), "cpu")
+        return self.recording.ledger(source="measured", device=device, allocator_peak=self._allocator_peak)
+
+    def __enter__(self) -> "Meter":
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        handles = [
+            register_module_forward_pre_hook(self._timeline.enter_module),
+            register_module_forward_hook(self._timeline.leave_module, always_call=True),
+            *[one.register_step_pre_hook(self._timeline.begin_update) for one in self._optimizers],
+            *[one.register_step_post_hook(self._end_update) for one in self._optimizers],
+        ]
+        self._take_off = [handle.remove for handle in handles]
+        return cast("Meter", super().__enter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        for take_off in self._take_off:
+            take_off()
+        self._timeline.is_open = self._storages.is_open = False
+        if torch.cuda.is_initialized():
+            self._allocator_peak = torch.cuda.max_memory_allocated()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is _DEVICE:  # no operation: autograd asks every fake tensor where it is
+            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
+        line = self._timeline
+        line.look()
+        result = func(*args, **kwargs)
+        line.operations += 1
+        count = _COUNTS.get(func._overloadpacket)
+        if count is not None:
+            line.flops += int(count(*args, **kwargs, out_val=result))
+        see = self._storages.see
+        for leaf in tensors_in((args, kwargs, result)):
+            see(leaf)
+            line.moved += leaf.numel() * leaf.element_size()
+        return result
+
+    def _own_what_is_held(self) -> None:
+        """What `.grad` and the optimizers hold now."""
+        for parameter, place in self._parameters.items():
+            if parameter.grad is not None:
+                self._storages.own(parameter.grad, GRADIENTS, place)
+        for one in self._optimizers:
+            for parameter, slots in one.state.items():
+                for tensor in tensors_in(slots):
+                    self._storages.own(tensor, STATE, self._parameters.get(parameter, ""))
+
+    def _end_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._own_what_is_held()
+
+
+class _Storages:
+    """Which storages are alive, and what became of them."""
+
+    def __init__(self, kinds: Collection[str], *, host_apart: bool) -> None:
+        self._kinds, self._host_apart = kinds, host_apart
+        self.live = self.peak = 0
+        self.numbers, self.before, self.after = array("q"), array("q"), array("q")
+        self.births: list[int] = []  # event, of each storage
+        self.owners: dict[int, int] = {}  # those that are known
+        self.places: dict[int, str] = {}
+        self.is_open = True
+        self._followed: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # itself, number, bytes
+
+    def see(self, tensor: Tensor) -> None:
+        """Follow a tensor's storage from now on; one that is known may have another size."""
+        if tensor.layout is not torch.strided:
+            for part in _parts(tensor):
+                self.see(part)
+            return
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        known = self._followed.get(key)
+        if known is None:
+            is_other = bool(self._kinds) and tensor.device.type not in self._kinds
+            if is_other or (self._host_apart and is_moving()):
+                self._followed[key] = weakref.ref(storage, partial(self._forget, key)), -1, 0
+                return
+            number = len(self.births)
+            self.births.append(len(self.numbers))
+            # Called when the storage itself ends, not a Python handle to it: until then its id stays taken.
+            self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, size
+            self._note(number, 0, size)
+        elif known[1] >= 0 and known[2] != size:
+            self._followed[key] = known[0], known[1], size
+            self._note(known[1], known[2], size)
+
+    def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
+        """See a tensor whose owner is known; the first to say so is right."""
+        for part in _parts(tensor):
+            self.see(part)
+            number = self._followed[id(part.untyped_storage())][1]
+            if number < 0:
+                continue
+            self.owners.setdefault(number, owner)
+            if place:
+                self.places.setdefault(number, place)
+
+    def _end(self, key: int, _: object) -> None:
+        if self.is_open:
+            _, number, size = self._followed.pop(key)
+            self._note(number, size, 0)
+
+    def _forget(self, key: int, _: object) -> None:
+        self._followed.pop(key, None)
+
+    def _note(self, number: int, before: int, after: int) -> None:
+        self.numbers.append(number)
+        self.before.append(before)
+        self.after.append(after)
+        self.live += after - before
+        if self.live > self.peak:
+            self.peak = self.live
+
+
+class _Timeline:
+    """What the step is doing: phase, micro-batch and module, told from hooks and from autograd."""
+
+    def __init__(
+        self, model: nn.Module, loss_module: nn.Module, storages: _Storages, look_at_held: Callable[[], None]
+    ) -> None:
+        self._model, self._storages, self._look_at_held = model, storages, look_at_held
+        self._losses = {id(module) for module in loss_module.modules()}
+        named = (*loss_module.named_modules(), *model.named_modules())
+        self._names = {id(module): name for name, module in named}
+        self._marks = [Mark(0, "start", -1, "", 0, 0, 0)]
+        self._stack: list[tuple[str, str]] = []  # phase and module that each module at work interrupted
+        self._phase, self.module, self._micro_batch = "start", "", -1
+        self._is_in_backward = False
+        self.backward_ends: list[int] = []  # events
+        self.operations = self.flops = self.moved = 0
+        self.is_open = True
+
+    def look(self) -> None:
+        """Whether a backward has begun or ended since the last operation."""
+        if not self._stack and (torch._C._current_graph_task_id() != -1) is not self._is_in_backward:  # pyright: ignore
+            self._change_backward()
+
+    def settled(self) -> list[Mark]:
+        """The marks; what came after the last backward was the update."""
+        marks = list(self._marks)
+        _settle(marks, "update")
+        return marks
+
+    def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Before any module's forward."""
+        name = self._names.get(id(module))
+        if name is None:
+            return
+        phase = self._phase if self._stack else self._begin(module, args)
+        self._stack.append((self._phase, self.module))
+        self._turn(phase, name)
+
+    def leave_module(self, module: nn.Module, args: object, outputs: Any) -> None:
+        """After any module's forward, also one that failed."""
+        name = self._names.get(id(module))
+        if name is None or not self._stack:
+            return
+        is_rebuilt = self._phase == "recompute"
+        phase, module_before = self._stack.pop()
+        for output in tensors_in(outputs):
+            node: Any = output.grad_fn
+            # What a module returns of a part of its own is the part's.
+            if node is not None and not is_rebuilt and node.metadata.setdefault(_NAME, name) is name:
+                node.register_prehook(partial(self._enter_backward_of, name))
+        self._turn(phase if self._stack or is_rebuilt else "loss", module_before)
+
+    def begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Before an optimizer's step."""
+        self.look()
+        _settle(self._marks, "update")
+        self._look_at_held()
+        self._turn("update", "")
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> str:
+        """The phase that begins with the forward of an outermost module."""
+        self.look()
+        if self._is_in_backward:
+            return "recompute"
+        if id(module) in self._losses:
+            return "loss"
+        _settle(self._marks, "backward")
+        if module is self._model or self._phase not in ("forward", "loss"):
+            self._micro_batch += 1
+        self._look_at_held()
+        if module is self._model:
+            for leaf in tensors_in(args):
+                if leaf.grad_fn is None:
+                    self._storages.own(leaf, INPUT)
+        return "forward"
+
+    def _enter_backward_of(self, name: str, gradients: object) -> None:
+        if self.is_open and not self._stack:
+            self.look()
+            self._turn("backward", name)
+
+    def _change_backward(self) -> None:
+        self._is_in_backward = not self._is_in_backward
+        if not self._is_in_backward:
+            self.backward_ends.append(len(self._storages.numbers))
+        self._turn("backward" if self._is_in_backward else _AFTER, "")
+
+    def _turn(self, phase: str, module: str) -> None:
+        """From here on another phase, or another module."""
+        self._phase, self.module = phase, module
+        event, last = len(self._storages.numbers), self._marks[-1]
+        if event == last.event and self.operations == last.operations and event:
+            self._marks.pop()  # nothing happened there
+        done = self.operations, self.flops, self.moved
+        self._marks.append(Mark(event, phase, self._micro_batch, module, *done))
+
+
+def _settle(marks: list[Mark], phase: str) -> None:
+    """Now it is known what came after the last backward."""
+    for index in range(len(marks) - 1, -1, -1):
+        if marks[index].phase != _AFTER:
+            break
+        marks[index] = marks[index]._replace(phase=phase)
+
+
+def _named_parameters(
+    loss_module: nn.Module, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> dict[Tensor, str]:
+    """Each parameter with the name of the module that holds it."""
+    held = {p: "" for one in optimizers for group in one.param_groups for p in group["params"]}
+    for module in (loss_module, model):
+        held |= {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
+    return held
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold a tensor's bytes: itself, unless it is sparse."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return ()
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, key.shape, value.shape)
+
+
+def _flash_back(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+_ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
+# The CPU's attention is not in torch's own table.
+_COUNTS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _flash,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _flash_back,
+}

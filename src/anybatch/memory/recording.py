@@ -1,0 +1,287 @@
+"""What a meter saw: each storage's beginning, growth and end, and what the step was doing meanwhile."""
+
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from anybatch.memory.ledger import OWNERS, Holding, Ledger, Moment
+
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, WORKSPACE, INPUT, OTHER = range(len(OWNERS))
+
+
+class Mark(NamedTuple):
+    """A change of phase or module, and what was done up to it.
+
+    Attributes:
+        event: how many events came before it.
+        phase: what begins, one of `anybatch.memory.ledger.PHASES`.
+        micro_batch: which forward of the step, from 0; -1 before the first.
+        module: the innermost module at work.
+        operations: how many there were so far.
+        flops: floating-point operations so far, of products, convolutions and attention.
+        moved: bytes that operations read and wrote so far.
+    """
+
+    event: int
+    phase: str
+    micro_batch: int
+    module: str
+    operations: int
+    flops: int
+    moved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What a meter saw: one event for each storage that begins, changes its size or ends.
+
+    Attributes:
+        storages: int64, the number of the storage of each event, counted from 0 in order of first sight.
+        before: int64, its bytes before the event.
+        after: int64, its bytes after the event; 0 where it ends.
+        marks: where phases and modules change, in order; the first one stands at event 0.
+        owners: place in `OWNERS`, for each storage.
+        places: name of the module, for each storage.
+
+    Example:
+        >>> mark = Mark(0, "start", -1, "", 0, 0, 0)
+        >>> kinds = {"marks": (mark,), "owners": (OTHER, OTHER), "places": ("", "")}
+        >>> sizes = {"before": array("q", [0, 0, 8]), "after": array("q", [8, 4, 0])}
+        >>> recording = Recording(storages=array("q", [0, 1, 0]), **sizes, **kinds)
+        >>> recording.peak(), recording.peak(granule=512)
+        (12, 1024)
+    """
+
+    storages: "array[int]"
+    before: "array[int]"
+    after: "array[int]"
+    marks: tuple[Mark, ...]
+    owners: tuple[int, ...]
+    places: tuple[str, ...]
+
+    def changes(self, granule: int = 1) -> list[int]:
+        """Signed change in bytes of each event.
+
+        Args:
+            granule: what an allocator rounds sizes up to, in bytes.
+        """
+        pairs = zip(self.before, self.after, strict=True)
+        return [_ceil(after, granule) - _ceil(before, granule) for before, after in pairs]
+
+    def alive(self, granule: int = 1) -> list[int]:
+        """Bytes alive after each event."""
+        return list(accumulate(self.changes(granule)))
+
+    def peak(self, granule: int = 1) -> int:
+        """The most bytes alive at once."""
+        return max(self.alive(granule), default=0)
+
+    @property
+    def forwards(self) -> int:
+        """How many forwards of the model there were; a loss may call it more than once, or never."""
+        return self.marks[-1].micro_batch + 1
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the batch that are there when the step begins."""
+        begins = next((mark.event for mark in self.marks if mark.phase != "start"), len(self.storages))
+        events = zip(self.storages[:begins], self.after[:begins], strict=True)
+        return sum(after for storage, after in events if self.owners[storage] == INPUT)
+
+    def ledger(
+        self, *, source: str, device: str, granule: int = 1, allocator_peak: int | None = None
+    ) -> Ledger:
+        """The table: one moment for each stretch between two marks, its highest."""
+        changes, owners = self.changes(granule), [self.owners[one] for one in self.storages]
+        ends = [*[mark.event for mark in self.marks[1:]], len(changes)]
+        alive, live, peak, peak_event = [0] * len(OWNERS), 0, 0, 0
+        moments: list[Moment] = []
+        for mark, end in zip(self.marks, ends, strict=True):
+            most, found = live, tuple(alive)
+            for event in range(mark.event, end):
+                live += changes[event]
+                alive[owners[event]] += changes[event]
+                if live > most:
+                    most, found = live, tuple(alive)
+                    if live > peak:
+                        peak, peak_event = live, event
+            moments.append(
+                Moment(phase=mark.phase, micro_batch=mark.micro_batch, module=mark.module, bytes=found)
+            )
+        return Ledger(
+            moments=tuple(moments),
+            source=source,
+            device=device,
+            by_module=self._holdings(changes[: peak_event + 1]),
+            allocator_peak=allocator_peak,
+        )
+
+    def _holdings(self, changes: Sequence[int]) -> tuple[Holding, ...]:
+        """What is alive after these events, largest first."""
+        held: Counter[tuple[str, int]] = Counter()
+        for storage, change in zip(self.storages, changes, strict=False):
+            held[self.places[storage], self.owners[storage]] += change
+        return tuple(
+            [Holding(place, OWNERS[owner], size) for (place, owner), size in held.most_common() if size]
+        )
+
+
+def find_owners(
+    storages: Sequence[int],
+    after: Sequence[int],
+    marks: Sequence[Mark],
+    backward_ends: Sequence[int],
+    known: Mapping[int, int],
+) -> list[int]:
+    """Whose each storage is: known, or told from when it began and when it ended.
+
+    Made in a forward or a loss: an activation if it is alive when a backward begins. Made in a backward: a
+    gradient if it is alive after it. Made in a rebuilt forward: an activation if it outlives that. What is
+    gone before is workspace.
+
+    Args:
+        storages: number of the storage of each event.
+        after: its bytes after the event.
+        marks: where phases change.
+        backward_ends: events at which a backward was over.
+        known: owners that are known, by number.
+    """
+    begins: list[int] = []
+    ends: dict[int, int] = {}
+    for event, (number, size) in enumerate(zip(storages, after, strict=True)):
+        if number == len(begins):
+            begins.append(event)
+        if not size:
+            ends[number] = event
+    places = [mark.event for mark in marks]
+    backwards = [
+        mark.event
+        for before, mark in pairwise(marks)
+        if mark.phase == "backward" and before.phase not in ("backward", "recompute")
+    ]
+    return [
+        known[number]
+        if number in known
+        else _told(
+            marks[bisect_right(places, begin) - 1].phase,
+            crosses_backward=_is_between(begin, backwards, ends.get(number)),
+            outlives_backward=_is_between(begin, backward_ends, ends.get(number)),
+            ends_in=None if number not in ends else marks[bisect_right(places, ends[number]) - 1].phase,
+        )
+        for number, begin in enumerate(begins)
+    ]
+
+
+def _told(phase: str, *, crosses_backward: bool, outlives_backward: bool, ends_in: str | None) -> int:
+    if phase in ("forward", "loss"):
+        return ACTIVATIONS if crosses_backward else OTHER if ends_in is None else WORKSPACE
+    if phase == "recompute":
+        return WORKSPACE if ends_in == "recompute" else ACTIVATIONS
+    if phase == "backward":
+        return GRADIENTS if outlives_backward else WORKSPACE
+    return OTHER if phase == "start" or ends_in is None else WORKSPACE
+
+
+def _is_between(begin: int, events: Sequence[int], end: int | None) -> bool:
+    """Whether one of these events comes after the beginning and not after the end."""
+    index = bisect_right(events, begin)
+    return index < len(events) and (end is None or events[index] <= end)
+
+
+def _ceil(size: int, granule: int) -> int:
+    return -(-size // granule) * granule
+
+
+def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:
+    """The module at work when each storage began.
+
+    Args:
+        births: event of each storage, rising.
+        marks: as of a recording.
+
+    Example:
+        >>> marks = [Mark(0, "start", -1, "", 0, 0, 0), Mark(2, "forward", 0, "head", 1, 0, 0)]
+        >>> modules_at([0, 1, 2, 5], marks)
+        ['', '', 'head', 'head']
+    """
+    events = [mark.event for mark in marks]
+    return [marks[max(0, bisect_right(events, birth) - 1)].module for birth in births]
+
+
+def continued(recording: Recording, run: int, wanted: int) -> Recording:
+    """What a recording would be with more micro-batches like the last but one.
+
+    Each leaves the same few bytes behind (its loss), so those that were not run are one storage that stands
+    there from the beginning of the last but one.
+
+    Args:
+        recording: of `run` micro-batches, each with as many forwards of the model.
+        run: how many were run.
+        wanted: how many there are to be.
+    """
+    each, marks = recording.forwards // run, recording.marks
+    middle_at, last_at = [
+        next(index for index, mark in enumerate(marks) if mark.micro_batch >= each * one)
+        for one in (run - 2, run - 1)
+    ]
+    middle, last = marks[middle_at], marks[last_at]
+    left = sum(recording.changes()[middle.event : last.event])
+    more = wanted - run
+
+    def moved(index: int, mark: Mark) -> Mark:
+        times = more if index >= last_at else 0
+        return Mark(
+            mark.event + (index > middle_at),
+            mark.phase,
+            mark.micro_batch + times * each,
+            mark.module,
+            mark.operations + times * (last.operations - middle.operations),
+            mark.flops + times * (last.flops - middle.flops),
+            mark.moved + times * (last.moved - middle.moved),
+        )
+
+    def with_one(values: "array[int]", one: int) -> "array[int]":
+        return values[: middle.event] + array("q", [one]) + values[middle.event :]
+
+    return Recording(
+        storages=with_one(recording.storages, len(recording.owners)),
+        before=with_one(recording.before, 0),
+        after=with_one(recording.after, left * more),
+        marks=tuple([moved(index, mark) for index, mark in enumerate(marks)]),
+        owners=(*recording.owners, ACTIVATIONS),
+        places=(*recording.places, ""),
+    )
+
+
+def joined(first: Recording, second: Recording, phase: str) -> Recording:
+    """One recording after another: what the first leaves ends before the second begins.
+
+    Args:
+        first: what came first.
+        second: what came afterwards, with all that it found there.
+        phase: what the start of the second one is.
+    """
+    sizes = dict(zip(first.storages, first.after, strict=True))
+    left = {number: size for number, size in sizes.items() if size}
+    event, number = len(first.storages) + len(left), len(first.owners)
+    done = first.marks[-1]
+    later = [
+        mark._replace(
+            event=mark.event + event,
+            phase=phase if mark.phase == "start" else mark.phase,
+            micro_batch=done.micro_batch,
+        )
+        for mark in second.marks
+    ]
+    return Recording(
+        storages=first.storages + array("q", left) + array("q", [one + number for one in second.storages]),
+        before=first.before + array("q", left.values()) + second.before,
+        after=first.after + array("q", [0] * len(left)) + second.after,
+        marks=(*first.marks, *later),
+        owners=first.owners + second.owners,
+        places=first.places + second.places,
+    )

@@ -1,0 +1,293 @@
+"""What a step with a memory budget remembers: one answer of the planner for each shape of its rows."""
+
+import hashlib
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from anybatch.core import Batch, BudgetError, PlanError, SampleBatch, TraceError
+from anybatch.engine import Plan, Task
+from anybatch.memory import Device, find_device, parse_memory
+from anybatch.planner.race import Contest
+from anybatch.planner.report import PlanReport
+from anybatch.planner.request import Question
+from anybatch.planner.search import choose
+from anybatch.planner.shapes import Shape, longest, round_up, row_shape, shaped
+
+Key = tuple[Shape, Plan, str, bool, int, str]
+
+
+class Budget:
+    """A budget, and the plans made for it. Batches of rows of another shape get a plan of their own.
+
+    Lengths that differ from batch to batch are rounded up, in at most 25 % steps, so that a few plans serve
+    all: a plan for longer rows is one for shorter rows, too, and one for more rows is one for fewer. Plans
+    that may well be as fast as the chosen one are tried in the first steps; the fastest stays. Where the
+    result depends on the cut, each number of rows has a plan of its own, and nothing is tried.
+
+    Args:
+        memory: as for `anybatch.memory.device.parse_memory`.
+
+    Raises:
+        PlanError: no amount of memory.
+    """
+
+    def __init__(self, memory: str | int) -> None:
+        parse_memory(memory, find_device("cpu"))
+        self.memory = memory
+        self.contests: dict[Key, Contest] = {}
+        self._reports: dict[tuple[Plan, Shape, str], PlanReport] = {}  # of those made here
+        self._first: Shape = ()
+        self._varying: set[tuple[int, int]] = set()  # leaf and axis
+
+    def plan(self, question: Question, first: Question | None = None) -> Plan:
+        """The plan of a batch: made now, or remembered for rows like these.
+
+        Args:
+            question: about this batch; device and budget are filled in here.
+            first: another question about it, whose answer is preferred if there is one. Where the other one
+                is answered already there was none.
+
+        Raises:
+            BudgetError: nothing fits.
+            PlanError: a module's shapes are not known yet, or there are sparse gradients.
+        """
+        _refuse_lazy(question.task)
+        shape, signature = self._shape(question.batch), _signature(question.task)
+        if first is not None and self._known(question, shape, signature) is None:
+            with suppress(BudgetError):
+                return self._planned(first, shape, signature)
+        return self._planned(question, shape, signature)
+
+    def report(self, plan: Plan, question: Question) -> PlanReport | None:
+        """What is known of a plan that was made here for rows like these."""
+        shape, signature = self._shape(question.batch), _signature(question.task)
+        found = [self._reports.get((plan, one, signature)) for one in (shape, self._rounded(shape))]
+        return next((report for report in found if report is not None), None)
+
+    def forget(self) -> None:
+        """Plan everything anew."""
+        self.contests.clear()
+        self._reports.clear()
+
+    def note(self, plan: Plan, seconds: float) -> None:
+        """How long a step of this plan took, all its rows."""
+        for contest in self.contests.values():
+            contest.note(plan, seconds)
+
+    def state(self) -> list[dict[str, Any]]:
+        """The plans made so far, as JSON can hold them."""
+        return [
+            {
+                "memory": self.memory,
+                "shape": shape,
+                "settings": settings.to_json(),
+                "refused": refused,
+                "sized": sized,
+                "parts": parts,
+                "signature": signature,
+                "plan": contest.fastest.to_json(),
+                "varying": sorted(self._varying),
+            }
+            for (shape, settings, refused, sized, parts, signature), contest in self.contests.items()
+        ]
+
+    def load(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Take over what `state` gave: rows like those get the same plans again."""
+        for one in state:
+            if one["memory"] != self.memory:  # they may not fit now
+                continue
+            shape = tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]])
+            settings, refused = Plan.from_json(one["settings"]), str(one["refused"])
+            sized, parts = bool(one["sized"]), int(one.get("parts", 1))
+            key = shape, settings, refused, sized, parts, str(one["signature"])
+            self.contests[key] = Contest([Plan.from_json(one["plan"])])
+            self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
+
+    def _planned(self, question: Question, shape: Shape, signature: str) -> Plan:
+        known = self._known(question, shape, signature)
+        if known is not None:
+            return known
+        report, longest = self._ask(question, shape, self._rounded(shape))
+        self._reports[report.plan, longest, signature] = report
+        self.contests[longest, *_settled(question, signature)] = Contest(report.rivals)
+        return report.plan
+
+    def _known(self, question: Question, shape: Shape, signature: str) -> Plan | None:
+        """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
+        alike, like, shapes = _settled(question, signature), question.like, (shape, self._rounded(shape))
+        for (known, *settled), contest in self.contests.items():
+            plan = contest.plan
+            if known in shapes and tuple(settled) == alike and plan.rows >= like.rows:
+                size = min(plan.micro_batch, like.rows)
+                return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
+        return None
+
+    def _ask(self, question: Question, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
+        """The answer, and the longest rows that it holds for."""
+        device = device_of(question.task)
+        question = replace(
+            question,
+            device=device,
+            budget=parse_memory(self.memory, device),
+            measure=False,
+            rivals=not question.is_cut_felt,
+        )
+        if wanted != shape:
+            try:
+                # Nobody has such rows, so that they could not be measured.
+                absent = replace(device, is_here=False)
+                longer = replace(question, batch=shaped(wanted, question.batch), device=absent)
+                return choose(longer), wanted
+            except (TraceError, BudgetError):  # longer than the model takes, or than fits: so as they are
+                pass
+        with enforced(self.memory, question.task):  # what cannot be traced is really run
+            return choose(question), shape
+
+    def _shape(self, batch: Batch) -> Shape:
+        """What a row of this batch looks like; of samples, the longest of each."""
+        shape = longest(batch) if isinstance(batch, SampleBatch) else row_shape(batch.whole)
+        first = self._first = self._first or shape
+        if [name for name, _ in first] == [name for name, _ in shape]:
+            self._varying |= {
+                (leaf, axis)
+                for leaf, ((_, one), (_, other)) in enumerate(zip(first, shape, strict=True))
+                for axis, (size, now) in enumerate(zip(one, other, strict=False))
+                if size != now
+            }
+        return shape
+
+    def _rounded(self, shape: Shape) -> Shape:
+        return tuple(
+            (
+                name,
+                tuple(
+                    round_up(size) if (leaf, axis) in self._varying else size
+                    for axis, size in enumerate(sizes)
+                ),
+            )
+            for leaf, (name, sizes) in enumerate(shape)
+        )
+
+
+def answer(
+    question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
+) -> PlanReport:
+    """The planner's answer to an aimed question; see `aimed`.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    question = aimed(question, memory, device, measure=measure)
+    if memory is None or not question.device.is_here:
+        return choose(question)
+    with enforced(memory, question.task):  # what cannot be traced is really run
+        return choose(question)
+
+
+def aimed(
+    question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
+) -> Question:
+    """A question about a device, which need not be here, and a budget of it.
+
+    Args:
+        question: what is to be planned.
+        memory: as for `anybatch.memory.device.parse_memory`; None for no limit, and then nothing is chosen.
+        device: None for where the model is.
+        measure: whether the fastest plans may be raced.
+
+    Raises:
+        PlanError: a module's shapes are not known yet.
+    """
+    _refuse_lazy(question.task)
+    target = device_of(question.task) if device is None else find_device(device)
+    here = {one.type for one in question.task.devices} == {target.kind}
+    if memory is None:
+        question = replace(question, sizes=(question.like.micro_batch,), blocks=())
+    return replace(
+        question,
+        device=replace(target, is_here=target.is_here and here),
+        budget=None if memory is None else parse_memory(memory, target),
+        measure=measure and memory is not None,
+    )
+
+
+def _refuse_lazy(task: Task) -> None:
+    lazy = [type(one).__name__ for one in task.modules if isinstance(one, LazyModuleMixin)]
+    if lazy:
+        raise PlanError(
+            f"Expected modules whose shapes are known where memory is planned, got {lazy[0]}. Run one "
+            "forward first, without gradient."
+        )
+
+
+def _settled(question: Question, signature: str) -> tuple[Plan, str, bool, int, str]:
+    """What else than the shape of its rows a plan is for."""
+    # Where the result depends on the cut, for so many rows; else one for more rows is one for fewer.
+    rows, like = question.like.rows if question.is_cut_felt else 0, question.like
+    # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
+    settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
+    # In a window sizes are free, even where they are settled for batches.
+    return settings, question.cut_refused, bool(question.sizes), question.parts, signature
+
+
+def _signature(task: Task) -> str:
+    """What else the bytes depend on: what is trained, in which mode, and how optimizers are set."""
+    trained = set(task.parameters)
+    # Which ones, by their places: as many others may need other activations.
+    places = [p in trained for one in task.modules for p in one.parameters(recurse=False)]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters]
+    training = "".join(["et"[module.training] for module in task.modules])
+    settings = [
+        (type(one).__name__, [_switches(group) for group in one.param_groups]) for one in task.optimizers
+    ]
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    casts = [str(torch.get_autocast_dtype(kind)) for kind in kinds]
+    found = [p.grad for p in (*task.parameters, *task.others) if p.grad is not None]
+    held = sum(one.untyped_storage().nbytes() for one in found if one.layout is torch.strided)
+    known = f"{places} {sizes} {training} {settings} {casts}{held or ''}"
+    return hashlib.sha256(known.encode()).hexdigest()[:16]
+
+
+def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
+    """Which settings are on, such as momentum: what they are set to costs no bytes."""
+    return [
+        (name, None if value is None else bool(value))
+        for name, value in group.items()
+        if value is None or isinstance(value, bool | int | float)
+    ]
+
+
+def device_of(task: Task) -> Device:
+    """The device whose memory counts: the one that the model is on.
+
+    Raises:
+        PlanError: the model is spread over several.
+    """
+    kinds = {device for device in task.devices if device.type != "meta"}
+    if len(kinds) > 1:
+        raise PlanError(
+            f"Expected a model on one device for a memory budget, got {sorted(map(str, kinds))}. "
+            "Choose micro_batch= yourself."
+        )
+    return find_device(next(iter(kinds), torch.device("cpu")))
+
+
+@contextmanager
+def enforced(memory: str | int, task: Task) -> Generator[None]:
+    """On CUDA the allocator itself keeps to the budget while a step runs; elsewhere the plan does."""
+    device = device_of(task)
+    if device.kind != "cuda":
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device.name)
+    share = min(1.0, parse_memory(memory, device) / device.num_bytes)
+    torch.cuda.set_per_process_memory_fraction(share, device.name)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device.name)

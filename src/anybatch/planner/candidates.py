@@ -1,0 +1,203 @@
+"""What there is to choose from: steps that are traced, and mixtures of them at any size."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from anybatch.core import OutOfMemoryError, TraceError
+from anybatch.engine import Plan, Task
+from anybatch.planner.cost import Recorded
+from anybatch.planner.feed import grows_in_lines
+from anybatch.planner.measure import probe
+from anybatch.planner.mixture import KEEP, Mix
+from anybatch.planner.request import Question
+from anybatch.planner.segments import Family
+from anybatch.planner.timing import repeated
+from anybatch.planner.trace import Trace, trace
+
+LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row may be a case of its own
+
+
+class Survey:
+    """The bytes of one question's plans: traced as they are, or composed of a few that were.
+
+    Args:
+        question: what is to be planned.
+
+    Attributes:
+        notes: what the reader of the answer should know.
+        is_composed: whether there are mixtures; where not, each plan has to be traced by itself.
+        is_measured: whether the step cannot be traced, so that plans are measured on real rows.
+    """
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self.notes: list[str] = []
+        self._traces: dict[Plan, Trace] = {}
+        self._half = question.like.precision.is_short or _computes_in_half(question.task)
+        self._pure: dict[str, Recorded] = {}  # by policy of all blocks
+        self._families: dict[bool | None, Family] = {}  # by foreach
+        self._input_per_row = 0.0
+        self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
+        self.is_composed = self.is_measured = False
+        settled = question.sizes and not question.blocks
+        even = grows_in_lines(question.task.loss, question.task.model)
+        if question.like.rows >= 2 * LOW and even and not settled:
+            self._record()
+
+    def mix(self, micro_batch: int, foreach: bool | None) -> Mix:
+        """The mixtures at one size, where there are any."""
+        question = self._question
+        rows = question.like.rows
+        if foreach not in self._families:
+            self._families[foreach] = self._spared()
+        return self._families[foreach].mix(
+            rows,
+            micro_batch,
+            question.device,
+            half=self._half,
+            input_bytes=round(self._input_per_row * (rows - 2 * micro_batch)),
+        )
+
+    def updates(self, micro_batch: int) -> tuple[bool | None, ...]:
+        """Values of foreach worth a try at one size: the sparing one only where the update takes too much."""
+        question = self._question
+        if question.budget is None or not question.may_spare:
+            return (None,)
+        taken = self.mix(micro_batch, None).peak({}, phase="update")  # by then blocks hold nothing
+        return (None,) if taken <= question.budget else (None, False)
+
+    def least_seconds(self, micro_batch: int) -> float:
+        """What hardly any policies stay below at one size within the budget, where there are mixtures."""
+        question = self._question
+        mix = self.mix(micro_batch, self.updates(micro_batch)[-1])  # policies free nothing of an update
+        if question.budget is None:
+            return mix.seconds({})
+        return mix.least_seconds(question.budget, may_move="offload" in self.unrecorded)
+
+    def trace(self, plan: Plan) -> Trace:
+        """One plan as it is; measured on real rows where it cannot be traced.
+
+        Raises:
+            TraceError: it cannot, and the device is not here.
+            OutOfMemoryError: not even one of its rows could be measured.
+        """
+        if plan not in self._traces:
+            self._traces[plan] = found = self._traced(plan)
+            self._idle = found.idle
+        return self._traces[plan]
+
+    def seconds(self, found: Trace) -> float:
+        """Of a traced step, from the work that its marks count."""
+        last = found.marks[-1]
+        return self._question.device.seconds(last.operations, last.flops, last.moved, half=self._half)
+
+    def may_run(self, plan: Plan, peak: int) -> bool:
+        """Whether a plan may be looked at, where that means a real run, only to say how many bytes it takes.
+
+        Args:
+            plan: more rows than the fewest that are run anyway.
+            peak: what it takes, as far as is known.
+        """
+        within = self._question.budget is None or peak <= self._question.budget
+        return within or not self.is_measured or plan.micro_batch <= LOW or plan in self._traces
+
+    def is_over(self, found: Trace) -> bool:
+        """Whether a real run took more than there is, so that none of more rows may be made."""
+        budget = self._question.budget
+        return found.source == "measured" and budget is not None and found.peak > budget
+
+    def give_mixtures_up(self, why: str) -> None:
+        """From now on each plan is traced by itself."""
+        self.is_composed = False
+        self.notes.append(f"each size was traced by itself: {why}")
+
+    @property
+    def unrecorded(self) -> tuple[str, ...]:
+        """Policies that blocks of mixtures may not have yet."""
+        return tuple([policy for policy in self._question.policies if policy not in self._pure])
+
+    def add_policies(self, policies: Sequence[str]) -> None:
+        """Let blocks be rebuilt or moved in mixtures, too: one trace for each policy, only if need be."""
+        if self.is_composed and policies:
+            self._record(policies)
+
+    def _record(self, policies: Sequence[str] = ()) -> None:
+        question = self._question
+        try:
+            recorded = dict(self._pure)
+            for policy in (KEEP, *policies) if not recorded else policies:
+                recorded[policy] = self._recorded(policy)
+            self._pure = recorded
+            self._families = {None: Family(recorded)}
+            if question.batch.whole is not None:
+                # Not what one of them holds: where rows are real, they are views of the whole batch.
+                low, high = [one.input_bytes for one in recorded[KEEP].recordings]
+                self._input_per_row = (high - low) / (2 * (HIGH - LOW))
+            self.is_composed = True
+        except (TraceError, ValueError, OutOfMemoryError) as error:
+            self.give_mixtures_up(str(error))
+
+    def _spared(self) -> Family:
+        try:
+            return Family(self._pure, update=self._recorded(KEEP, foreach=False))
+        except (TraceError, ValueError, OutOfMemoryError):
+            return self._families[None]  # which takes no less
+
+    def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
+        question = self._question
+        plans = [
+            replace(question.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
+        ]
+        kept = self._pure.get(KEEP)
+        if kept is not None and not self.is_measured:
+            found = kept.beside(self.trace(plans[1]).recording)
+            if found is not None:
+                return found
+        low = self.trace(plans[0])
+        if self.is_over(low):  # then so are more rows, and these would really be run
+            raise TraceError(f"Expected {LOW} rows at a time within the budget, got {low.peak} bytes.")
+        one, other = low.recording, self.trace(plans[1]).recording
+        names = question.blocks or tuple(name for name, _ in question.like.blocks)
+        return Recorded(sizes=(LOW, HIGH), recordings=(one, other), blocks=names)
+
+    def _traced(self, plan: Plan) -> Trace:
+        question = self._question
+        if not self.is_measured:  # else it would fail again: all plans are of the same model and rows
+            try:
+                kind = question.device.kind
+                return trace(plan, question.task, question.batch, device=kind, idle=self._idle)
+            except TraceError as error:
+                if not question.device.is_here:
+                    raise
+                self.is_measured = True
+                self.notes.append(
+                    "measured on some of the rows given, and no bound where bytes depend on the data, "
+                    f"because it cannot be traced: {error}"
+                )
+        rows = min(plan.rows, 2 * plan.micro_batch)
+        return probe(plan, question.task, repeated(question.batch, rows), idle=self._idle)
+
+
+def takes_single_rows(question: Question) -> bool:
+    """Whether a row may come alone, as far as can be told: BatchNorm refuses a single value per channel."""
+    return _can_be_traced(question, 1) or not _can_be_traced(question, 2)
+
+
+def _can_be_traced(question: Question, rows: int) -> bool:
+    plan = replace(question.like, rows=rows, micro_batch=rows)
+    try:
+        trace(plan, question.task, question.batch, device=question.device.kind)
+    except (ValueError, TraceError):
+        return False
+    return True
+
+
+def _computes_in_half(task: Task) -> bool:
+    kinds = {device.type for device in task.devices} - {"meta"}
+    if any(torch.is_autocast_enabled(kind) for kind in kinds):
+        return True
+    sizes = [p.element_size() for p in task.parameters]
+    return bool(sizes) and sum(size == 2 for size in sizes) > len(sizes) / 2

@@ -1,0 +1,19 @@
+"""Precisions: dtypes, the loss scale, float32 weights behind short ones, casts."""
+
+from anybatch.precision.apply import Working, at_work
+from anybatch.precision.loss_scale import FIRST_SCALE, LossScale
+from anybatch.precision.master_weights import Masters
+from anybatch.precision.policy import NAMED, NON_FINITE_POLICIES, Precision, check_non_finite, find_precision
+
+__all__ = [
+    "FIRST_SCALE",
+    "NAMED",
+    "NON_FINITE_POLICIES",
+    "LossScale",
+    "Masters",
+    "Precision",
+    "Working",
+    "at_work",
+    "check_non_finite",
+    "find_precision",
+]

@@ -1,0 +1,256 @@
+"""A model whose weights are stored short: cast where values enter and leave, parts of it left in float32."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from anybatch.batchnorm import BatchNorm
+from anybatch.core import SHORT_DTYPES, PlanError
+from anybatch.integrations import refuse_without_float8, with_float8_linear
+from anybatch.precision.casting import Around, Outside, Within, lengthened
+from anybatch.precision.loss_scale import LossScale
+from anybatch.precision.master_weights import Masters, lengthen, lengthen_states
+from anybatch.precision.policy import Precision, find_precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Working:
+    """A precision at work on a model.
+
+    Attributes:
+        precision: what was asked for.
+        masters: the float32 weights of parameters that are stored short.
+        scale: the loss scale.
+    """
+
+    precision: Precision
+    masters: Masters
+    scale: LossScale
+
+
+def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
+    """A precision by name, with the model brought into it; see `lower`. Optimizers load states as they are.
+
+    What they have in 16 bits for weights that they are to update in float32 becomes float32.
+
+    Example:
+        >>> at_work(nn.Linear(2, 1), "fp16-mixed", []).scale.value
+        65536.0
+    """
+    chosen, known = find_precision(precision), list(optimizers)
+    trained = [p for one in known for g in one.param_groups for p in g["params"]]
+    short = {parameter for parameter in trained if parameter.dtype in SHORT_DTYPES}
+    masters = lower(model, chosen, trained)
+    lengthened = {parameter for parameter in short if parameter.dtype not in SHORT_DTYPES}
+    lengthen_states(known, [p for p in trained if p in lengthened or masters.of(p) is not None])
+    for one in known:
+        masters.keep_states(one)
+    return Working(precision=chosen, masters=masters, scale=LossScale(chosen))
+
+
+def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter]) -> Masters:
+    """Bring a model into a precision, in place; nothing happens to it where that leaves it as it is.
+
+    Weights and buffers are stored short, all but those of parts that stay in float32, and the model takes and
+    gives what it did before: hooks cast what enters to the short dtype and what leaves to float32. The hooks
+    stay, so the model can be called by anybody afterwards; they warn of a forward that writes to what is
+    stored short (`anybatch.precision.stalled`). Under autocast only the parts that stay in float32 get hooks.
+
+    The model may be part of another that was lowered, or hold one: it is what the last call says of it, and
+    casts only where it is the outermost that runs in its thread (`compile()` of the outer one in place does
+    not know of it; `torch.compile(outer)` does).
+
+    Args:
+        model: changed in place.
+        precision: what is asked for.
+        trained: parameters of the optimizers, whose float32 weights are kept.
+
+    Returns:
+        The float32 weights behind those that are stored short.
+
+    Raises:
+        PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights to
+            be stored short that have no shape yet, or weights that an earlier call has stored short where
+            they are to be as they were made; nothing is changed.
+
+    Example:
+        >>> from anybatch.precision.policy import find
+        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> masters = lower(model, find_precision("bf16-true"), model.parameters())
+        >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
+        (torch.bfloat16, torch.float32, torch.float32)
+    """
+    masters = Masters(is_needed=precision.store is not None)
+    if precision.store is None:
+        _refuse_stored_short(model, set(trained))
+    if not precision.is_short:
+        return masters
+    kept = _kept(model, precision)
+    inside = {part for module in kept for part in module.modules()}
+    if precision.store is not None:
+        _refuse_unshaped(model, inside)
+        _refuse_shared(model, inside)
+    if precision.compute == "float8":
+        refuse_without_float8(model)
+        with_float8_linear(model, inside)
+    called = dict.fromkeys(one for module in kept for one in _called(module))
+    if precision.is_mixed:
+        for module in called:
+            if not isinstance(module, BatchNorm):  # autocast knows it
+                _hook(module, Outside())
+        return masters
+    dtype = cast("torch.dtype", precision.storage)
+    for module in model.modules():
+        if module not in called:
+            _unhook(module, Within)
+    for module in inside:
+        for parameter in module.parameters(recurse=False):
+            lengthen(parameter)
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = lengthened(buffer)  # pyright: ignore[reportPrivateUsage]
+    if model not in inside:
+        _store(model, [one for one in model.modules() if one not in inside], dtype, masters, set(trained))
+        like = _first(model, dtype)
+        if like is not None:
+            for module in called:
+                _hook(module, Within(like))
+    return masters
+
+
+def _store(
+    model: nn.Module, short: list[nn.Module], dtype: torch.dtype, masters: Masters, trained: set[nn.Parameter]
+) -> None:
+    """Store the weights and buffers of some modules short, and cast where the model begins."""
+    for parameter in dict.fromkeys(p for module in short for p in module.parameters(recurse=False)):
+        if parameter in trained and parameter.is_floating_point():
+            masters.shorten(parameter, dtype)
+        elif parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in short:
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and not _is_frequency(name):
+                module._buffers[name] = buffer.to(dtype)  # pyright: ignore[reportPrivateUsage]
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    for module in short:
+        like = _first(module, dtype) if module is model or _keys(_tables(module)[0], Around) else None
+        if like is not None:
+            _hook(module, Around(like))
+
+
+def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
+    return next((parameter for parameter in module.parameters() if parameter.dtype == dtype), None)
+
+
+def _tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    return module._forward_pre_hooks, module._forward_hooks  # pyright: ignore[reportPrivateUsage]
+
+
+def _keys(table: Mapping[int, Any], kind: type) -> list[int]:
+    return [key for key, hook in table.items() if isinstance(getattr(hook, "__self__", None), kind)]
+
+
+def _hook(module: nn.Module, hooks: Around | Within | Outside) -> None:
+    """Put hooks on a module, in the place of those that another step has put there."""
+    found = [_keys(table, type(hooks)) for table in _tables(module)]
+    if not any(found):
+        module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
+        always = not isinstance(hooks, Within)
+        module.register_forward_hook(hooks.leave, with_kwargs=True, always_call=always)
+    for table, keys, hook in zip(_tables(module), found, (hooks.enter, hooks.leave), strict=True):
+        table.update(dict.fromkeys(keys, hook))
+
+
+def _unhook(module: nn.Module, kind: type) -> None:
+    """Take hooks off; they may have come with a copy of the module, so that nobody has their handles."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        for key in _keys(vars(module)[name], kind):
+            for flags in (name, f"{name}_with_kwargs"):
+                vars(module)[flags].pop(key, None)
+
+
+def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """The outermost modules that stay in float32."""
+    matched: dict[str, bool] = dict.fromkeys(precision.keep_float32, False)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        patterns = [p for p in matched if fnmatchcase(name, p) or type(module).__name__ == p]
+        matched.update(dict.fromkeys(patterns, True))
+        inner = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if (patterns or _stays(module, precision)) and not inner:
+            found[name] = module
+    missing = [pattern for pattern, is_matched in matched.items() if not is_matched]
+    if missing:
+        raise PlanError(
+            f"Expected keep_float32 to name modules of the {type(model).__name__} or their classes, got "
+            f'{missing}, which match none. Take names from model.named_modules(), as in "*.norm*".'
+        )
+    return list(dict.fromkeys(found.values()))
+
+
+def _stays(module: nn.Module, precision: Precision) -> bool:
+    """Whether it is a norm whose statistics would stand still in a short dtype, or turns by wrong angles."""
+    keeps = isinstance(module, _InstanceNorm) and module.track_running_stats
+    own = [name for name, _ in module.named_buffers(recurse=False)]
+    turns = any(map(_is_frequency, own)) and not any(True for _ in module.parameters())
+    return isinstance(module, BatchNorm) or ((keeps or turns) and precision.store is not None)
+
+
+def _is_frequency(name: str) -> bool:
+    """Whether a buffer of this name holds the frequencies of a rotary embedding, as the field calls them.
+
+    Position times frequency is an angle: with 8 bits of the frequency it may be off by a radian at 1000.
+    """
+    return name.endswith("inv_freq")
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """The module, or in the place of one that is never called, such as a ModuleList, what it holds."""
+    if getattr(module.forward, "__func__", None) is not nn.Module.forward:
+        return [module]
+    return [one for child in module.children() for one in _called(child)]
+
+
+def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
+    """Hooks tell who stored weights short: it was no caller, whose own choice is left as it is."""
+    hooked = [module for module in model.modules() if _keys(_tables(module)[0], Around)]
+    short = {p.dtype for module in hooked for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
+    if short:
+        raise PlanError(
+            "Expected a model that stores its weights as it was made, got one that an earlier step stores in "
+            f"{str(short.pop()).removeprefix('torch.')}, where small updates vanish. Bring it back first, "
+            "with all the digits that step has: weights = step.masters.state_dict(model); model.float(); "
+            "model.load_state_dict(weights)."
+        )
+
+
+def _refuse_unshaped(model: nn.Module, kept: set[nn.Module]) -> None:
+    unshaped = [
+        name
+        for name, module in model.named_modules()
+        if module not in kept and any(map(is_lazy, (*module.parameters(False), *module.buffers(False))))
+    ]
+    if unshaped:
+        raise PlanError(
+            f"Expected weights whose shapes are known where they are to be stored short, got {unshaped[:3]}, "
+            "which wait for their first rows. Run one forward first, without gradient."
+        )
+
+
+def _refuse_shared(model: nn.Module, kept: set[nn.Module]) -> None:
+    short = [module for module in model.modules() if module not in kept]
+    in_short = {p for module in short for p in module.parameters(recurse=False)}
+    names = {p: name for name, p in model.named_parameters()}
+    shared = [names[p] for module in kept for p in module.parameters(recurse=False) if p in in_short]
+    if shared:
+        raise PlanError(
+            f"Expected parts that stay in float32 to share no weight with the others, got {shared[:3]}. Name "
+            "both modules in keep_float32, or neither."
+        )

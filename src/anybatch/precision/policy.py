@@ -1,0 +1,253 @@
+"""Precision: dtypes to store, compute, accumulate and reduce in, and the loss scale, by name or by hand."""
+
+import dataclasses
+import math
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from anybatch.core import PlanError
+
+_SHORT = ("bfloat16", "float16")
+_COMPUTE = (*_SHORT, "float32", "tf32", "float8")
+_DYNAMIC = "dynamic"
+#: What a step may do with a micro-batch whose loss or gradient is not finite, even without a loss scale.
+NON_FINITE_POLICIES = ("raise", "drop", "skip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """In which dtypes a step works. By default in those that the model is in: nothing is changed.
+
+    Attributes:
+        store: dtype of the weights and of what flows between modules, "bfloat16" or "float16"; None to leave
+            them as they are. A float32 copy of each trained weight, the *weight backup*, is what the
+            optimizer updates and what checkpoints hold.
+        compute: dtype of matrix products and convolutions: "bfloat16" or "float16" for torch's autocast,
+            "tf32" for float32 with a shorter mantissa on the GPUs that have it, "float8" for linear layers
+            through torchao, in bfloat16 otherwise; None for that of the weights.
+        accumulate: dtype of gradient sums; None for float32, or the weight's if that is wider.
+        reduce: dtype in which sums are exchanged between ranks; None for that of the sums.
+        keep_float32: modules that stay in float32, with all that is in them: patterns of their names as in
+            `fnmatch`, or names of their classes. BatchNorm stays in any case, and InstanceNorm with running
+            statistics where weights are stored short: these move in steps too small for a short dtype. So do
+            rotary embeddings there, whose angles would be wrong: buffers named `inv_freq`, and modules that
+            hold one and no parameters.
+        loss_scale: what the loss is multiplied by in backward, so that small gradients do not vanish in
+            float16: a power of two, "dynamic" to begin at 65,536 and follow the gradients, None for 1.
+
+    Raises:
+        PlanError: a value that cannot be carried out, or two that do not go together.
+
+    Example:
+        >>> find_precision("fp16-mixed").loss_scale
+        'dynamic'
+        >>> Precision(store="bfloat16", keep_float32=("LayerNorm", "*.router")).bytes_per_weight
+        6
+
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.3.
+    """
+
+    store: str | None = None
+    compute: str | None = None
+    accumulate: str | None = None
+    reduce: str | None = None
+    keep_float32: tuple[str, ...] = ()
+    loss_scale: float | str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep_float32", _patterns(self.keep_float32))
+        _check_one_of("store", self.store, _SHORT)
+        _check_one_of("compute", self.compute, _COMPUTE)
+        for name in ("accumulate", "reduce"):
+            _check_dtype(name, getattr(self, name))
+        _check_scale(self.loss_scale)
+        if self.store is not None and self.compute not in (None, self.store, "float8"):
+            raise PlanError(
+                f"Expected weights that are stored in {self.store} to be computed with in {self.store}, got "
+                f"compute={self.compute!r}. Leave compute out, or store them in float32."
+            )
+        if self.keep_float32 and not self.is_short:
+            raise PlanError(
+                f"Expected a shorter dtype beside keep_float32, got {list(self.keep_float32)} where all is "
+                'left as it is. Name store="bfloat16" or compute="bfloat16", or leave it out.'
+            )
+
+    @property
+    def is_short(self) -> bool:
+        """Whether anything is stored or computed in 16 bits."""
+        return self.store is not None or self.is_mixed
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether torch's autocast chooses the dtype of each operation."""
+        return self.store is None and self.compute in (*_SHORT, "float8")
+
+    @property
+    def storage(self) -> torch.dtype | None:
+        """The dtype of stored weights; None to leave them."""
+        return None if self.store is None else getattr(torch, self.store)
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Bytes held for each trained float32 weight, without gradient and optimizer state."""
+        return 4 if self.store is None else 4 + 2
+
+    def computing(self, kinds: Iterable[str]) -> AbstractContextManager[Any]:
+        """What holds while the model and the loss are evaluated, but not in backward.
+
+        Args:
+            kinds: of the devices that compute, as in "cpu" or "cuda".
+        """
+        return self._autocast(kinds) if self.is_mixed else _NOTHING
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """What holds throughout a step: matrix products are summed in float32 where they are short.
+
+        The switches are torch's own, and those found are put back.
+
+        Example:
+            >>> with find_precision("bf16-true").arithmetic():
+            ...     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+            False
+        """
+        if self.compute == "tf32":
+            return _switched(_TF32)
+        return _switched(_FULL_SUMS) if self.is_short else _NOTHING
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; `Precision(**values)` reads it."""
+        return dataclasses.asdict(self) | {"keep_float32": list(self.keep_float32)}
+
+    def __str__(self) -> str:
+        name = next((name for name, one in NAMED.items() if one == self), None)
+        if name is not None:
+            return name
+        set_ = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return ", ".join(f"{name} {_in_words(value)}" for name, value in set_.items() if value)
+
+    @contextmanager
+    def _autocast(self, kinds: Iterable[str]) -> Generator[None]:
+        dtype = torch.float16 if self.compute == "float16" else torch.bfloat16
+        with ExitStack() as stack:
+            for kind in kinds:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            yield
+
+
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+_MATMUL: Any = torch.backends.cuda.matmul
+_CUDNN: Any = torch.backends.cudnn
+_FULL_SUMS = (
+    (_MATMUL, "allow_fp16_reduced_precision_reduction", False),
+    (_MATMUL, "allow_bf16_reduced_precision_reduction", False),
+    (_MATMUL, "allow_fp16_accumulation", False),
+)
+_TF32 = (
+    (_MATMUL, "fp32_precision", "tf32"),
+    (_CUDNN.conv, "fp32_precision", "tf32"),
+    (_CUDNN.rnn, "fp32_precision", "tf32"),
+)
+
+
+@contextmanager
+def _switched(settings: tuple[tuple[Any, str, object], ...]) -> Generator[None]:
+    # Older torch has fewer. What is so already is left alone: it may be inherited, or say more than a bool.
+    known = [one for one in settings if hasattr(one[0], one[1])]
+    found = [(holder, name, getattr(holder, name)) for holder, name, _ in known]
+    wanted = [
+        (one, value) for one, (*_, value) in zip(found, known, strict=True) if not _is_so(one[2], value)
+    ]
+    try:
+        for (holder, name, _), value in wanted:
+            setattr(holder, name, value)
+        yield
+    finally:
+        for (holder, name, value), _ in wanted:
+            setattr(holder, name, value)
+
+
+def _is_so(found: Any, wanted: object) -> bool:
+    return (found[0] if isinstance(found, tuple) else found) == wanted
+
+
+def _patterns(given: Any) -> tuple[str, ...]:
+    is_list = isinstance(given, Iterable) and not isinstance(given, str)
+    if not (is_list and all(isinstance(one, str) and one for one in given)):
+        raise PlanError(
+            f'Expected keep_float32 to be a list of patterns, got {given!r}. Write ["LayerNorm", "*.router"].'
+        )
+    return tuple(given)
+
+
+def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value is not None and value not in known:
+        raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one of them.")
+
+
+def _check_dtype(name: str, value: str | None) -> None:
+    dtype = None if value is None else getattr(torch, str(value), None)
+    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
+
+
+def _check_scale(value: Any) -> None:
+    if value is None or value == _DYNAMIC:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 1 <= value < math.inf and math.frexp(value)[0] == 0.5):
+        raise PlanError(
+            f"Expected loss_scale to be a power of two of at least 1, which changes no digit, got {value!r}. "
+            'Pass 1024, or "dynamic".'
+        )
+
+
+def _in_words(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+NAMED: Mapping[str, Precision] = {
+    "float32": Precision(),
+    "tf32": Precision(compute="tf32"),
+    "bf16-mixed": Precision(compute="bfloat16"),
+    "fp16-mixed": Precision(compute="float16", loss_scale=_DYNAMIC),
+    "bf16-true": Precision(store="bfloat16"),
+    "fp16-true": Precision(store="float16", loss_scale=_DYNAMIC),
+}
+
+
+def find_precision(precision: "str | Precision | None") -> Precision:
+    """A precision by its name.
+
+    Raises:
+        PlanError: there is none of that name.
+
+    Example:
+        >>> find_precision("bf16-true").store
+        'bfloat16'
+    """
+    if isinstance(precision, Precision):
+        return precision
+    name = "float32" if precision is None else precision
+    if not isinstance(name, str) or name not in NAMED:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"Expected a precision, one of {', '.join(NAMED)}, got {precision!r}. Name one, or say each "
+            "dtype by itself with ab.Precision(store=..., compute=...)."
+        )
+    return NAMED[name]
+
+
+def check_non_finite(policy: object) -> None:
+    """Refuse what is no policy for values that are not finite.
+
+    Raises:
+        PlanError: it is none of `POLICIES`.
+    """
+    if policy not in NON_FINITE_POLICIES:
+        raise PlanError(
+            f'Expected non_finite to be one of {NON_FINITE_POLICIES}, got {policy!r}. "raise" stops and '
+            'names the rows, "drop" leaves them and their weight out, "skip" makes no update.'
+        )

@@ -1,0 +1,240 @@
+"""Blocks: the repeated parts of a model, found by structure or named by pattern."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import cast
+
+import torch
+from torch import nn
+
+from anybatch.core import PlanError
+from anybatch.integrations import is_layer, recomputes_itself
+
+#: What may be done with the activations of a block; one that is not named keeps them.
+POLICIES = ("recompute", "selective", "offload")
+
+#: (module name, policy) of each block whose activations are not kept, in the order of the model.
+Choice = tuple[tuple[str, str], ...]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+# A module is a stack of blocks, and no block, where at least so much of its parameters is in its blocks. Of
+# Swin's stages it is 94 %, the rest are the layers between them.
+_STACK = 0.75
+
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The names of the repeated blocks: where a model's work is, one after another.
+
+    A block is a module with children and parameters whose class occurs at least twice in the model: GPT-2's
+    layers, ResNet's bottlenecks, a U-Net's double convolutions. Of modules nested in one another it is the
+    outermost, with two exceptions. A stack is looked into: a module that holds several blocks of one class in
+    a list, and in them three quarters of its parameters, such as the encoder and the decoder of T5. And
+    experts are no blocks: they work side by side, so the layer that holds them is the block. The containers
+    of torch are only looked into, and leaves (`nn.LSTM`, `nn.Linear`) are what blocks are made of, so a plain
+    `nn.Sequential` of layers has none. What transformers marks as a layer is a block even where it stands
+    alone. A compiled module counts as what it compiles.
+
+    Args:
+        model: looked at, never called.
+
+    Returns:
+        Names as in `named_modules`, in the order of the model, none within another.
+
+    Example:
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 3)
+        >>> find_blocks(encoder)
+        ('layers.0', 'layers.1', 'layers.2')
+        >>> find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        ()
+    """
+    modules = [_inner(module) for module in model.modules() if _inner(module) is module]
+    counts = Counter(type(module) for module in modules if _may_be_block(module))
+    repeated = {kind for kind, count in counts.items() if count > 1}
+    repeated |= {type(module) for module in modules if is_layer(module)}
+    lists = {type(one) for one in modules if not is_layer(one) and any(map(is_layer, one.modules()))}
+    stacks = {kind for kind in repeated if _is_stack([m for m in modules if type(m) is kind], repeated)}
+    found: dict[nn.Module, str] = {}
+    for name, module in _outermost(model, "", repeated - stacks - lists):
+        found.setdefault(module, name)
+    return tuple(found.values())
+
+
+def choose_blocks(model: nn.Module, asked: object) -> Choice:
+    """Read what a caller asks for.
+
+    Args:
+        model: whose blocks are meant.
+        asked: None for none; a policy for all blocks that `find_blocks` finds, "all" for "recompute";
+            patterns of module names, as of files, to recompute those (the outermost modules that a pattern
+            matches; of a list of blocks its elements); or a mapping from pattern to policy, of which the last
+            that matches a module counts.
+
+    Raises:
+        PlanError: it is something else, a pattern matches no module, or blocks are within one another.
+
+    Example:
+        >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+        >>> choose_blocks(model, "selective")
+        (('layers.0', 'selective'), ('layers.1', 'selective'))
+        >>> choose_blocks(model, {"layers.*": "recompute", "*.1": "offload"})
+        (('layers.0', 'recompute'), ('layers.1', 'offload'))
+        >>> choose_blocks(model, ["*.linear1"])
+        (('layers.0.linear1', 'recompute'), ('layers.1.linear1', 'recompute'))
+        >>> choose_blocks(model, None)
+        ()
+    """
+    if asked is None:
+        return ()
+    if isinstance(asked, str):
+        policy = "recompute" if asked == "all" else _checked(asked)
+        chosen = dict.fromkeys(find_blocks(model), policy)
+        if not chosen:
+            raise PlanError(
+                f"Expected a model with repeated blocks for recompute={asked!r}, got none in "
+                f"{type(model).__name__}. Name modules by pattern, as in recompute=['encoder.*']."
+            )
+    else:
+        chosen = {
+            name: policy for pattern, policy in _patterns(asked).items() for name in _matched(model, pattern)
+        }
+    choice = tuple((name, chosen[name]) for name, _ in model.named_modules() if name in chosen)
+    _check_apart(choice)
+    _check_not_twice(model, choice)
+    _check_not_scripted(model, choice)
+    return choice
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` was given, of what it returned; others as they are."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    return vars(module).get("_modules", {}).get("_orig_mod") or module
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    return (
+        type(module) not in _CONTAINERS
+        and not _is_scripted(module)
+        and any(True for _ in module.children())
+        and any(True for _ in module.parameters())
+    )
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Whether torch.jit has compiled it, or something in it: its state is out of reach."""
+    return any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
+
+
+def _elements(module: nn.Module) -> Iterator[nn.Module]:
+    """What a module holds in containers of torch; all its children where it is itself of such a kind."""
+    for name, child in module.named_children():
+        if "expert" not in name and type(child) in _CONTAINERS:
+            yield from child.children()
+            yield from _elements(child)
+        elif isinstance(module, _CONTAINERS) and type(module) not in _CONTAINERS:
+            yield child
+
+
+def _is_stack(modules: Sequence[nn.Module], repeated: set[type[nn.Module]]) -> bool:
+    """Whether modules of one class are mostly lists of blocks of another."""
+    inside = 0
+    for module in modules:
+        kinds = Counter(type(_inner(element)) for element in _elements(module))
+        several = {kind for kind, count in kinds.items() if count > 1 and kind in repeated}
+        within = {e for e in _elements(module) if type(_inner(e)) in several}
+        inside += sum(_size(element) for element in within)
+    return inside > 0 and inside >= _STACK * sum(_size(module) for module in modules)
+
+
+def _size(module: nn.Module) -> int:
+    """Elements of its parameters; tables of embeddings, which may be the whole model's, do not count."""
+    tables = {p for one in module.modules() if isinstance(one, nn.Embedding) for p in one.parameters()}
+    return sum(parameter.numel() for parameter in module.parameters() if parameter not in tables)
+
+
+def _outermost(module: nn.Module, name: str, kinds: set[type[nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        dotted = f"{name}.{child_name}" if name else child_name
+        if type(_inner(child)) in kinds and _may_be_block(_inner(child)):
+            yield dotted, child
+        elif "expert" not in child_name:
+            yield from _outermost(child, dotted, kinds)
+
+
+def _patterns(asked: object) -> dict[str, str]:
+    if isinstance(asked, Mapping):
+        found = {str(p): _checked(policy) for p, policy in cast(Mapping[object, object], asked).items()}
+    elif isinstance(asked, Sequence):
+        found = {str(pattern): "recompute" for pattern in cast(Sequence[object], asked)}
+    else:
+        raise PlanError(
+            f"Expected recompute to be None, 'all', one of {POLICIES}, patterns of module names or a mapping "
+            f"from pattern to policy, got {asked!r}. Pass 'all' to recompute every repeated block."
+        )
+    return found
+
+
+def _checked(policy: object) -> str:
+    if policy not in POLICIES:
+        raise PlanError(
+            f"Expected a policy, one of {POLICIES}, got {policy!r}. Pass one of them, or a list of patterns "
+            "to recompute the modules of these names."
+        )
+    return str(policy)
+
+
+def _matched(model: nn.Module, pattern: str) -> list[str]:
+    """The outermost modules that a pattern matches; of a list its elements, since nobody calls the list."""
+    found: list[str] = []
+    lists: set[str] = set()
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        is_matched = fnmatchcase(name, pattern) or name.rpartition(".")[0] in lists
+        if name and not is_inside and is_matched:
+            if isinstance(module, _WITHOUT_FORWARD) or (name == pattern and _is_list(module)):
+                lists.add(name)
+            else:
+                found.append(name)
+    if not found:
+        some = ", ".join(name for name, _ in list(model.named_modules())[1:6])
+        raise PlanError(
+            f"Expected a pattern that matches a module, got {pattern!r}. Names are as in "
+            f"model.named_modules(): {some or 'this model has no submodules'}."
+        )
+    return found
+
+
+def _is_list(module: nn.Module) -> bool:
+    """Whether this is a sequence of blocks, not of layers without parts."""
+    elements = list(module.children())
+    return type(module) is nn.Sequential and bool(elements) and all(map(_may_be_block, elements))
+
+
+def _check_apart(choice: Choice) -> None:
+    for outer, _ in choice:
+        inner = next((name for name, _ in choice if name.startswith(f"{outer}.")), None)
+        if inner:
+            raise PlanError(
+                f"Expected blocks that are not within one another, got {outer!r} and {inner!r}. Name one of "
+                "the two."
+            )
+
+
+def _check_not_twice(model: nn.Module, choice: Choice) -> None:
+    for name, _ in choice:
+        if any(recomputes_itself(module) for module in model.get_submodule(name).modules()):
+            raise PlanError(
+                f"Expected blocks that keep their activations, got {name!r}, which transformers recomputes "
+                "already. Call model.gradient_checkpointing_disable()."
+            )
+
+
+def _check_not_scripted(model: nn.Module, choice: Choice) -> None:
+    for name, policy in choice:
+        if policy != "offload" and _is_scripted(model.get_submodule(name)):
+            raise PlanError(
+                f"Expected blocks that Python runs for {policy!r}, got {name!r} with a ScriptModule "
+                'in it, of which nothing can be put back. Choose "offload", or leave it out of `recompute`.'
+            )

@@ -1,0 +1,298 @@
+"""A block's forward, run again later from the very state it began in."""
+
+import random
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from anybatch.core import AnybatchError, BlockError, PlanError
+from anybatch.recompute.trust import Believed, Trust, is_plain, is_stop, mark
+from anybatch.state import Inside, ways
+
+
+class Draws:
+    """Where every random stream stands that a forward may draw from.
+
+    Those of torch on the CPU and, where CUDA is in use, on every device, not only those of the arguments; of
+    the modules themselves; Python's; and NumPy's, where it is loaded.
+
+    Args:
+        generators: those that modules or arguments hold: torch's, NumPy's or Python's.
+
+    Example:
+        >>> before = Draws()
+        >>> first = torch.rand(2)
+        >>> before.restore()
+        >>> torch.equal(torch.rand(2), first)
+        True
+    """
+
+    def __init__(self, generators: Sequence[Any] = ()) -> None:
+        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+        everyone = [ways(one) for one in (torch.default_generator, *cuda, *generators)]
+        self._noted = [(put, read()) for read, put in everyone]
+        self._python = random.getstate()
+        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+    def restore(self) -> None:
+        """Put the streams back to where they stood."""
+        for put, state in self._noted:
+            put(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+class State:
+    """What a block's forward reads and may write besides its arguments, as it stands when this is made.
+
+    Buffers, also where a forward puts another tensor in the place of one; parameters, where another stands in
+    the place of one (`torch.func.functional_call`); attributes of the modules and what lists and dicts among
+    them hold; random streams. Running statistics are copied always, because BatchNorm's kernels write them
+    without telling autograd; of other buffers a copy is kept only if the forward wrote to them.
+
+    Args:
+        inside: the block.
+        proof: whether the block is trusted to tell autograd what it writes to.
+    """
+
+    def __init__(self, inside: Inside, proof: Believed | None = None) -> None:
+        self._proof = proof or Believed("", Trust(0))
+        self._draws = Draws(inside.generators)
+        self._inside = inside
+        self._tables = [(table, copy(table)) for table in _tables(inside)]
+        self._slots = [(slots, slots.copy()) for slots in map(_buffers, inside.modules) if slots]
+        self._parameters = [(slots, slots.copy()) for slots in map(_parameters, inside.modules) if slots]
+        self._places = {
+            buffer: (place, name)
+            for place, (_, slots) in enumerate(self._slots)
+            for name, buffer in slots.items()
+            if buffer is not None and _is_noted(buffer)
+        }
+        self._copies = {buffer: buffer.detach().clone() for buffer in self._places}
+        self._versions = {buffer: buffer._version for buffer in self._places}  # pyright: ignore[reportPrivateUsage]
+        self._marks = [(one, mark(one)) for one in _others(inside)] if self._proof.is_needed else []
+
+    def keep_what_changed(self, name: str = "") -> None:
+        """After the forward: drop what it cannot have changed.
+
+        Args:
+            name: of the block, for a message.
+
+        Raises:
+            BlockError: it has written to a parameter, or to a tensor that is no buffer.
+        """
+        for value, before in self._marks:
+            if before and mark(value) != before:
+                raise BlockError(
+                    f"Expected {name!r} to write to buffers only, got a {type(value).__name__} of shape "
+                    f"{tuple(value.shape)} that its forward writes to, and would write to again in backward. "
+                    "Register it as a buffer, or leave this block out of `recompute`.",
+                    block=name,
+                )
+        self._marks = []
+        self._tables = [pair for pair in self._tables if not _is_same(*pair)]
+        for buffer, version in self._versions.items():
+            if buffer._version == version and not self._is_written_silently(buffer):  # pyright: ignore[reportPrivateUsage]
+                del self._copies[buffer]
+
+    def _is_written_silently(self, buffer: Tensor) -> bool:
+        """Running statistics have one axis. Of others it is found out before a block is trusted."""
+        silent, place = self._proof.trust.silent, self._places[buffer]
+        if self._proof.is_needed and is_plain(buffer) and mark(buffer) != mark(self._copies[buffer]):
+            silent.add(place)
+        return place in silent or (buffer.is_floating_point() and buffer.dim() <= 1)
+
+    @contextmanager
+    def again(self, name: str) -> Generator[None]:
+        """For a while everything is as it was; then as it was found, whatever was written meanwhile.
+
+        What is written are copies, so buffers stay the same to autograd.
+
+        Args:
+            name: of the block, for a message.
+
+        Raises:
+            PlanError: a buffer that the forward left alone has changed since.
+        """
+        self._refuse_changed(name)
+        fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
+        draws = Draws(self._inside.generators)
+        tables = [(table, copy(table)) for table in _tables(self._inside)]
+        parameters = [(table, table.copy()) for table, _ in self._parameters]
+        slots = [(here, here.copy()) for here in map(_buffers, self._inside.modules)]
+        try:
+            self._draws.restore()
+            for found, before in (*self._tables, *self._parameters):
+                _set(found, before)
+            for found, before in self._slots:
+                _set(found, {key: fresh.get(b, b) if b is not None else b for key, b in before.items()})
+            yield
+        finally:
+            for found, now in (*tables, *parameters, *slots):
+                _set(found, now)
+            draws.restore()
+
+    def _refuse_changed(self, name: str) -> None:
+        for buffer, version in self._versions.items():
+            if buffer not in self._copies and buffer._version != version:  # pyright: ignore[reportPrivateUsage]
+                raise PlanError(
+                    f"Expected the buffers of {name!r} to stay as they are from forward to backward, got one "
+                    f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
+                    "`recompute`."
+                )
+
+
+class Call:
+    """One call of a block: its forward when first called, the same again each time after that.
+
+    Args:
+        name: of the block, for a message.
+        forward: of the block.
+        inside: where the block's state lives.
+        arguments: of the call, `(args, kwargs)`. Lists and dicts are copied, so that what somebody adds to
+            them later is not seen.
+        proof: what the second run is compared with; nothing if it is not given.
+
+    Attributes:
+        tensors: those among the arguments, each once; what `__call__` takes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        inside: Inside,
+        arguments: Any,
+        proof: Believed | None = None,
+    ) -> None:
+        self.tensors: list[Tensor] = []
+        args, kwargs = arguments
+        self._name, self._forward = name, forward
+        self._inside = inside.joined((*args, *kwargs.values()))
+        self._proof = proof or Believed(name, Trust(0))
+        self._first: list[Any] = [arguments]
+        self._arguments = _taken_apart(arguments, self.tensors, {})
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Run the forward, or run it again.
+
+        Raises:
+            PlanError: the forward changes one of its arguments in place.
+            BlockError: what it does when run again is not what it did.
+        """
+        if not self._first:
+            return self._again(tensors)
+        args, kwargs = self._first.pop()
+        self.tensors = []  # autograd keeps them, and tells if they are changed
+        self._state = State(self._inside, self._proof)
+        versions = [tensor._version for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
+        with self._proof.first():
+            result = self._forward(*args, **kwargs)
+        if versions != [tensor._version for tensor in tensors]:  # pyright: ignore[reportPrivateUsage]
+            raise PlanError(
+                f"Expected a block that leaves its arguments as they are, got {self._name!r}, which changes "
+                "one in place and so cannot be run again. Set inplace=False in its first layers, or leave "
+                "it out of `recompute`."
+            )
+        self._state.keep_what_changed(self._name)
+        return result
+
+    def _again(self, tensors: Sequence[Tensor]) -> Any:
+        args, kwargs = _put_together(self._arguments, tensors)
+        try:
+            with self._state.again(self._name), self._proof.again():
+                return self._forward(*args, **kwargs)
+        except Exception as error:
+            is_known = isinstance(error, (AnybatchError, MemoryError, torch.OutOfMemoryError))
+            if not (is_known or is_stop(error)):
+                error.add_note(f"This happened while block {self._name!r} was run again in backward.")
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    index: int
+
+
+def _taken_apart(value: object, tensors: list[Tensor], places: dict[int, _Place]) -> Any:
+    """The containers anew, with a place for each tensor; the same tensor has the same place."""
+    if not isinstance(value, Tensor):
+        return _rebuilt(value, lambda one: _taken_apart(one, tensors, places))
+    if value.is_inference():  # a constant, and autograd could not keep it
+        return value
+    if id(value) not in places:
+        places[id(value)] = _Place(len(tensors))
+        tensors.append(value)
+    return places[id(value)]
+
+
+def _put_together(value: object, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    return _rebuilt(value, lambda one: _put_together(one, tensors))
+
+
+def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
+    """A list, tuple or dict of changed elements; anything else as it is."""
+    kind: Any = type(value)
+    if kind is dict or (isinstance(value, OrderedDict) and kind.__init__ is OrderedDict.__init__):
+        return kind([(key, change(one)) for key, one in value.items()])
+    return kind([change(one) for one in value]) if kind in (list, tuple) else value
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    return module._buffers  # pyright: ignore[reportPrivateUsage]
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def _tables(inside: Inside) -> list[Any]:
+    """All in which a forward may put one thing in the place of another, but for parameters and buffers."""
+    return [*map(vars, inside.modules), *inside.containers]
+
+
+def _others(inside: Inside) -> list[Any]:
+    """The tensors and arrays that are copied for nobody."""
+    held = [one for module in inside.modules for one in _parameters(module).values()]
+    odd = [one for module in inside.modules for one in _buffers(module).values() if one is not None]
+    leaves = [one for one in inside.values if getattr(one, "is_leaf", True)]
+    return [one for one in held if one is not None] + [one for one in odd if not _is_noted(one)] + leaves
+
+
+def _is_noted(buffer: Tensor) -> bool:
+    return not (is_lazy(buffer) or buffer.requires_grad or buffer.is_inference())
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether two containers hold the same."""
+    if isinstance(now, Mapping):
+        values: Any = now.values(), cast(Mapping[Any, Any], before).values()
+        return now.keys() == cast(Mapping[Any, Any], before).keys() and all(map(is_, *values))
+    if isinstance(now, set):
+        return now == before
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _set(found: Any, values: Any) -> None:
+    """Fill a container with what another holds."""
+    if _is_same(found, values):
+        return
+    if isinstance(found, dict):
+        if found.keys() != values.keys():
+            found.clear()
+        found.update(values)
+        return
+    found.clear()
+    (found.update if isinstance(found, set) else found.extend)(values)

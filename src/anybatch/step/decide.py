@@ -1,0 +1,257 @@
+"""How a step's batches are cut: as asked, as memory has taught, or as fits a budget."""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from functools import lru_cache
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.core import Batch, BudgetError, PlanError
+from anybatch.engine import Plan, Task, check_micro_batch
+from anybatch.planner import Budget, PlanReport, Question, answer, enforced, single_rows
+from anybatch.precision import Precision
+from anybatch.recompute import choose_blocks, find_blocks
+from anybatch.step.limits import Limits
+
+_DEPENDS = "with batch_norm='micro' the result depends on the cut"
+_WHOLE = {"cut_refused": _DEPENDS}
+
+
+class Planning:
+    """What a step decides about its batches, and remembers.
+
+    Args:
+        model: whose blocks may be rebuilt.
+        micro_batch: as for `anybatch.Step`; so are memory, recompute, clip_norm, accumulate, compensated,
+            batch_norm and non_finite.
+        memory: see there.
+        recompute: see there.
+        clip_norm: see there.
+        accumulate: see there.
+        compensated: see there.
+        batch_norm: see there.
+        precision: in which dtypes.
+        non_finite: see there.
+
+    Attributes:
+        settings: a plan without rows that holds all that does not depend on the batch.
+        limits: what memory has taught.
+        most_rows: rows of the largest batch so far; shorter ones may then be the short tail of an epoch.
+
+    Raises:
+        PlanError: a choice that cannot be carried out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        micro_batch: int | None,
+        memory: str | int | None,
+        recompute: str | Sequence[str] | Mapping[str, str] | None,
+        clip_norm: float | None,
+        accumulate: torch.dtype | None,
+        compensated: bool,
+        batch_norm: str | None,
+        precision: Precision,
+        non_finite: str,
+    ) -> None:
+        if micro_batch is not None:
+            if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
+                micro_batch = int(micro_batch)  # NumPy's; a plan holds a plain int
+            check_micro_batch(micro_batch)
+        self.micro_batch = micro_batch
+        self.budget = None if memory is None else Budget(memory)
+        self._may_choose_blocks = recompute is None
+        # What it refuses is refused here, not in the first step.
+        self.settings = Plan(
+            rows=0,
+            micro_batch=0,
+            clip_norm=math.inf if clip_norm is None else clip_norm,
+            accumulate=_accumulate(accumulate, precision),
+            compensated=compensated,
+            batch_norm=batch_norm,
+            blocks=choose_blocks(model, recompute),
+            precision=precision,
+            non_finite=non_finite,
+        )
+        self._distrusted: set[tuple[str, str]] = set()  # block and policy
+        self.limits = Limits()
+        self.most_rows = 0
+        self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
+
+    def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
+        """The plan of a batch of so many rows, where there is no budget.
+
+        Raises:
+            PlanError: there is one, so the batch itself has to be seen.
+        """
+        if self.budget is not None:
+            raise PlanError(
+                f"Expected a batch, whose shapes the plan depends on with memory={self.budget.memory!r}, "
+                f"got {rows} rows. Call step.foresee(batch)."
+            )
+        return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
+
+    def of(self, task: Task, batch: Batch) -> Plan:
+        """The plan of a batch.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        if self.budget is None:
+            return _of_size(self.settings, batch.rows, self._limited(task, batch, self._size(batch.rows)))
+        plan = self._within(self._question(task, batch, batch.rows), self.budget)
+        self._wanted = plan.micro_batch
+        size = self._limited(task, batch, plan.micro_batch)
+        return plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)
+
+    def of_window(self, task: Task, batch: Batch) -> Plan:
+        """The plan of one micro-batch of a window: as it comes, unless it does not fit.
+
+        Raises:
+            BudgetError: not even one row fits.
+        """
+        rows, like = batch.rows, self.settings
+        self._wanted = rows
+        if self.budget is not None:
+            # One of several, so that gradients are there already; with compensated sums errors, too.
+            parts = 3 if self.settings.compensated else 2
+            question = self._question(task, batch, parts * rows, as_it_comes=True)
+            question = replace(question, parts=parts)
+            if question.cut_refused:  # and so there is only one
+                question = self._question(task, batch, rows, as_it_comes=True)
+            like = self._within(question, self.budget, whole={"sizes": (rows,)})
+            self._wanted = min(rows, like.micro_batch)
+        return _of_size(like, rows, self._limited(task, batch, self._wanted))
+
+    def _limited(self, task: Task, batch: Batch, wanted: int) -> int:
+        """Rows that fit, as far as memory has taught; as wanted where the result depends on the cut."""
+        keeps_cut = task.batch_norms and self.settings.batch_norm != "frozen"
+        return wanted if keeps_cut else self.limits.size(batch.like, wanted)
+
+    def learn(
+        self, batch: Batch, plan: Plan, *, failed: int, seconds: float = 0.0, in_window: bool = False
+    ) -> None:
+        """What came of a plan.
+
+        Args:
+            batch: that was carried out.
+            plan: how.
+            failed: rows of the smallest micro-batch in which memory ran out, 0 where it never did.
+            seconds: that it took.
+            in_window: whether it was a micro-batch of a window.
+        """
+        if self.budget is not None and not failed and not in_window:
+            self.budget.note(plan, seconds)
+        as_asked = self.budget is None and not in_window
+        wanted = self._size(batch.rows) if as_asked else self._wanted
+        self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
+
+    def distrust(self, block: str, plan: Plan) -> bool:
+        """Never choose again what made a block run again in another way; whether it was chosen here.
+
+        Args:
+            block: its name.
+            plan: under which it did.
+        """
+        found = block, dict(plan.blocks).get(block, "")
+        if self.budget is None or not self._may_choose_blocks or found in self._distrusted:
+            return False
+        self._distrusted.add(found)
+        self.budget.forget()
+        return True
+
+    def see(self, rows: int) -> None:
+        """There are batches of so many rows: shorter ones may then be the short tail of an epoch."""
+        self.most_rows = max(self.most_rows, rows)
+
+    def enforced(self, task: Task) -> AbstractContextManager[None]:
+        """While a step runs: on CUDA the allocator itself keeps to the budget."""
+        return nullcontext() if self.budget is None else enforced(self.budget.memory, task)
+
+    def ledger(self, task: Task, batch: Batch) -> object:
+        """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
+        return single_rows(task, batch, self.settings)
+
+    def foresee(
+        self,
+        task: Task,
+        batch: Batch,
+        *,
+        memory: str | int | None,
+        rows: int | None,
+        device: str | torch.device | None,
+        measure: bool,
+    ) -> PlanReport:
+        """What a batch of so many rows like these would cost, on this device, within this much memory.
+
+        Raises:
+            PlanError: no number of rows.
+        """
+        rows = batch.rows if rows is None else _at_least_one(rows)
+        question = self._question(task, batch, rows)
+        if self.budget is not None and memory is None and device is None:  # what the step itself will do
+            plan = self._within(question, self.budget)
+            known = self.budget.report(plan, question)
+            settled = replace(question, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
+            return known or answer(settled, self.budget.memory, None, measure=measure)
+        if memory is not None and question.is_cut_felt:
+            with suppress(BudgetError):
+                return answer(replace(question, cut_refused=_DEPENDS), memory, device, measure=measure)
+        measure = measure and not question.is_cut_felt  # the clock may not decide about the result
+        return answer(question, memory, device, measure=measure)
+
+    def _within(self, question: Question, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
+        """The plan; where the result depends on the cut, a cut is the last way out.
+
+        Args:
+            question: what is to be planned.
+            budget: that it is to keep to.
+            whole: what makes the same question one about rows that are not cut.
+        """
+        return budget.plan(question, replace(question, **whole) if question.is_cut_felt else None)
+
+    def _question(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Question:
+        norms = task.batch_norms if self.settings.batch_norm is None else ()
+        size = rows if as_it_comes else self._size(rows)
+        blocks = find_blocks(task.model) if self._may_choose_blocks else ()
+        return Question(
+            task=task,
+            batch=batch,
+            like=_of_size(self.settings, rows, size),
+            cut_refused=f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
+            if norms
+            else "",
+            blocks=tuple([name for name in blocks if (name, "recompute") not in self._distrusted]),
+            without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
+            sizes=() if self.micro_batch is None or as_it_comes else (size,),
+        )
+
+    def _size(self, rows: int) -> int:
+        micro_batch = rows if self.micro_batch is None else self.micro_batch
+        return rows if rows < micro_batch <= self.most_rows else micro_batch
+
+
+def _at_least_one(rows: object) -> int:
+    if not isinstance(rows, Integral) or isinstance(rows, bool) or rows < 1:
+        raise PlanError(
+            f"Expected rows to be a whole number of at least 1, got {rows!r}. Leave it out for those of the "
+            "batch."
+        )
+    return int(rows)  # NumPy's too; a plan holds a plain int
+
+
+def _accumulate(chosen: torch.dtype | None, precision: Precision) -> str:
+    wanted = precision.accumulate if chosen is None else str(chosen).removeprefix("torch.")
+    return wanted or "auto"
+
+
+@lru_cache(maxsize=64)  # batches of an epoch have one or two sizes
+def _of_size(like: Plan, rows: int, micro_batch: int) -> Plan:
+    return replace(like, rows=rows, micro_batch=micro_batch)

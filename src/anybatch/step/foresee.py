@@ -1,0 +1,123 @@
+"""What a step will cost, before anything runs: the plan, its bytes and its seconds."""
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from anybatch.core import Collate
+from anybatch.planner import PlanReport
+from anybatch.precision import Precision, find_precision
+from anybatch.step.step import Step
+
+_CHANGED = (
+    "_buffers",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_modules",
+)
+_LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+
+
+def plan(
+    model: nn.Module,
+    loss: object,
+    optimizer: Optimizer | Sequence[Optimizer],
+    batch: Any,
+    *,
+    memory: str | int | None = None,
+    rows: int | None = None,
+    device: str | torch.device | None = None,
+    micro_batch: int | None = None,
+    recompute: str | Sequence[str] | Mapping[str, str] | None = None,
+    clip_norm: float | None = None,
+    collate: Collate | None = None,
+    accumulate: torch.dtype | None = None,
+    compensated: bool = False,
+    batch_norm: str | None = None,
+    precision: str | Precision = "float32",
+    measure: bool = True,
+) -> PlanReport:
+    """The fastest plan of one step within a budget, and every byte of it.
+
+    The step is run on fake tensors, which hold no data: the model may be on the meta device, the batch may
+    hold only a few of its rows, and the device need not be here. Only what keeps the result is chosen: the
+    size of micro-batches, and which blocks of the model are kept, rebuilt or moved to the host. With
+    `measure`, and where the device is here, the fastest plans are raced for a few seconds on the rows given;
+    model, optimizer and random streams are as before.
+
+    Args:
+        model: as for `anybatch.Step`; so are loss, optimizer, micro_batch, recompute, clip_norm, collate,
+            accumulate, compensated, batch_norm and precision.
+        loss: see there.
+        optimizer: see there.
+        batch: rows of the form that the step will see; only shapes and dtypes matter, if nothing is measured.
+        memory: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or bytes; None for no limit:
+            then nothing is chosen, and the plan is that of `micro_batch` and `recompute`.
+        rows: of the logical batch; None for those of `batch`.
+        device: "cpu", "cuda", or a card that need not be here, such as "cuda:a100"; None for where the model
+            is.
+        micro_batch: see there; None for a choice.
+        recompute: see there; None for a choice.
+        clip_norm: see there.
+        collate: see there.
+        accumulate: see there.
+        compensated: see there.
+        batch_norm: see there.
+        precision: see there; a true one is planned for, and the model stays as it is.
+        measure: race the fastest plans, rather than estimating their seconds from the device's figures.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
+        PlanError, BatchError, LossError, OptimizerError: as from a step.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> batch = torch.zeros(2, 64), torch.zeros(2, 8)
+        >>> report = plan(model, nn.MSELoss(), optimizer, batch, rows=4096, memory="2MiB", measure=False)
+        >>> report.plan.rows, report.peak <= 2 * 2**20, report.plan.is_cut
+        (4096, True, True)
+    """
+    chosen = find_precision(precision)
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    with _as_it_was(model, optimizers) if chosen.is_short else nullcontext():
+        step = Step(
+            model,
+            loss,
+            optimizer,
+            micro_batch=micro_batch,
+            recompute=recompute,
+            clip_norm=clip_norm,
+            collate=collate,
+            accumulate=accumulate,
+            compensated=compensated,
+            batch_norm=batch_norm,
+            precision=chosen,
+            check=False,
+        )
+        return step.foresee(batch, memory=memory, rows=rows, device=device, measure=measure)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
+    """Afterwards weights, buffers, hooks and states are as before; a short precision changes them."""
+    weights = [(parameter, parameter.data) for parameter in model.parameters()]
+    tables: list[Any] = [vars(module)[name] for module in model.modules() for name in _CHANGED]
+    tables += [getattr(one, name) for one in optimizers for name in _LOAD_HOOKS if hasattr(one, name)]
+    tables += [slots for one in optimizers if isinstance(one, Optimizer) for slots in one.state.values()]
+    found = [(table, table.copy()) for table in tables]
+    try:
+        yield
+    finally:
+        for parameter, data in weights:
+            parameter.data = data
+        for table, content in found:
+            table.clear()
+            table.update(content)

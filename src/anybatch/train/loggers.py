@@ -1,0 +1,181 @@
+"""Who is told how training goes: text and JSON-lines logs, written as it happens."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from anybatch.core import StepReport, format_count, format_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What lies ahead when training starts or goes on.
+
+    Attributes:
+        epochs: the last epoch's number.
+        done_updates: updates made already, before this start.
+        total_updates: updates when all epochs are done.
+        rows: rows of an epoch.
+    """
+
+    epochs: int
+    done_updates: int
+    total_updates: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochReport:
+    """One epoch is over.
+
+    Attributes:
+        epoch: 1 for the first.
+        updates: updates since the very start.
+        loss: mean of the loss over all rows of the epoch, each at the weights its batch met.
+        validation: loss, terms and metrics on the validation rows; empty where there are none.
+        learning_rate: that of the first parameter group after the epoch.
+        seconds: wall time of this epoch's training, without validation.
+        samples_per_second: rows trained per second of it.
+        dropped: rows that were left out, because they were not finite.
+        skipped: steps without an update: fully masked, left out as a whole, or skipped.
+    """
+
+    epoch: int
+    updates: int
+    loss: float
+    validation: Mapping[str, float]
+    learning_rate: float
+    seconds: float
+    samples_per_second: float
+    dropped: int = 0
+    skipped: int = 0
+
+    def __str__(self) -> str:
+        held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
+        lost = f"  {format_count(self.dropped)} rows left out" if self.dropped else ""
+        lost += f"  {format_count(self.skipped)} steps without update" if self.skipped else ""
+        return (
+            f"epoch {self.epoch:3}  loss {self.loss:.4f}{held_out}  lr {self.learning_rate:.3g}  "
+            f"{format_count(self.samples_per_second)} samples/s  {format_seconds(self.seconds)}{lost}"
+        )
+
+
+class Watcher(Protocol):
+    """Looks on while a trainer works; changes nothing."""
+
+    def start(self, course: Course) -> None:
+        """Training starts or goes on."""
+        ...
+
+    def step(self, report: StepReport) -> None:
+        """An update was made."""
+        ...
+
+    def epoch(self, report: EpochReport) -> None:
+        """An epoch is over, validated and saved."""
+        ...
+
+    def stop(self) -> None:
+        """Training stops: done, or by an exception."""
+        ...
+
+
+class TextLog:
+    """One line per epoch for people, appended to a file.
+
+    Args:
+        path: the file; made if missing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def start(self, course: Course) -> None:
+        """Note how much lies ahead."""
+        self._write(
+            f"start at update {course.done_updates} of {course.total_updates}, {format_count(course.rows)} "
+            "rows an epoch"
+        )
+
+    def step(self, report: StepReport) -> None:
+        """A line per update would be too much for people; the JSON-lines log has them."""
+
+    def epoch(self, report: EpochReport) -> None:
+        """Write the epoch's line."""
+        self._write(str(report))
+
+    def stop(self) -> None:
+        """Note that training stopped here."""
+        self._write("stop")
+
+    def _write(self, line: str) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+
+_FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated")
+_TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0}  # told only where they are something else
+
+
+class JsonLog:
+    """One JSON object per update and per epoch, appended to a file, for programs and plots.
+
+    An update's line has the loss scale, the micro-batches that were done again and the rows that were left
+    out only where there is something to tell.
+
+    Args:
+        path: the file; made if missing. NaN and infinity are written as null, because JSON has none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: list[str] = []
+        self._flushed = time.monotonic()
+
+    def start(self, course: Course) -> None:
+        """Write what lies ahead."""
+        self._add("start", asdict(course))
+        self._flush()
+
+    def step(self, report: StepReport) -> None:
+        """Keep the update's line; lines are written once a second, so that small steps stay fast."""
+        values = {name: getattr(report, name) for name in _FIELDS}
+        told = {name: getattr(report, name) for name in _TRIVIAL}
+        self._add("step", values | {name: told[name] for name in told if told[name] != _TRIVIAL[name]})
+        if time.monotonic() - self._flushed > 1:
+            self._flush()
+
+    def epoch(self, report: EpochReport) -> None:
+        """Write the epoch's line and those of its updates."""
+        self._add("epoch", asdict(report))
+        self._flush()
+
+    def stop(self) -> None:
+        """Write what is still kept."""
+        self._add("stop", {})
+        self._flush()
+
+    def _add(self, event: str, values: Mapping[str, object]) -> None:
+        self._lines.append(json.dumps({"event": event} | _finite(values)))
+
+    def _flush(self) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in self._lines)
+        self._lines.clear()
+        self._flushed = time.monotonic()
+
+
+def _finite(values: Mapping[str, object]) -> dict[str, object]:
+    """The same values with null for what JSON cannot say."""
+    return {
+        name: _finite(value)
+        if isinstance(value, Mapping)
+        else None
+        if isinstance(value, float) and not math.isfinite(value)
+        else value  # pyright: ignore[reportUnknownArgumentType]
+        for name, value in values.items()
+    }

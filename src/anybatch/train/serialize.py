@@ -1,0 +1,121 @@
+"""Nested values parted into tensors and JSON, and put together again: what pickle is not needed for."""
+
+import ctypes
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, cast
+
+from torch import Tensor, strided
+
+from anybatch.core import CheckpointError
+
+_TAG = "$"  # marks what JSON alone cannot say: {"$": "tuple", "of": [...]}
+
+
+class Packer:
+    """Parts nested values into tensors by key and JSON that refers to them.
+
+    Attributes:
+        tensors: dense, contiguous, on the CPU, by the path they were found at; tied ones once.
+
+    Example:
+        >>> import torch
+        >>> packer = Packer()
+        >>> packed = packer.pack({"lr": 0.1, "betas": (0.9, 0.99), "m": torch.ones(1)}, "state")
+        >>> packed["m"], unpack(packed, packer.tensors)["betas"]
+        ({'$': 'tensor', 'of': 'state/m'}, (0.9, 0.99))
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._keys: dict[tuple[object, ...], str] = {}  # of tensors seen, so that tied ones are kept once
+        self._seen: list[Tensor] = []  # alive, so that no later tensor takes the address of one of them
+        self._storages: set[int] = set()
+
+    def pack(self, value: Any, path: str) -> Any:
+        """JSON for a value; its tensors are kept under their paths."""
+        if isinstance(value, Tensor):
+            return {_TAG: "tensor", "of": self._keep(value, path)}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {_TAG: "float", "of": str(value)}  # JSON has no word for it
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if type(value) in (list, tuple):
+            items = [self.pack(item, f"{path}/{index}") for index, item in enumerate(value)]
+            return items if type(value) is list else {_TAG: "tuple", "of": items}
+        if isinstance(value, Mapping):
+            mapping = cast("Mapping[Any, Any]", value)
+            pairs = [(key, self.pack(item, f"{path}/{key}")) for key, item in mapping.items()]
+            if isinstance(value, Counter):
+                return {_TAG: "counter", "of": pairs}
+            if all(isinstance(key, str) for key, _ in pairs) and _TAG not in value:
+                return dict(pairs)
+            if all(isinstance(key, int | str) and not isinstance(key, bool) for key, _ in pairs):
+                return {_TAG: "dict", "of": pairs}
+        raise CheckpointError(
+            f"{path}: expected tensors, numbers, strings, lists, tuples or dicts, got "
+            f"{type(value).__name__}. "
+            "A checkpoint is never pickled; give that object a state_dict() of plain values."
+        )
+
+    def _keep(self, value: Tensor, path: str) -> str:
+        value = value.detach()
+        if value.layout != strided or value.is_meta or value.is_quantized:
+            raise CheckpointError(
+                f"{path}: expected a dense tensor that holds values, got {value.layout} on {value.device}. "
+                "Make it dense, or leave it out."
+            )
+        identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
+        if value.numel() and identity in self._keys:
+            return self._keys[identity]
+        while path in self.tensors:  # of another value: {"a/b": ...} beside {"a": {"b": ...}}
+            path += "'"
+        self._keys[identity] = path
+        self._seen.append(value)
+        stored = value.cpu().resolve_conj().resolve_neg().contiguous()
+        if stored.untyped_storage().data_ptr() in self._storages:
+            stored = stored.clone()  # safetensors refuses tensors that overlap without being the same
+        self._storages.add(stored.untyped_storage().data_ptr())
+        self.tensors[path] = stored
+        return path
+
+
+def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that `Packer.pack` made this JSON of.
+
+    Raises:
+        ValueError, TypeError, LookupError: it was not made by a packer.
+    """
+    if isinstance(value, list):
+        return [unpack(item, tensors) for item in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    mapping = cast("dict[str, Any]", value)
+    kind: str | None = mapping.get(_TAG)
+    of: Any = mapping.get("of")
+    if kind == "tensor":
+        return tensors[of]
+    if kind == "float":
+        return float(of)
+    if kind == "tuple":
+        return tuple(unpack(of, tensors))
+    if kind in ("dict", "counter"):
+        items = {key: unpack(item, tensors) for key, item in of}
+        return Counter(items) if kind == "counter" else items
+    if kind is not None:
+        raise ValueError(f"a value of the kind {kind!r}")
+    return {key: unpack(item, tensors) for key, item in mapping.items()}
+
+
+def digest_of(tensors: Mapping[str, Tensor], text: str) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of all tensors, and the JSON."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        if value.numel():
+            size = value.numel() * value.element_size()
+            digest.update((ctypes.c_ubyte * size).from_address(value.data_ptr()))  # no copy
+    return digest.hexdigest()

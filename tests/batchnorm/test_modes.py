@@ -1,0 +1,303 @@
+"""Where rows meet: BatchNorms are found in every state, frozen for a while, and converted for exact cuts."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import anybatch as ab
+from anybatch.batchnorm import (
+    batch_norm_to_group_norm,
+    check_batch_norm,
+    find_batch_norms,
+    frozen_batch_norms,
+    names_of_batch_norms,
+    refuse_batch_norms,
+)
+from anybatch.core.errors import PlanError
+from anybatch.testing import GradientRecorder, reference_step, relative_error
+
+LIMIT = 1e-12  # relative, float64
+
+
+class Scaled(nn.BatchNorm2d):
+    """A subclass of a user."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "1d": lambda: nn.BatchNorm1d(4),
+    "2d": lambda: nn.BatchNorm2d(4),
+    "3d": lambda: nn.BatchNorm3d(4),
+    "sync": lambda: nn.SyncBatchNorm(4),
+    "lazy": lambda: nn.LazyBatchNorm2d(),
+    "subclass": lambda: Scaled(4),
+}
+BYSTANDERS = [nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(4)]
+
+
+class Image(nn.Module):
+    """Convolutions with BatchNorm for images, and one for the vectors that come out of them."""
+
+    def __init__(self, groupable: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(2, groupable, 3), nn.BatchNorm2d(groupable, eps=1e-3), nn.Tanh())
+        self.head = nn.Sequential(nn.Linear(groupable, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 3))
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.head(self.body(image).mean((2, 3)))
+
+
+def meets(module: nn.Module, x: Tensor) -> bool:
+    """Whether the first row's output changes with the others: by trying."""
+    other = x.clone()
+    other[1:] += torch.randn_like(x[1:])
+    with torch.no_grad():
+        return not torch.equal(module(x)[0], module(other)[0])
+
+
+def cut_error(model: nn.Module) -> float:
+    """Of the gradient of a ragged cut, against the whole batch."""
+    batch = torch.randn(11, 2, 6, 5, dtype=torch.float64), torch.randint(3, (11,))
+    recorder = GradientRecorder(model)
+    expected = reference_step(model, nn.CrossEntropyLoss(), batch)
+    ab.Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=4, batch_norm="micro")(batch)
+    return relative_error(recorder.gradients, expected.gradients)
+
+
+# ---- found
+
+
+@pytest.mark.parametrize("make", NORMS.values(), ids=NORMS)
+def test_training_meets_and_evaluation_does_not(make: Callable[[], nn.Module]) -> None:
+    model = nn.Sequential(make(), *BYSTANDERS)
+    assert find_batch_norms(model.modules()) == [model[0]]
+    assert find_batch_norms(model.eval().modules()) == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("tracking", [True, False])
+def test_what_is_found_is_where_rows_meet(training: bool, tracking: bool) -> None:
+    x = torch.randn(5, 4, 3, 3)
+    for norm in (nn.BatchNorm2d(4, track_running_stats=tracking), nn.InstanceNorm2d(4)):
+        norm.train(training)
+        assert (find_batch_norms([norm]) == [norm]) == meets(norm, x)
+
+
+def test_statistics_that_are_kept_though_no_longer_tracked_are_used() -> None:
+    norm = nn.BatchNorm2d(4).eval()
+    norm.track_running_stats = False
+    assert not meets(norm, torch.randn(5, 4, 3, 3))
+    assert find_batch_norms([norm]) == []
+
+
+def test_each_is_found_once_in_order() -> None:
+    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    assert find_batch_norms([second, nn.Linear(1, 1), first, second]) == [second, first]
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more"), (20, "0, 1, 2 and 17 more")],
+)
+def test_names_of_many_are_shortened(count: int, told: str) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.BatchNorm1d(2)) for _ in range(20)])
+    assert names_of_batch_norms(model, list(model)[:count]) == told
+
+
+def test_names_are_dotted_and_strangers_go_by_class() -> None:
+    model = Image()
+    assert names_of_batch_norms(model, find_batch_norms(model.modules())) == "body.1, head.1"
+    assert names_of_batch_norms(model, [nn.BatchNorm3d(2), model]) == "BatchNorm3d, Image"
+
+
+def test_what_is_refused_is_named_with_the_ways_out() -> None:
+    model = Image()
+    refuse_batch_norms(model.eval(), find_batch_norms(model.modules()))
+    with pytest.raises(
+        PlanError, match=r"got body\.1, head\.1: .*batch_norm_to_group_norm.*frozen.*micro.*uncut"
+    ):
+        refuse_batch_norms(model.train(), find_batch_norms(model.modules()))
+
+
+# ---- frozen
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_frozen_use_running_statistics_update_none_and_come_back(fails: bool) -> None:
+    model = Image()
+    model.body[1].eval()  # one that its owner has frozen already stays so
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    modes = [module.training for module in model.modules()]
+    try:
+        with frozen_batch_norms([model.body[1], model.head[1]]):
+            assert find_batch_norms(model.modules()) == []
+            assert model.head.training
+            assert not meets(model, torch.randn(5, 2, 6, 5))
+            model(torch.randn(5, 2, 6, 5)).sum().backward()
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+    assert all(parameter.grad is not None for parameter in model.head[1].parameters())
+
+
+def test_frozen_leaves_the_modules_inside_alone() -> None:
+    norm = Scaled(4)
+    norm.drop = nn.Dropout()
+    with frozen_batch_norms([norm]):
+        assert norm.drop.training
+
+
+def test_without_running_statistics_nothing_can_be_frozen() -> None:
+    norms = [nn.BatchNorm1d(4), nn.BatchNorm1d(4, track_running_stats=False)]
+    with (
+        pytest.raises(PlanError, match=r"running statistics to freeze, got BatchNorm1d\(4"),
+        frozen_batch_norms(norms),
+    ):
+        pytest.fail("not reached")
+    assert norms[0].training
+
+
+# ---- the choice
+
+
+@pytest.mark.parametrize("choice", [None, "micro", "frozen"])
+def test_choices(choice: str | None) -> None:
+    check_batch_norm(choice)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("exact", "'exact', which is not available yet"),
+        ("Micro", "'micro', 'frozen'.*got 'Micro'"),
+        (True, "got True"),
+    ],
+)
+def test_other_choices_are_refused(choice: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        check_batch_norm(choice)
+
+
+# ---- converted
+
+
+def test_a_cut_is_exact_after_it_and_was_not_before() -> None:
+    model = Image().double()
+    assert cut_error(model) > 0.01
+    assert cut_error(batch_norm_to_group_norm(model)) <= LIMIT
+
+
+def test_rows_no_longer_meet_and_still_differ() -> None:
+    model = batch_norm_to_group_norm(Image())
+    outputs = model(torch.randn(5, 2, 6, 5))
+    assert not meets(model, torch.randn(5, 2, 6, 5))
+    assert outputs.std(0).min() > 0.01  # groups of one value each would give every row the same
+
+
+@pytest.mark.parametrize(
+    ("norm", "groups", "expected"),
+    [
+        (nn.BatchNorm2d(64), 32, 32),
+        (nn.BatchNorm2d(256), 32, 32),
+        (nn.BatchNorm2d(48), 32, 24),
+        (nn.BatchNorm2d(48), 10, 8),
+        (nn.BatchNorm3d(6), 32, 3),
+        (nn.BatchNorm3d(7), 32, 1),
+        (nn.BatchNorm2d(1), 32, 1),
+        (nn.BatchNorm2d(64), 1, 1),
+        (nn.BatchNorm1d(64), 32, 4),
+        (nn.BatchNorm1d(10), 32, 1),
+        (nn.SyncBatchNorm(512), 32, 32),
+    ],
+)
+def test_groups_are_the_largest_divisor_that_leaves_enough_channels(
+    norm: nn.Module, groups: int, expected: int
+) -> None:
+    assert batch_norm_to_group_norm(norm, groups).num_groups == expected
+
+
+@pytest.mark.parametrize("channels", [4, 40])
+@pytest.mark.parametrize("rest", [(), (5,)])
+def test_vectors_and_sequences_work(channels: int, rest: tuple[int, ...]) -> None:
+    model = batch_norm_to_group_norm(nn.BatchNorm1d(channels))
+    x = torch.randn(3, channels, *rest)
+    assert not meets(model, x)
+    assert model(x).abs().mean() > 0.1
+
+
+def test_what_is_kept() -> None:
+    norm = nn.BatchNorm2d(8, eps=0.25, device="meta", dtype=torch.bfloat16).eval()
+    norm.weight.requires_grad_(False)
+    new = batch_norm_to_group_norm(norm)
+    assert isinstance(new, nn.GroupNorm)
+    assert (new.weight is norm.weight, new.bias is norm.bias) == (True, True)
+    assert (new.eps, new.affine, new.training) == (0.25, True, False)
+    bare = batch_norm_to_group_norm(nn.BatchNorm2d(8, affine=False))
+    assert (bare.weight, bare.bias, bare.affine, bare.training) == (None, None, False, True)
+    assert list(bare.state_dict()) == []
+
+
+def test_an_optimizer_made_before_still_trains_the_model() -> None:
+    model = Image()
+    optimizer = SGD(model.parameters(), lr=1.0)
+    assert batch_norm_to_group_norm(model) is model
+    assert [id(p) for p in model.parameters()] == [id(p) for p in optimizer.param_groups[0]["params"]]
+    before = model.body[1].weight.detach().clone()
+    ab.Step(model, nn.CrossEntropyLoss(), optimizer)((torch.randn(4, 2, 6, 5), torch.randint(3, (4,))))
+    assert not torch.equal(model.body[1].weight, before)
+
+
+def test_a_module_in_several_places_is_converted_once() -> None:
+    norm = nn.BatchNorm1d(4)
+    inner = nn.Sequential(norm, nn.Tanh())
+    model = nn.Sequential(inner, norm, inner, nn.ModuleDict({"again": norm}))
+    batch_norm_to_group_norm(model)
+    assert isinstance(model[1], nn.GroupNorm)
+    assert model[0][0] is model[1] is model[2][0] is model[3]["again"]
+    assert find_batch_norms(model.modules()) == []
+
+
+def test_a_lazy_one_is_converted_once_it_has_seen_a_batch() -> None:
+    model = nn.Sequential(nn.LazyBatchNorm2d(affine=False))
+    with pytest.raises(PlanError, match=r"LazyBatchNorm2d at 0\. Run the model once"):
+        batch_norm_to_group_norm(model)
+    model(torch.randn(2, 6, 3, 3))
+    new = batch_norm_to_group_norm(model)[0]
+    assert (new.num_groups, new.num_channels, new.weight) == (3, 6, None)
+
+
+def hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(4)
+    norm.register_forward_hook(lambda module, inputs, output: None)
+    return norm
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Scaled(4), "Scaled at 1. A class of its own"),
+        (hooked, "BatchNorm2d at 1 with .*_forward_hooks.*remove them"),
+    ],
+)
+def test_what_would_be_lost_is_refused_and_nothing_is_changed(
+    make: Callable[[], nn.Module], message: str
+) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(4), make())
+    found = list(model)
+    with pytest.raises(PlanError, match=message):
+        batch_norm_to_group_norm(model)
+    assert list(model) == found
+
+
+@pytest.mark.parametrize("groups", [0, -1, 2.0])
+def test_groups_that_are_none_are_refused(groups: int) -> None:
+    with pytest.raises(PlanError, match=f"at least 1, got {groups}"):
+        batch_norm_to_group_norm(nn.BatchNorm2d(4), groups)

@@ -1,0 +1,36 @@
+"""What the tests of the probe share: a bench, a cut, and the calls of passes over both."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from anybatch.check.calls import Calls
+from anybatch.check.compare import Court
+from anybatch.check.copies import Copied
+from anybatch.check.cut import Cut
+from anybatch.check.draws import Draws
+from anybatch.check.passes import Bench
+from anybatch.check.rows import Part
+
+ROWS = 8
+LIMIT = 1e-9
+
+
+def bench(model: nn.Module, loss: object) -> Bench:
+    return Bench(subject=Copied(model, loss, torch.float64), draws=Draws(0))
+
+
+def cut(given: Any, micro_batch: int = 3) -> Cut:
+    return Cut(given=given, micro_batch=micro_batch, part=Part.whole(ROWS))
+
+
+def court(model: nn.Module, loss: object, given: Any) -> Court:
+    ours, whole = bench(model, loss), cut(given, ROWS)
+    return Court(bench=ours, whole=whole, reference=ours.run(whole, Calls()))
+
+
+def calls(bench: Bench, cut: Cut) -> Calls:
+    found = Calls()
+    bench.run(cut, found)
+    return found

@@ -1,0 +1,231 @@
+"""Terms that do not add up: which, why, and by what they are to be divided."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.check.finding import Finding
+from anybatch.check.terms import Audit
+from anybatch.core.total import Total
+from anybatch.losses.terms import Terms
+from anybatch.testing import Perceptron
+from tests.check.benches import LIMIT, ROWS, bench, calls, cut
+
+GENERATOR = torch.Generator().manual_seed(0)
+LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])
+LABELS = torch.randint(0, 3, (ROWS, 3), generator=GENERATOR)
+LABELS[torch.arange(3) >= LENGTHS[:, None]] = -100
+BATCH = torch.randn(ROWS, 3, 4, generator=GENERATOR), LABELS
+BALANCE = torch.tensor([0.5, 1.0, 4.0])
+
+
+def losses(model: nn.Module, micro: Any, **more: Any) -> Tensor:
+    return F.cross_entropy(model(micro[0]).transpose(1, 2), micro[1], **more)
+
+
+def shifted(micro: Any) -> tuple[Tensor, Tensor]:
+    return micro[0][:, :-1], micro[1][:, 1:]
+
+
+def right(model: nn.Module, micro: Any) -> Total:
+    return Total(losses(model, micro, reduction="sum"), (micro[1] != -100).sum())
+
+
+def audit(loss: Any, *, bare: frozenset[str] = frozenset(), deadline: float = math.inf) -> list[Finding]:
+    model = Perceptron(4, 3)
+    ours, whole = bench(model, loss), cut(BATCH, ROWS)
+    outermost = calls(ours, whole).parts[whole.part]
+    found = Audit(
+        bench=ours,
+        whole=whole,
+        outermost=outermost,
+        tolerance=LIMIT,
+        name="mine",
+        bare=bare,
+        pooled=True,
+        deadline=deadline,
+    )
+    return found.find([cut(BATCH), cut(BATCH, 5), cut(BATCH, 1)])
+
+
+def two_sound(model: nn.Module, micro: Any) -> dict[str, Total]:
+    size = sum(parameter.square().sum() for parameter in model.parameters())
+    return {"main": right(model, micro), "size": Total(size * len(micro[0]), len(micro[0]))}
+
+
+@pytest.mark.parametrize("loss", [right, two_sound, Terms(two_sound, coefficients={"size": 0.1})])
+def test_sound_terms_are_not_found(loss: Any) -> None:
+    assert audit(loss) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "code"),
+    [
+        (lambda m, b: Total(losses(m, b), 1), "n = (micro[1] != -100).sum()"),
+        (lambda m, b: Total(losses(m, b) * len(b[0]), len(b[0])), "n = (micro[1] != -100).sum()"),
+        (lambda m, b: Total(m(b[0]).square().mean(), 1), "n = len(micro[0])"),
+        (
+            lambda m, b: Total(losses(m, b, weight=BALANCE.double()) * len(b[0]), len(b[0])),
+            "n = BALANCE[micro[1][micro[1] >= 0]].sum()",
+        ),
+        (lambda m, b: Total(losses(m, shifted(b)), 1), "n = (micro[1][:, 1:] != -100).sum()"),
+    ],
+    ids=["as one", "times rows", "of squares", "class weights", "shifted"],
+)
+def test_right_denominator_is_found(loss: Any, code: str) -> None:
+    (finding,) = audit(loss)
+    assert finding.kind == "denominator"
+    assert finding.culprit == "term 'loss' of mine"
+    assert code in finding.ways_out[0]
+    assert "ab.Total(mean * n, n)" in finding.ways_out[0]
+
+
+def masked(model: nn.Module, micro: Any, epsilon: float) -> tuple[Tensor, Tensor]:
+    valid = (micro[1] != -100).double()
+    return losses(model, micro, reduction="sum") / (valid.sum() + epsilon), valid.sum()
+
+
+def test_epsilon_in_a_denominator_hides_it_not() -> None:
+    (finding,) = audit(lambda m, b: Total(masked(m, b, 1e-6)[0], 1))
+    assert finding.kind == "denominator"
+    assert "the entries of micro[1] that are not -100, apart from an epsilon in it" in finding.what
+    assert "ab.Total(sum, n)" in finding.ways_out[0]
+
+
+def test_mean_with_an_epsilon_times_its_denominator_is_told_kindly() -> None:
+    def mended(model: nn.Module, micro: Any) -> Total:
+        mean, count = masked(model, micro, 1e-6)
+        return Total(mean * count, count)
+
+    (finding,) = audit(mended)
+    assert finding.kind == "denominator"
+    assert "but for 4e-07 of it, as an epsilon in a denominator leaves it" in finding.what
+    assert "mean * n" in finding.ways_out[0]
+
+
+def unlisted(model: nn.Module, micro: Any) -> tuple[Tensor, Tensor]:
+    each = model(micro[0]).square().sum((1, 2))
+    weight = (micro[1] == micro[1][:, :1]).sum(1) * 2 + 3
+    return (each * weight).sum(), weight.sum()
+
+
+def test_rows_are_weighed_where_their_denominator_is_on_no_list() -> None:
+    def mean(model: nn.Module, micro: Any) -> Total:
+        total, weight = unlisted(model, micro)
+        return Total(total / weight, 1)
+
+    (finding,) = audit(mean)
+    weight = (LABELS[:, :1] == LABELS).sum(1) * 2 + 3
+    told = torch.tensor([int(word) for word in finding.what.split("count as ")[1].split(" (")[0].split(", ")])
+    assert finding.kind == "denominator"
+    assert torch.equal(told * weight[0], weight * told[0])
+
+
+def root(model: nn.Module, micro: Any) -> Total:
+    return Total(unlisted(model, micro)[0].sqrt(), 1)
+
+
+def over_largest(model: nn.Module, micro: Any) -> Total:
+    each = model(micro[0]).square().sum((1, 2))
+    return Total((each / each.detach().max()).mean(), 1)
+
+
+def dice(model: nn.Module, micro: Any) -> Total:
+    chance, wanted = model(micro[0]).sigmoid(), (micro[1][:, :, None] > 0).double()
+    return Total(2 * (chance * wanted).sum() / (chance.sum() + wanted.sum()), 1)
+
+
+@pytest.mark.parametrize("loss", [root, over_largest, dice])
+def test_rows_that_meet_are_not_taken_for_weighed(loss: Any) -> None:
+    assert [finding.kind for finding in audit(loss)] == ["meeting"]
+
+
+def test_no_row_is_looked_at_by_itself_after_the_deadline() -> None:
+    def mean(model: nn.Module, micro: Any) -> Total:
+        assert len(micro[0]) in (8, 7, 3, 2, 1)
+        return Total(unlisted(model, micro)[0] / unlisted(model, micro)[1], 1)
+
+    assert [finding.kind for finding in audit(mean, deadline=0.0)] == ["meeting"]
+
+
+def test_bare_mean_is_found_even_where_it_adds_up() -> None:
+    (finding,) = audit(lambda m, b: m(b[0]).square().mean(), bare=frozenset({"loss"}))
+    assert "bare mean" in finding.what
+    assert "the rows" in finding.what
+
+
+class Fading:
+    """Divides by what it has seen before."""
+
+    def __init__(self) -> None:
+        self.seen = 1.0
+
+    def __call__(self, model: nn.Module, micro: Any) -> Total:
+        self.seen += 1
+        total = right(model, micro)
+        return Total(total.sum / self.seen, total.weight)
+
+
+def contrast(model: nn.Module, micro: Any) -> Total:
+    near = F.normalize(model(micro[0]).flatten(1), dim=1)
+    return Total(F.cross_entropy(near @ near.T, torch.arange(len(near)), reduction="sum"), len(near))
+
+
+def skips_few(model: nn.Module, micro: Any) -> Total:
+    return right(model, micro) if len(micro[0]) > 2 else Total(0 * model(micro[0]).sum(), 0)
+
+
+def _first(model: nn.Module, micro: Any, rows: int) -> Total:
+    each = model(micro[0]).square().sum((1, 2))[:rows]
+    return Total(each.sum(), len(each))
+
+
+def by_place(model: nn.Module, micro: Any) -> Total:
+    each = model(micro[0]).square().sum((1, 2))
+    return Total((each * torch.arange(1, len(each) + 1)).sum(), len(each))
+
+
+def seeded(model: nn.Module, micro: Any) -> Total:
+    torch.manual_seed(0)
+    each = model(micro[0]).square().sum((1, 2))
+    return Total((each * torch.rand(len(each))).sum(), len(each))
+
+
+def detached(model: nn.Module, micro: Any) -> Total:
+    each = model(micro[0]).square().sum((1, 2))
+    return Total(each[0].detach() + each[1:].sum(), len(each))
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (Fading(), "state"),
+        (contrast, "meeting"),
+        (skips_few, "dropped rows"),
+        (lambda m, b: _first(m, b, max(1, len(b[0]) - 1)), "dropped rows"),
+        (by_place, "position"),
+        (seeded, "position"),
+        (detached, "detached"),
+    ],
+    ids=["fading", "contrast", "few", "last", "place", "seed", "detached"],
+)
+def test_other_faults_are_told_apart(loss: Any, kind: str) -> None:
+    assert [finding.kind for finding in audit(loss)] == [kind]
+
+
+def test_only_the_term_that_does_not_add_up_is_named() -> None:
+    def two(model: nn.Module, micro: Any) -> dict[str, Total]:
+        return {"main": right(model, micro), "mean": Total(losses(model, micro), 1)}
+
+    assert [finding.culprit for finding in audit(two)] == ["term 'mean' of mine"]
+
+
+def test_bare_term_does_not_accuse_a_sound_one() -> None:
+    def two(model: nn.Module, micro: Any) -> dict[str, Any]:
+        return {"main": right(model, micro), "mean": losses(model, micro)}
+
+    assert [finding.culprit for finding in audit(two, bare=frozenset({"mean"}))] == ["term 'mean' of mine"]

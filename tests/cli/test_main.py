@@ -1,0 +1,337 @@
+"""The command line on small real files: train, resume, evaluate, and every refusal."""
+
+import gzip
+import json
+import random
+import re
+import runpy
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch.cli import main as cli
+from anybatch.engine.plan import Plan
+from anybatch.memory.ledger import Ledger
+from anybatch.train import checkpoint
+
+FAST = ["--batch-size", "16", "--micro-batch", "5", "--lr", "0.05", "--quiet", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like MNIST's with a few rows: bright left halves are class 0, bright right halves class 1."""
+    folder = tmp_path_factory.mktemp("mnist")
+    draw = random.Random(0)
+    for stem, rows in (("train", 50), ("t10k", 20)):
+        labels = [row % 2 for row in range(rows)]
+        pixels = bytes(
+            draw.randrange(100, 256) if (column >= 14) == bool(label) else draw.randrange(160)
+            for label in labels
+            for _ in range(28)
+            for column in range(28)
+        )
+        images = struct.pack(">4I", 0x803, rows, 28, 28) + pixels
+        (folder / f"{stem}-images-idx3-ubyte.gz").write_bytes(gzip.compress(images))
+        (folder / f"{stem}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, rows) + bytes(labels))
+    return folder
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command."""
+    code = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_train_then_evaluate(mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    code, printed, _ = run(
+        capsys, "train", "lenet5", "--data", mnist, *FAST, "--epochs", 4, "--out", out, "--json"
+    )
+    *text, last = printed.splitlines()
+    told = json.loads(last)
+    assert code == 0
+    assert text[-1] == f"test accuracy {told['accuracy']:.4f}"
+    assert told["accuracy"] > 0.9
+    assert told["updates"] == 4 * 4
+    assert told["checkpoint"] == str(out / "last.safetensors")
+    assert min(told[name] for name in ("loss", "seconds", "samples_per_second", "peak_bytes")) > 0, told
+
+    code, printed, _ = run(capsys, "eval", out, "--data", mnist, "--micro-batch", 3, "--json")
+    again = json.loads(printed.splitlines()[-1])
+    assert code == 0
+    assert again["accuracy"] == told["accuracy"]
+    assert again["rows"] == 20
+    # Other micro-batches may add up in another order; a float32 sum of 20 losses agrees to six digits.
+    assert f"{again['loss']:.5f}" == f"{told['loss']:.5f}"
+
+
+def test_same_seed_same_figures_and_no_run_overwrites_another(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = []
+    for seed in (1, 1, 2):
+        arguments = ("--epochs", 2, "--seed", seed, "--out", tmp_path / "run", "--json")
+        _, printed, _ = run(capsys, "train", "lenet5", "--data", mnist, *FAST, *arguments)
+        told.append(json.loads(printed.splitlines()[-1]))
+    assert [Path(one["checkpoint"]).parent.name for one in told] == ["run", "run-2", "run-3"]
+    assert told[0]["loss"] == told[1]["loss"]
+    assert told[0]["loss"] != told[2]["loss"]
+
+
+def test_resumed_run_ends_like_an_undisturbed_one(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--validation", 0.2, "--warm-up", 3]
+    run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
+    run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
+    code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts")
+    assert code == 0
+    assert "best" in printed
+    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
+    assert whole.model.keys() == parts.model.keys()
+    assert all(value.equal(parts.model[name]) for name, value in whole.model.items())
+    assert whole.progress["updates"] == parts.progress["updates"] == 3 * 3
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-true"])
+def test_train_in_16_bits_resume_and_evaluate(
+    precision: str, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--precision", precision, "--non-finite", "drop"]
+    run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
+    run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
+    code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts", "--json")
+    assert code == 0
+    told = json.loads(printed.splitlines()[-1])
+    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
+    assert all(value.equal(parts.model[name]) for name, value in whole.model.items())
+    assert whole.progress["scale"] == parts.progress["scale"]
+
+    code, printed, _ = run(capsys, "eval", tmp_path / "parts", "--data", mnist, "--json")  # in float32
+    assert code == 0
+    # Scores in 16 bits agree to two digits or so.
+    assert abs(json.loads(printed.splitlines()[-1])["loss"] - told["loss"]) < 0.05 * told["loss"]
+
+    code, _, error = run(capsys, *arguments[:-4], "--epochs", 3, "--resume", tmp_path / "parts")
+    assert code == 1
+    assert f"precision {precision} there and float32 here, non_finite drop there and raise here" in error
+
+
+def test_resume_refuses_other_options(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--epochs", 1]
+    run(capsys, *arguments, "--out", tmp_path / "run")
+    before = (tmp_path / "run" / "last.safetensors").read_bytes()
+    code, _, error = run(capsys, *arguments, "--momentum", 0.5, "--resume", tmp_path / "run")
+    assert code == 1
+    assert "momentum 0.9 there and 0.5 here" in error
+    assert (tmp_path / "run" / "last.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "lenet6"], "lenet5"),
+        (["train", "lenet5", "--data", "no/such/folder"], "no/such/folder"),
+        (
+            ["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"],
+            "--micro-batch to be at least 1, got 0",
+        ),
+        (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "the smallest budget"),
+        (
+            ["train", "lenet5", "--data", "{mnist}", "--micro-batch", "40", "--batch-size", "16"],
+            "at most the 16",
+        ),
+        (["train", "lenet5", "--data", "{mnist}", "--batch-size", "0"], "--batch-size"),
+        (["train", "lenet5", "--data", "{mnist}", "--epochs", "0"], "--epochs"),
+        (["train", "lenet5", "--data", "{mnist}", "--clip-norm", "-1"], "clip_norm"),
+        (["train", "lenet5", "--data", "{mnist}", "--device", "warp"], "warp"),
+        (["train", "lenet5", "--data", "{mnist}", "--validation", "1.5"], "1.5"),
+        (["train", "lenet5", "--data", "{mnist}", "--label-smoothing", "2"], "--label-smoothing"),
+        (["train", "lenet5", "--data", "{mnist}", "--lr", "-1"], "--lr"),
+        (["train", "lenet5", "--data", "{mnist}", "--momentum", "-1"], "--momentum"),
+        (["train", "lenet5", "--data", "{mnist}", "--warm-up", "-1"], "warm-up"),
+        (
+            ["train", "lenet5", "--data", "{mnist}", "--lr-scale", "linear", "--base-batch-size", "0"],
+            "base_batch",
+        ),
+        (["train", "lenet5", "--data", "{mnist}", "--resume", "{mnist}"], "no file"),
+        (["train", "lenet5", "--resume", "typo"], "typo"),
+        (["train", "lenet5", "--data", "{mnist}", "--seed", "9" * 30], "--seed"),
+        (["train", "lenet5", "--data", "{mnist}", "--device", "meta"], "meta"),
+        (["train", "lenet5", "--data", "{mnist}", "--lr", "nan"], "above 0"),
+        (["check", "lenet6"], "package.module:function"),
+        (["check", "no.such.module:f"], "no.such.module"),
+        (["check", "lenet5", "--rows", "1"], "--rows to be at least 2, got 1. See anybatch check --help"),
+        (["check", "lenet5", "--micro-batch", "0"], "--micro-batch to be at least 1, got 0"),
+        (["plan", "lenet5", "--micro-batch", "0"], "--micro-batch to be at least 1, got 0"),
+        (
+            ["plan", "lenet5", "--batch-size", "-3"],
+            "--batch-size to be at least 1, got -3. See anybatch plan",
+        ),
+        (["plan", "lenet5", "--batch-size", "0"], "--batch-size to be at least 1, got 0"),
+        (["plan", "lenet6"], "Expected a target, got 'lenet6'"),
+        (["eval", "nowhere.safetensors", "--micro-batch", "0"], "--micro-batch to be at least 1, got 0"),
+        (["eval", "nowhere.safetensors"], "nowhere.safetensors"),
+        (["eval", "{mnist}/t10k-labels-idx1-ubyte"], "safetensors"),
+    ],
+)
+def test_refusals_are_one_message_and_leave_nothing(
+    mnist: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, error = run(capsys, *[argument.format(mnist=mnist) for argument in arguments])
+    assert code == (2 if arguments[0] == "check" else 1)
+    assert printed == ""
+    assert error.startswith(f"anybatch {arguments[0]}: ")
+    assert words in error
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []  # not even an empty folder of a run
+
+
+TARGETS = """
+import torch
+from torch import nn
+
+def sound():
+    return nn.Linear(3, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
+
+def meeting():
+    layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return layers, nn.MSELoss(), (torch.eye(9)[:, :3], torch.arange(9.0)[:, None])
+
+def without_values():
+    with torch.device("meta"):
+        return sound()
+
+def failing():
+    return nn.Linear(2, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
+"""
+
+
+@pytest.fixture
+def targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the current directory."""
+    name = f"cli_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(TARGETS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def test_check_says_exact_and_only_then_returns_0(targets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "check", f"{targets}:sound", "--rows", 5, "--json")
+    *text, last = printed.splitlines()
+    assert code == 0
+    assert text[0].startswith("exact: split equals whole on 5 rows")
+    assert json.loads(last)["exact"] is True
+
+    code, printed, _ = run(capsys, "check", f"{targets}:meeting", "--micro-batch", 4, "--json")
+    told = json.loads(printed.splitlines()[-1])
+    assert code == 1
+    assert "meeting: 0 (BatchNorm1d)" in printed
+    assert told["cuts"][0] == "4+4+1"
+    assert told["findings"][0]["culprit"] == "0 (BatchNorm1d)"
+
+    code, printed, _ = run(capsys, "check", f"{targets}:meeting", "--batch-norm", "frozen", "--device", "cpu")
+    assert (code, printed.partition(":")[0]) == (0, "exact")
+
+
+def test_check_that_cannot_be_made_says_so_in_one_line(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed, error = run(capsys, "check", f"{targets}:failing", "--json")
+    assert code == 2
+    assert error.startswith("anybatch check: could not check: RuntimeError")
+    assert error.count("\n") == 1
+    assert "RuntimeError" in json.loads(printed)["error"]
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_check_of_shapes_without_values_says_so(
+    targets: str, capsys: pytest.CaptureFixture[str], device: str
+) -> None:
+    code, _, error = run(capsys, "check", f"{targets}:without_values", "--device", device)
+    assert code == 2
+    assert error.startswith("anybatch check: Expected a model with values to check, got 2 of its tensors")
+
+
+def test_check_of_a_recipe(mnist: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "check", "lenet5", "--data", mnist, "--rows", 4, "--device", "cpu")
+    assert code == 0
+    assert printed.startswith("exact: split equals whole on 4 rows")
+
+
+def test_plan_is_a_table_and_one_json_object(targets: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", f"{targets}:sound", "--batch-size", 30, "--memory", "1MB", "--json", "--estimate"]
+    code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
+    *text, last = printed.splitlines()
+    told = json.loads(last)
+    assert code == 0
+    assert text[0].split() == ["rows", "30"]
+    assert Plan.from_json(json.dumps(told["plan"])) == Plan(rows=30, micro_batch=30)
+    assert Ledger.from_json(json.dumps(told["ledger"])).peak == told["peak"] <= told["budget"] == 10**6
+    assert Path("memory.svg").exists()
+
+
+def test_plan_that_does_not_fit_says_the_smallest_budget(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", f"{targets}:sound", "--estimate", "--json"]
+    code, printed, error = run(capsys, *arguments, "--memory", "10")
+    assert code == 1
+    least = re.search(r"\((\d+) bytes\)", error)
+    assert least is not None
+    assert least[0] in json.loads(printed)["error"]
+    assert run(capsys, *arguments, "--memory", least[1])[0] == 0
+    assert run(capsys, *arguments, "--memory", int(least[1]) - 1)[0] == 1
+
+
+def test_plan_that_cannot_be_made_says_so_in_one_line(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, words in (
+        ([f"{targets}:nowhere"], "'nowhere'"),
+        ([f"{targets}:sound", "--memory", "much"], "'much'"),
+        ([f"{targets}:sound", "--device", "tpu"], "'tpu'"),
+        ([f"{targets}:failing", "--memory", "1MB"], "Error"),
+    ):
+        code, printed, error = run(capsys, "plan", *arguments)
+        assert (code, printed) == (1, "")
+        assert error.startswith("anybatch plan: ")
+        assert words in error
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", f"{targets}:sound", "--optimizer", "lion"])
+    assert "invalid choice: 'lion'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("train", "if not given, what is fastest within --memory, or all of a batch without it"),
+        ("plan", "if not given, what is fastest within --memory, or all of a batch with --memory none"),
+        ("plan", "or a card that need not be here: cuda:t4"),
+        ("check", "to be tried besides those that are tried anyway"),
+        ("eval", "if not given, all of them"),
+    ],
+)
+def test_help_is_that_of_each_command(capsys: pytest.CaptureFixture[str], command: str, words: str) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    assert words in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["anybatch", "eval", "nowhere.safetensors"])
+    with pytest.raises(SystemExit, match="1"):
+        runpy.run_module("anybatch", run_name="__main__")
+    assert capsys.readouterr().err.startswith("anybatch eval: nowhere.safetensors: expected a checkpoint")

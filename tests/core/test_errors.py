@@ -1,0 +1,44 @@
+"""Errors: the tree is as drawn, and each is caught as what its documentation says."""
+
+import re
+
+import pytest
+
+import anybatch
+from anybatch.core import errors
+from anybatch.core.errors import AnybatchError, NonFiniteLossError, WindowError
+
+TREE = {name: one for name, one in vars(errors).items() if isinstance(one, type)}
+
+
+def test_drawing_shows_every_error_under_its_parent() -> None:
+    drawn: dict[str, str] = {}
+    parents: list[str] = []
+    for line in (errors.__doc__ or "").splitlines():
+        if match := re.match(r"    ([│ ├└─]*)(\w+Error)\b", line):
+            depth = len(match[1]) // 4
+            parents = [*parents[:depth], match[2]]
+            drawn[match[2]] = parents[depth - 1] if depth else "Exception"
+    assert drawn == {name: one.__bases__[0].__name__ for name, one in TREE.items()}
+
+
+def test_bad_values_are_value_errors_and_a_wrong_order_is_not() -> None:
+    wrong_order = {name for name, one in TREE.items() if not issubclass(one, ValueError)}
+    assert wrong_order == {"AnybatchError", "OutOfMemoryError", "WindowError"}
+    assert issubclass(WindowError, RuntimeError)
+    assert issubclass(errors.OutOfMemoryError, MemoryError)
+
+
+def test_one_root_catches_all() -> None:
+    assert all(issubclass(one, AnybatchError) for one in TREE.values())
+    with pytest.raises(errors.LossError, match="NaN"):
+        raise NonFiniteLossError("NaN")
+
+
+def test_every_error_says_what_it_is_for() -> None:
+    assert all(one.__doc__ for one in TREE.values())
+
+
+def test_what_callers_catch_by_name_is_at_the_front_door() -> None:
+    assert anybatch.BudgetError is errors.BudgetError
+    assert anybatch.AnybatchError is AnybatchError

@@ -1,0 +1,86 @@
+"""Whether numbers are finite: all kinds of tensors at once, and gradients before they are added."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.core.finite import Look, Waiting, all_finite
+from anybatch.memory.fake import FakeMode
+
+KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_one_number_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, bad: float) -> None:
+    largest = torch.finfo(dtype).max
+    tensors = [torch.full((3, 2), largest, dtype=dtype), torch.tensor(-largest, dtype=dtype), torch.ones(5)]
+    assert all_finite(tensors)
+    assert [tensor.flatten()[0].item() for tensor in tensors] == [largest, -largest, 1.0]  # none is changed
+    for tensor in tensors:
+        place = tensor.view(-1)[-1:]
+        kept = place.clone()
+        place.fill_(bad)
+        assert not all_finite(tensors)
+        place.copy_(kept)
+    assert all_finite(tensors)
+    assert all_finite([])
+    assert all_finite([torch.ones(0)])
+
+
+def test_sparse_gradients_are_looked_at() -> None:
+    places = torch.tensor([[0, 0, 2]])
+    values = torch.ones(3, 2), torch.tensor([[1.0, 1], [1, 1], [1, math.nan]]), torch.full((3, 2), 3e38)
+    found = [
+        all_finite([torch.sparse_coo_tensor(places, one, (4, 2), check_invariants=True)]) for one in values
+    ]
+    assert found == [True, False, False]  # the last one has two numbers in one place
+
+
+def test_looking_does_not_disturb_a_backward() -> None:
+    x = torch.ones(3, requires_grad=True)
+    value = x.sum().exp()  # backward needs the value itself
+    assert all_finite([value])
+    value.backward()
+    assert x.grad is not None
+    assert all_finite([x])  # a term may be a parameter itself
+
+
+def test_a_total_that_overflows_is_not_looked_over() -> None:
+    assert not all_finite([torch.tensor([60000.0], dtype=torch.float16) * 2])
+
+
+def test_who_looks_again_has_forgotten_what_was_found() -> None:
+    look, good, bad = Look(), torch.ones(2), torch.tensor([1.0, math.nan])
+    found = [look.are_finite([one]) for one in (good, bad, good, bad.double(), good.double(), good)]
+    assert found == [True, False, True, False, True, True]
+    assert not look.are_finite([bad.double(), good])
+
+
+def test_in_a_trace_all_is_finite() -> None:
+    with FakeMode():
+        look, values = Look(), [torch.ones(2), torch.ones(3).half()]
+        assert [look.are_finite(values), look.are_finite(values), all_finite(values)] == [True] * 3
+
+
+def test_those_that_wait_are_taken_from_their_parameters_and_let_go() -> None:
+    with_gradient, without = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    with_gradient.grad = torch.ones(2)
+    waiting = Waiting()
+    waiting.gather("a", [with_gradient, without])
+    waiting.put("b", without, torch.ones(3))
+    assert with_gradient.grad is None
+    assert {bank: parameters for bank, (parameters, _) in waiting.banks.items()} == {
+        "a": [with_gradient],
+        "b": [without],
+    }
+    assert waiting.nbytes == 12
+    assert waiting.are_finite([torch.ones(1)])
+    assert not waiting.are_finite([torch.tensor(math.nan)])
+    waiting.put("b", without, torch.tensor([math.inf]))
+    assert not waiting.are_finite()
+    assert [*waiting.take()] == ["a", "b"]
+    assert waiting.are_finite()
+    assert waiting.nbytes == 0

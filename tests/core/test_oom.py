@@ -1,0 +1,90 @@
+"""Out of memory, in the words of every allocator; and what its error held is let go."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from anybatch.core.oom import free_caches, ran_out_of_memory, released
+
+OUT: list[BaseException] = [
+    MemoryError(),
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+    RuntimeError("std::bad_alloc"),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("CUDA error: out of memory"),
+    RuntimeError("HIP out of memory. Tried to allocate 1 GiB"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+    RuntimeError("XPU out of memory."),
+    RuntimeError("could not create a memory object"),
+    OSError(12, "Cannot allocate memory"),
+    RuntimeError("Unable to allocate 1.00 GiB for an array with shape (2,)"),
+]
+OTHER: list[BaseException] = [
+    RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+    ValueError("out of memory"),
+    KeyboardInterrupt(),
+    RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("replay memory: unable to allocate slot 7 of 8"),
+]
+
+
+@pytest.mark.parametrize("error", OUT, ids=str)
+def test_lack_of_memory_is_recognised(error: BaseException) -> None:
+    assert ran_out_of_memory(error)
+    outer = ValueError("in a layer")
+    outer.__cause__ = error
+    assert ran_out_of_memory(outer)
+
+
+@pytest.mark.parametrize("error", OTHER, ids=str)
+def test_other_errors_are_not_taken_for_it(error: BaseException) -> None:
+    assert not ran_out_of_memory(error)
+
+
+def test_a_circle_of_causes_ends() -> None:
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+    assert not ran_out_of_memory(one)
+
+
+def test_what_an_error_held_is_let_go() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def fail() -> None:
+        activation = torch.ones(3)
+        held.append(weakref.ref(activation))
+        raise MemoryError("no room")
+
+    try:
+        fail()
+    except MemoryError as error:
+        kept = error
+    assert held[0]() is not None
+    assert released(kept) == "MemoryError: no room"
+    assert held[0]() is None
+
+
+def test_an_error_without_words_has_a_name() -> None:
+    assert released(MemoryError()) == "MemoryError"
+
+
+def test_cycles_are_freed() -> None:
+    class Node:
+        pass
+
+    node = Node()
+    node.self = node  # type: ignore[attr-defined]
+    gone = weakref.ref(node)
+    gc.disable()
+    try:
+        del node
+        assert gone() is not None
+        free_caches()
+        assert gone() is None
+    finally:
+        gc.enable()

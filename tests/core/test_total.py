@@ -1,0 +1,90 @@
+"""Totals add up, divide once, and refuse what has lost its denominator."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch import Total
+from anybatch.core.errors import LossError
+
+PAIRS = st.tuples(st.integers(-(10**6), 10**6), st.integers(0, 10**6))
+
+
+def pair(total: Total) -> tuple[float, float]:
+    return float(total.sum), float(total.weight)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@given(PAIRS, PAIRS, PAIRS)
+def test_totals_are_a_commutative_monoid(
+    as_tensor: bool, first: tuple[int, int], second: tuple[int, int], third: tuple[int, int]
+) -> None:
+    make = torch.tensor if as_tensor else int
+    a, b, c = (Total(make(total), make(weight)) for total, weight in (first, second, third))
+    assert pair((a + b) + c) == pair(a + (b + c)) == pair(c + (a + b))
+    assert pair(a + Total.zero()) == pair(Total.zero() + a) == first
+    assert pair(sum([a, b, c], Total.zero())) == tuple(
+        map(float, map(sum, zip(first, second, third, strict=True)))
+    )
+
+
+def test_mean_divides_once_and_mean_of_nothing_is_nan() -> None:
+    assert Total(3.0, 2).mean() == 1.5
+    assert torch.equal(Total(torch.tensor(3.0), torch.tensor(2)).mean(), torch.tensor(1.5))  # type: ignore[arg-type]
+    assert math.isnan(Total.zero().mean())
+    assert math.isnan(Total(torch.tensor(0.0), torch.tensor(0)).mean())
+
+
+def test_coefficient_scales_the_sum_alone() -> None:
+    assert pair(0.5 * Total(6.0, 3)) == pair(Total(6.0, 3) * 0.5) == (3.0, 3.0)
+
+
+def test_sum_carries_the_graph() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (Total(x.sum(), 3) + Total((2 * x).sum(), 1)).mean().backward()  # type: ignore[union-attr]
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.75] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_are_kept_in_float32_or_wider(dtype: torch.dtype) -> None:
+    half = Total(torch.tensor(60000.0, dtype=dtype), 1)
+    assert isinstance(half.sum, torch.Tensor)
+    assert half.sum.dtype == torch.float32
+    assert pair(half + half)[0] == 2 * pair(half)[0] < math.inf
+    double = Total(torch.tensor(1.0, dtype=torch.float64), 1)
+    assert isinstance(double.sum, torch.Tensor)
+    assert double.sum.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("total", "weight", "got", "todo"),
+    [
+        (torch.zeros(3), 3, "got a tensor of shape (3,)", "Call .sum()"),
+        (torch.zeros(1), 1, "got a tensor of shape (1,)", "Call .sum()"),
+        ("1", 1, "got str", "Sum the losses"),
+        (None, 1, "got NoneType", "Sum the losses"),
+        (1.0, -1, "got -1", "A weight counts"),
+        (1.0, math.nan, "got nan", "A weight counts"),
+        (1.0, math.inf, "got inf", "A weight counts"),
+        (1.0, None, "got NoneType", "Count rows or valid tokens"),
+        (1.0, torch.ones(3), "got shape (3,)", "Call .sum()"),
+        (1.0, torch.tensor(1j), "torch.complex64", "Call .sum()"),
+        (1.0, torch.ones((), requires_grad=True), "got 1.0", "use .detach()"),
+    ],
+)
+def test_what_cannot_be_added_up_is_refused(total: Any, weight: Any, got: str, todo: str) -> None:
+    with pytest.raises(LossError, match=r"^Expected ") as caught:
+        Total(total, weight)
+    assert got in str(caught.value)
+    assert todo in str(caught.value)
+
+
+def test_total_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Total(1.0, 1).weight = 2  # type: ignore[misc]

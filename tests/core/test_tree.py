@@ -1,0 +1,296 @@
+"""Nests of every kind come apart into their tensors and back, with nothing of the caller's changed."""
+
+import dataclasses
+import types
+import weakref
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from anybatch.core import tree
+from anybatch.core.errors import BatchError
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Checked:
+    """Its constructor takes something else than its fields."""
+
+    x: Any
+    rows: dataclasses.InitVar[int]
+    y: Any = None
+
+    def __post_init__(self, rows: int) -> None:
+        assert rows == 4
+
+
+class Encoding(UserDict[str, Any]):
+    """As a BatchEncoding of Hugging Face: a mapping that carries more than its items."""
+
+    def __init__(self, data: dict[str, Any], encodings: str) -> None:
+        super().__init__(data)
+        self.encodings = encodings
+
+
+class Attributed(OrderedDict[str, Any]):
+    """As a ModelOutput of Hugging Face: items and attributes are the same."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+class Store(MutableMapping[str, Any]):
+    """A mapping whose shallow copy shares its items."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self.items_ = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.items_)
+
+    def __len__(self) -> int:
+        return len(self.items_)
+
+
+X, Y = torch.arange(8.0).reshape(4, 2), torch.arange(4)
+
+NESTS: dict[str, tuple[Any, list[str]]] = {
+    "tensor": (X, ["the batch itself"]),
+    "tuple": ((X, Y), ["[0]", "[1]"]),
+    "list": ([X, Y], ["[0]", "[1]"]),
+    "named tuple": (Pair(X, Y), ["[0]", "[1]"]),
+    "old named tuple": (namedtuple("Old", "x y")(X, Y), ["[0]", "[1]"]),
+    "dict": ({"x": X, 3: Y}, ["['x']", "[3]"]),
+    "OrderedDict": (OrderedDict(y=Y, x=X), ["['y']", "['x']"]),
+    "defaultdict": (defaultdict(list, x=X, y=Y), ["['x']", "['y']"]),
+    "UserDict": (Encoding({"x": X, "y": Y}, "kept"), ["['x']", "['y']"]),
+    "attributed": (Attributed(x=X, y=Y), ["['x']", "['y']"]),
+    "dataclass": (Checked(X, 4, Y), [".x", ".y"]),
+    "frozen dataclass": (Frozen(X, Y), [".x", ".y"]),
+    "nothing": ((None, None), []),
+    "None beside": ({"x": X, "mask": None, "y": (None, Y)}, ["['x']", "['y'][1]"]),
+    "deep": (Frozen([{"x": Pair(X, None)}], ((Y,),)), [".x[0]['x'][0]", ".y[0][0]"]),
+    "empty": ((), []),
+}
+
+
+def shape(value: Any) -> Any:
+    """The nest without its tensors: types, keys and order."""
+    if isinstance(value, Tensor | None):
+        return type(value)
+    if dataclasses.is_dataclass(value):
+        return type(value), [shape(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, dict | UserDict):
+        return type(value), [(key, shape(item)) for key, item in value.items()]
+    return type(value), [shape(item) for item in value]
+
+
+@pytest.mark.parametrize(("nest", "paths"), NESTS.values(), ids=NESTS)
+def test_nests_come_apart_and_back(nest: Any, paths: list[str]) -> None:
+    flat = tree.flatten(nest)
+    assert list(flat.paths) == paths
+    assert all(leaf is X or leaf is Y for leaf in flat.leaves)
+    changed = [leaf[:1] + 1 for leaf in flat.leaves]
+    built = flat.build(iter(changed))
+    assert shape(built) == shape(nest)
+    assert all(a is b for a, b in zip(tree.flatten(built).leaves, changed, strict=True))
+    assert all(
+        a is b for a, b in zip(tree.flatten(nest).leaves, flat.leaves, strict=True)
+    )  # the caller's own
+
+
+def test_built_nest_is_a_new_one() -> None:
+    for name, (nest, _) in NESTS.items():
+        built = tree.map_leaves(lambda leaf: leaf, nest)
+        assert built is not nest or name in ("tensor", "empty"), name
+
+
+def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
+    nest, _ = NESTS["UserDict"]
+    assert tree.map_leaves(torch.clone, nest).encodings == "kept"
+    attributed = tree.map_leaves(lambda leaf: leaf[:1], NESTS["attributed"][0])
+    assert attributed.x is attributed["x"]
+    assert attributed.x.shape == (1, 2)
+    default = tree.map_leaves(torch.clone, NESTS["defaultdict"][0])
+    assert default["new"] == []
+
+
+@pytest.mark.parametrize("make", [Store, types.MappingProxyType], ids=["shares its items", "read-only"])
+def test_mapping_that_cannot_be_copied_becomes_a_dict(make: Callable[[dict[str, Any]], Any]) -> None:
+    nest = make({"x": X, "y": Y})
+    built = tree.map_leaves(lambda leaf: leaf[:1], nest)
+    assert type(built) is dict
+    assert built["y"].tolist() == [0]
+    assert nest["x"] is X
+
+
+@pytest.mark.parametrize(
+    ("nest", "got"),
+    [
+        (3, "got a int at the top"),
+        ({"x": X, "id": ["a"]}, "got a str at ['id'][0]"),
+        (Frozen(X, 0.5), "got a float at .y"),
+        ((X, np.zeros(4)), "got a ndarray (torch.from_numpy makes it a tensor) at [1]"),
+        ((X, np.float32(1)), "got a float32 (torch.from_numpy makes it a tensor) at [1]"),
+        ({"x": {1, 2}}, "got a set at ['x']"),
+        ((X, Frozen), "got a type at [1]"),
+        (iter([X]), "got a list_iterator at the top"),
+    ],
+)
+def test_other_leaves_are_refused_by_place(nest: Any, got: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        tree.flatten(nest)
+    assert got in str(caught.value)
+    assert "Expected tensors (or None) at every leaf" in str(caught.value)
+    assert "Turn it into a tensor with one entry per row" in str(caught.value)
+
+
+LEAVES = st.one_of(st.none(), st.integers(1, 3).map(lambda size: torch.full((4, size), float(size))))
+TREES = st.recursive(
+    LEAVES,
+    lambda children: st.one_of(
+        st.lists(children, max_size=3),
+        st.lists(children, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), children, max_size=3),
+        st.tuples(children, children).map(lambda pair: Pair(*pair)),
+        st.tuples(children, children).map(lambda pair: Frozen(*pair)),
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES)
+def test_any_nest_comes_back(nest: Any) -> None:
+    flat = tree.flatten(nest)
+    assert len(flat.paths) == len(set(flat.paths)) == len(flat.leaves)
+    doubled = tree.map_leaves(lambda leaf: 2 * leaf, nest)
+    assert shape(doubled) == shape(nest)
+    assert tree.flatten(doubled).paths == flat.paths
+    for one, two in zip(flat.leaves, tree.flatten(doubled).leaves, strict=True):
+        assert torch.equal(2 * one, two)
+
+
+@dataclasses.dataclass(eq=False)
+class Module(nn.Module):
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize("value", [X, 3, "word", None, {1}, Frozen, Module])
+def test_what_is_no_container_has_no_parts(value: Any) -> None:
+    assert tree.parts(value) is None
+
+
+def test_a_module_is_no_container_though_it_is_a_dataclass() -> None:
+    module = Module.__new__(Module)
+    nn.Module.__init__(module)
+    module.x = X
+    assert dataclasses.is_dataclass(module)
+    assert tree.parts(module) is None
+
+
+@pytest.mark.parametrize(("nest", "paths"), NESTS.values(), ids=NESTS)
+def test_a_container_is_filled_with_its_own_parts(nest: Any, paths: list[str]) -> None:
+    found = tree.parts(nest)
+    if found is not None:
+        again = tree.mould(nest)(found)
+        assert again is not nest or not found
+        assert shape(again) == shape(nest)
+        assert all(a is b for a, b in zip(tree.parts(again) or [], found, strict=True))
+
+
+@pytest.mark.parametrize("make", [lambda x: (x, [x]), lambda x: Pair(x, {"x": x})], ids=["plain", "named"])
+def test_what_builds_a_plain_nest_holds_none_of_its_tensors(make: Callable[[Tensor], Any]) -> None:
+    """Outputs of many rows would stay with it."""
+    leaf = torch.ones(1)
+    build = tree.flatten(make(leaf)).build
+    gone = weakref.ref(leaf)
+    del leaf
+    assert gone() is None
+    assert shape(build(iter([X, Y]))) == shape(make(X))
+
+
+def test_what_was_put_into_a_nest_is_taken_out_again() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Node:
+        value: Any
+        parent: Any = None
+
+    root = Node(torch.zeros(1))
+    child = Node([1, 2], parent=root)
+    root.parent = child  # a cycle
+    batch = UserDict({"nodes": (root, child), "names": ["one"], "x": torch.ones(1)})
+    x = batch["x"]
+    refill = tree.refilling(batch)
+    root.value, child.value[0], child.parent = None, 7, None
+    batch["x"] = batch["y"] = torch.zeros(1)
+    batch["names"].append("two")
+    del batch["nodes"]
+    refill()
+    assert [*batch] == ["nodes", "names", "x"]
+    assert batch["x"] is x
+    assert batch["names"] == ["one"]
+    assert (child.value, child.parent) == ([1, 2], root)
+    assert torch.equal(root.value, torch.zeros(1))
+
+
+def test_tensors_of_containers_that_hold_one_another() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Node:
+        value: Tensor
+        others: Any
+
+    one, other, last = Node(X, []), Node(Y, []), {"x": X}
+    one.others, other.others = [other, last, last], (one, 7)
+    last["again"] = last
+    assert [id(leaf) for leaf in tree.tensors_in(one)] == [id(X), id(Y), id(X)]
+
+
+@pytest.mark.parametrize("first", ["train", 7, None, X], ids=type)
+def test_a_container_comes_back_whatever_stands_before_it(first: Any) -> None:
+    batch = [first, {"x": X}, ("y", [Y])]
+    refill = tree.refilling(batch)
+    batch[1].pop("x")
+    batch[2][1].append(X)
+    refill()
+    assert [*batch[1]] == ["x"]
+    assert len(batch[2][1]) == 1
+
+
+def test_items_come_back_where_others_took_their_place() -> None:
+    batch = UserDict({"x": torch.ones(1), "y": torch.ones(1)})
+    refill = tree.refilling(batch)
+    batch.pop("y")
+    batch.data = {key: part + 1 for key, part in batch.data.items()}  # as `to(device)` does
+    refill()
+    assert [*batch] == ["x", "y"]
+    assert batch["x"].item() == 1

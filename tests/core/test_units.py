@@ -1,0 +1,99 @@
+"""Units: what a person reads is right at every border."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anybatch.core.errors import PlanError
+from anybatch.core.units import counted, format_bytes, format_count, format_seconds, parse_bytes
+
+SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (99 * 2**10, "99.0 KiB"),
+        (99.96 * 2**10, "100 KiB"),
+        (1000 * 2**10, "1000 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (19.3 * 2**30, "19.3 GiB"),
+        (2**60, "1024 PiB"),
+        (-2048, "-2.0 KiB"),
+        (-2e5, "-195 KiB"),
+    ],
+)
+def test_bytes(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@given(st.integers(0, 2**60))
+def test_bytes_read_back(num_bytes: int) -> None:
+    text = format_bytes(num_bytes)
+    number, unit = re.fullmatch(r"(\d{1,4}(?:\.\d)?) (\w+)", text).groups()  # type: ignore[union-attr]
+    assert abs(float(number) * SIZES[unit] - num_bytes) * 20 <= num_bytes  # 1.0 is the coarsest
+    assert float(number) < 1024 or unit == "PiB"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.1234, "0.123 s"),
+        (59.4, "59.4 s"),
+        (60, "1 min 00 s"),
+        (119.6, "2 min 00 s"),
+        (3599, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+        (360000, "100 h 00 min"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0, "0"), (999, "999"), (1000, "1,000"), (1234567.8, "1,234,568")]
+)
+def test_counts(number: float, text: str) -> None:
+    assert format_count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("12GB", 12 * 10**9),
+        ("12gb", 12 * 10**9),
+        ("12G", 12 * 10**9),
+        ("12GiB", 12 * 2**30),
+        (" 1.5 KiB ", 1536),
+        (".5k", 500),
+        ("77", 77),
+        ("77B", 77),
+        (78, 78),
+        ("1TiB", 2**40),
+    ],
+)
+def test_bytes_are_read(text: str | int, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "1.2.3GB", "12 gigs", "-1GB", "0.0", "0.0001B", "iB", "1iB", 0, -3, True, 2.0, None]
+)
+def test_other_bytes_are_refused(text: object) -> None:
+    with pytest.raises(PlanError, match="Expected a number of bytes above 0, got "):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
+def test_one_of_a_thing_is_not_many(number: int, text: str) -> None:
+    assert counted(number, "row") == text

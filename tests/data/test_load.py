@@ -1,0 +1,69 @@
+"""A name or a folder is recognised by what it holds; anything else is refused with what was looked for."""
+
+import os
+from pathlib import Path
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+
+from anybatch.core.errors import DataError
+from anybatch.data.load import load
+from tests.data.files import write_cifar10, write_mnist
+
+LOOKED_FOR = r"looked for MNIST in IDX form \(train-images.*CIFAR-10 in binary form \(data_batch_\*\.bin"
+
+
+@pytest.mark.parametrize("form", [str, Path])
+def test_folders_are_recognised(tmp_path: Path, form: type) -> None:
+    mnist, cifar10 = tmp_path / "a", tmp_path / "b"
+    for folder, write in ((mnist, write_mnist), (cifar10, write_cifar10)):
+        folder.mkdir()
+        write(folder)
+        (folder / "README.md").touch()  # other files do not matter
+    assert load(form(mnist)).train.name == "MNIST, training"
+    assert load(form(cifar10)).train.name == "CIFAR-10, training"
+
+
+def test_digits_are_known_by_name() -> None:
+    assert load("digits").test.name == "digits, held out"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ("nothing", "'digits' or a folder that can be read, got: No such file or directory"),
+        ("file", "'digits' or a folder that can be read, got: Not a directory"),
+        ("empty", "files of one data set, got 0 other files"),
+        ("other", "files of one data set, got 1 other files"),
+        ("both", "files of one data set, got MNIST in IDX form and CIFAR-10 in binary form"),
+    ],
+)
+def test_what_holds_no_data_set_is_refused(tmp_path: Path, make: str, message: str) -> None:
+    folder = tmp_path / "some-data"
+    if make == "file":
+        folder.touch()
+    elif make != "nothing":
+        folder.mkdir()
+    if make == "other":
+        (folder / "cats.zip").touch()
+    if make == "both":
+        write_mnist(folder)
+        write_cifar10(folder)
+    with pytest.raises(DataError, match=f"some-data: expected .*{message}.*{LOOKED_FOR}"):
+        load(folder)
+
+
+def test_a_folder_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def listdir(_: object) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", listdir)  # root may read everything, so it cannot be tried for real
+    with pytest.raises(DataError, match=f"got: Permission denied; {LOOKED_FOR}"):
+        load(tmp_path)
+
+
+def test_one_file_is_enough_to_say_which_are_missing(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    next(tmp_path.glob("t10k-labels*")).unlink()
+    with pytest.raises(DataError, match="expected one of t10k-labels-idx1-ubyte"):
+        load(tmp_path)

@@ -1,0 +1,57 @@
+"""Devices that are here, and those that are not."""
+
+import pytest
+import torch
+
+from anybatch.core.errors import PlanError
+from anybatch.memory.device import Device, find_device, parse_memory
+
+
+def test_processor_is_here_and_has_memory() -> None:
+    device = find_device(torch.device("cpu"))
+    assert (device.kind, device.is_here, device.rounding, device.link) == ("cpu", True, 1, 0.0)
+    assert 2**28 < parse_memory("auto", device) <= device.num_bytes < 2**50
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one here")
+def test_cards_that_are_not_here() -> None:
+    assert find_device("cuda:A100").num_bytes == 80 * 10**9
+    assert not find_device("cuda").is_here
+    assert find_device("cuda:A100").name == "cuda:a100"
+    assert find_device("cuda").name == "cuda (taken to be a rtx3060)"
+    assert find_device("cuda:9").name == "cuda:9 (taken to be a rtx3060)"
+    assert parse_memory("auto", find_device("cuda:t4")) == int(0.9 * 16e9)
+
+
+def test_a_card_beyond_those_that_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not find_device("cuda:1").is_here
+    assert "taken to be" in find_device("cuda:1").name
+
+
+@pytest.mark.parametrize("name", ["", "tpu", "cuda:gtx", "cuda:²", "meta"])
+def test_unknown_devices_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match="Expected a device to plan for, got "):
+        find_device(name)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"), [("80%", 12.8e9), ("100 %", 16e9), ("12GB", 12e9), ("1 KiB", 1024), (7, 7)]
+)
+def test_budget(memory: str | int, expected: float) -> None:
+    assert parse_memory(memory, find_device("cuda:t4")) == int(expected)
+
+
+@pytest.mark.parametrize("memory", ["0%", "101%", "", "much", "-1GB", 0, -5, True, 1.5, None, "12 gigs"])
+def test_no_budget_is_refused(memory: object) -> None:
+    with pytest.raises(PlanError, match="Expected a "):
+        parse_memory(memory, find_device("cuda:t4"))  # type: ignore[arg-type]
+
+
+def test_seconds_add_up() -> None:
+    device = Device(
+        name="toy", kind="cuda", num_bytes=1, flops=10.0, half_flops=20.0, bandwidth=5.0, launch_s=0.5
+    )
+    assert device.seconds(2, 30, 10) == 1 + 3 + 2
+    assert device.seconds(2, 30, 10, half=True) == 1 + 1.5 + 2

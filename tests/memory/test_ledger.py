@@ -1,0 +1,83 @@
+"""Tests of the ledger: its figures, its table and its JSON."""
+
+import pytest
+
+from anybatch.core.errors import PlanError
+from anybatch.memory.ledger import OWNERS, PHASES, Holding, Ledger, Moment
+
+
+def moment(phase: str, *sizes: int, micro_batch: int = 0, module: str = "") -> Moment:
+    filled = (*sizes, *[0] * (len(OWNERS) - len(sizes)))
+    return Moment(phase=phase, micro_batch=micro_batch, module=module, bytes=filled)
+
+
+MOMENTS = (
+    moment("start", 10, micro_batch=-1),
+    moment("forward", 10, 0, 0, 5),
+    moment("forward", 10, 0, 0, 7, module="1"),
+    moment("backward", 10, 4, 0, 7, 3, module="0"),
+    moment("update", 10, 4, 0, 0, 6),
+)
+
+
+def ledger(**changes: object) -> Ledger:
+    values = {"moments": MOMENTS, "source": "predicted", "device": "cpu", "by_module": HELD} | changes
+    return Ledger(**values)  # pyright: ignore
+
+
+HELD = (Holding("0", "parameters", 10), Holding("1", "activations", 7), Holding("", "gradients", 4))
+
+
+def test_peak_is_of_the_highest_moment() -> None:
+    found = ledger()
+    assert found.peak == 24
+    assert found.peak_moment is MOMENTS[3]
+    assert found.at_peak == dict(zip(OWNERS, (10, 4, 0, 7, 3, 0, 0), strict=True))
+
+
+def test_each_phase_has_its_highest_moment_in_order() -> None:
+    found = ledger().phases()
+    assert list(found) == [phase for phase in PHASES if phase in found]
+    assert found["forward"] is MOMENTS[2]
+    assert "loss" not in found
+
+
+def test_largest_come_first_and_no_more_than_asked() -> None:
+    assert ledger().largest(2) == HELD[:2]
+
+
+@pytest.mark.parametrize("allocator_peak", [None, 1024])
+def test_json_round_trip(allocator_peak: int | None) -> None:
+    found = ledger(allocator_peak=allocator_peak)
+    assert Ledger.from_json(found.to_json()) == found
+    assert Ledger.from_json(found.to_json()).by_module[0].owner == "parameters"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"moments": 3}', ledger().to_json().replace("device", "d")]
+)
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match=r"Expected a ledger as Ledger.to_json writes it"):
+        Ledger.from_json(text)
+
+
+def test_impossible_ledgers_are_refused() -> None:
+    with pytest.raises(PlanError, match="at least one moment"):
+        ledger(moments=())
+    with pytest.raises(PlanError, match="'guessed'"):
+        ledger(source="guessed")
+
+
+def test_table_has_owners_and_phases_that_hold_something() -> None:
+    lines = str(ledger(allocator_peak=2048)).splitlines()
+    assert lines[0].split() == ["predicted,", "cpu", "start", "forward", "backward", "update", "peak"]
+    assert [line.split("  ")[0] for line in lines[1:5]] == [
+        "parameters",
+        "gradients",
+        "activations",
+        "workspace",
+    ]
+    assert lines[5].split() == ["all", "10", "B", "17", "B", "24", "B", "20", "B", "24", "B"]
+    assert lines[6].split() == ["allocator", "2.0", "KiB"]
+    assert lines[8] == "largest at the peak (backward of micro-batch 0)"
+    assert lines[-1].endswith("gradients of the model")

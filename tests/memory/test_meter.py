@@ -1,0 +1,280 @@
+"""Tests of the meter: every count is exact, every byte has its owner, and nothing is left behind."""
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import checkpoint
+
+from anybatch import Step
+from anybatch.core.tree import tensors_in
+from anybatch.memory.ledger import OWNERS
+from anybatch.memory.meter import Meter
+
+KIB = 1024
+NOTHING = nn.Identity()
+
+
+def kib(count: int) -> Tensor:
+    return torch.zeros(256 * count)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def test_peak_is_of_what_lives_at_once() -> None:
+    with Meter(NOTHING) as meter:
+        a = kib(3)
+        b = kib(2)
+        del a
+        c = kib(4)
+        del b, c
+        d = kib(1)
+    assert (meter.peak, meter.live) == (6 * KIB, KIB)
+    del d  # after its end a meter counts no more
+    assert meter.live == KIB
+
+
+def test_views_count_once_and_keep_their_storage_alive() -> None:
+    with Meter(NOTHING) as meter:
+        whole = kib(2)
+        part = whole.view(2, 256)[1]
+        detached = part.detach()
+        del whole, part
+        assert meter.live == meter.peak == 2 * KIB
+        del detached
+        assert meter.live == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["new", "view", "drop"]), st.integers(0, 9)), max_size=30))
+def test_meter_agrees_with_a_list(moves: list[tuple[str, int]]) -> None:
+    tensors: list[Tensor] = []
+    storages: list[tuple[int, int]] = []  # (number, bytes) of the storage of each tensor
+    peak = 0
+    with Meter(NOTHING) as meter:
+        for number, (move, index) in enumerate(moves):
+            if move == "new":
+                tensors.append(torch.zeros(index))
+                storages.append((number, 4 * index))
+            elif tensors:
+                index %= len(tensors)
+                if move == "view":
+                    tensors.append(tensors[index].view(-1))
+                    storages.append(storages[index])
+                else:
+                    del tensors[index], storages[index]
+            live = sum(dict(storages).values())
+            peak = max(peak, live)
+            assert (meter.live, meter.peak) == (live, peak)
+    assert meter.recording.peak() == peak
+
+
+def test_saved_tensors_live_until_backward() -> None:
+    x = kib(1).requires_grad_()
+    with Meter(NOTHING, held=[x]) as meter:
+        y = x.exp()  # saved for its own backward
+        z = y.sin()  # saves y
+        del y
+        assert meter.live == 3 * KIB
+        del z
+        assert meter.live == 1 * KIB
+
+
+def test_backward_is_seen() -> None:
+    x = kib(1).requires_grad_()
+    with Meter(NOTHING, held=[x]) as meter:
+        loss = (x * 2).sum()
+        assert meter.peak == 2 * KIB + 4
+        loss.backward()
+        assert meter.peak == 2 * KIB + 8  # x, x.grad, the loss, and its gradient, a one
+        x.grad = None
+        assert meter.live == KIB + 4
+
+
+def test_held_is_counted_once_from_the_start() -> None:
+    weight = kib(2)
+    with Meter(NOTHING, held=[weight, weight.view(2, 256)]) as meter:
+        weight.add_(1)
+    assert meter.held == meter.peak == 2 * KIB
+
+
+def test_a_storage_may_grow() -> None:
+    with Meter(NOTHING) as meter:
+        x = kib(1)
+        x.resize_(512)
+        assert meter.live == 2 * KIB
+        del x
+        assert meter.live == 0
+
+
+def test_sparse_gradients_are_seen() -> None:
+    table = nn.Embedding(100, 4, sparse=True)
+    with Meter(table) as meter:
+        table(torch.tensor([1, 2])).sum().backward()
+        gradient = table.weight.grad
+        assert gradient is not None
+        inside = gradient._indices().nbytes + gradient._values().nbytes
+        assert meter.live >= table.weight.nbytes + inside
+
+
+def owned(meter: Meter, phase: str) -> dict[str, int]:
+    return dict(zip(OWNERS, meter.ledger().phases()[phase].bytes, strict=True))
+
+
+def test_every_byte_has_its_owner() -> None:
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = Step(model, nn.CrossEntropyLoss(), optimizer)
+    batch = torch.randn(16, 4), torch.randint(2, (16,))
+    step(batch)
+    with Meter(model, [optimizer], batch_leaves=batch) as meter:
+        step(batch)
+    size = sum(p.nbytes for p in model.parameters())
+    start, backward, update = (owned(meter, phase) for phase in ("start", "backward", "update"))
+    assert start["parameters"] == update["parameters"] == size
+    assert start["optimizer state"] == 2 * size + 4 * len(list(model.parameters()))
+    assert start["input"] == sum(leaf.nbytes for leaf in batch)
+    assert start["gradients"] == start["activations"] == 0
+    assert update["gradients"] == size
+    assert backward["activations"] >= 16 * 8 * 4  # what Tanh keeps
+    assert backward["workspace"] > 0
+    assert meter.ledger().peak == meter.peak
+
+
+@pytest.mark.parametrize("options", [{"accumulate": torch.float64}, {"compensated": True}])
+def test_sums_of_ours_are_gradients(options: dict[str, Any]) -> None:
+    model = mlp()
+    step = Step(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=4, **options
+    )
+    batch = torch.randn(12, 4), torch.randint(2, (12,))
+    with Meter(model, step.optimizers, batch_leaves=batch) as meter:
+        step(batch)
+    size = sum(p.nbytes for p in model.parameters())
+    assert max(one.bytes[OWNERS.index("gradients")] for one in meter.ledger().moments) >= 2 * size
+
+
+def test_first_state_is_the_optimizers_from_its_birth() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with Meter(model, [optimizer]) as meter:
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    assert owned(meter, "start")["optimizer state"] == 0
+    assert owned(meter, "update")["optimizer state"] == sum(p.nbytes for p in model.parameters())
+
+
+def test_phases_micro_batches_and_modules() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2)
+    batch = torch.randn(4, 4), torch.randint(2, (4,))
+    with Meter(model, [optimizer], batch_leaves=batch) as meter:
+        step(batch)
+    marks = meter.recording.marks
+    order = [(one.phase, one.micro_batch) for one in marks]
+    assert [pair for pair, before in zip(order, [None, *order], strict=False) if pair != before] == [
+        ("start", -1),
+        *[(phase, index) for index in (0, 1) for phase in ("forward", "loss", "backward")],
+        ("update", 1),
+    ]
+    first = [one.module for one in marks if one.phase == "forward" and one.micro_batch == 0]
+    assert [name for name in first if name] == ["0", "1", "2"]
+    first = [one.module for one in marks if one.phase == "backward" and one.micro_batch == 0]
+    assert [name for name in first if name] == ["2", "1", "0"]
+    assert marks[-1].operations > marks[1].operations
+    # Two products in forward and three in backward, as the input wants no gradient; twice 2 rows.
+    assert marks[-1].flops == 2 * 2 * 2 * (2 * 4 * 8 + 3 * 8 * 2)
+
+
+def test_a_forward_inside_of_backward_is_recompute() -> None:
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Again()
+    with Meter(model) as meter:
+        model(torch.randn(8, 4)).square().sum().backward()
+    phases = meter.ledger().phases()
+    assert "recompute" in phases
+    assert phases["recompute"].bytes[OWNERS.index("activations")] >= 8 * 8 * 4
+
+
+def hooks() -> tuple[int, ...]:
+    names = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_forward_hooks_always_called")
+    return tuple(len(getattr(torch_module, name)) for name in names)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails: bool) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if fails:
+                raise ZeroDivisionError
+            return x
+
+    model = nn.Sequential(mlp(), Fails())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before, modules = hooks(), copy.copy(model.__dict__)
+    meter = Meter(model, [optimizer])
+    try:
+        with meter:
+            output = model(torch.randn(2, 4))
+    except ZeroDivisionError:
+        assert fails
+    else:
+        output.sum().backward()  # outside, though its graph was made inside
+    assert hooks() == before
+    assert model.__dict__ == modules
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_step_is_bit_identical_under_the_meter() -> None:
+    batch = torch.randn(6, 4), torch.randint(2, (6,))
+    torch.manual_seed(1)
+    plain = mlp()
+    watched = copy.deepcopy(plain)
+    for model in (plain, watched):
+        step = Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), micro_batch=4)
+        if model is plain:
+            step(batch)
+        else:
+            with Meter(model, step.optimizers, batch_leaves=batch):
+                step(batch)
+    assert all(map(torch.equal, plain.parameters(), watched.parameters()))
+
+
+def test_meter_keeps_no_tensor() -> None:
+    with Meter(NOTHING):
+        x = kib(1)
+        gone = weakref.ref(x)
+        del x
+    assert gone() is None
+
+
+def test_attention_of_the_cpu_is_counted() -> None:
+    query = torch.randn(1, 2, 8, 4)
+    with Meter(NOTHING) as meter:
+        F.scaled_dot_product_attention(query, query, query)
+    with Meter(NOTHING) as other:
+        query @ query.transpose(2, 3)
+    assert meter.flops == 2 * other.flops == 2 * 2 * 2 * 8 * 8 * 4
+
+
+def test_tensors_are_found_in_nests() -> None:
+    a, b, c = kib(1), kib(1), kib(1)
+    found = list(tensors_in(([a, None], {"x": (b, 3)}, c)))
+    assert [id(one) for one in found] == [id(a), id(b), id(c)]

@@ -1,0 +1,52 @@
+"""Pictures written to files."""
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch.core.errors import PlanError
+from anybatch.observe.figure import FORMATS, checked, new_figure, save
+
+STARTS = {".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>", ".pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("ending", [*FORMATS, ".SVG", ".Html"])
+def test_the_ending_chooses_the_format(tmp_path: Path, ending: str) -> None:
+    path = save(new_figure(2, 1), checked(tmp_path / f"a{ending}"), title="", text="")
+    assert path.read_bytes().startswith(STARTS[ending.lower()])
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_page_needs_nothing_else_and_shows_its_text_as_it_is(tmp_path: Path) -> None:
+    path = save(new_figure(2, 1), tmp_path / "a.html", title="a < b", text="1 < 2 & <b>")
+    page = path.read_text(encoding="utf-8")
+    assert "<title>a &lt; b</title>" in page
+    assert "<pre>1 &lt; 2 &amp; &lt;b&gt;</pre>" in page
+    assert page.count("<svg") == page.count("</svg>") == 1
+    assert not any(word in page for word in ("<?xml", "<script", "src="))
+
+
+@pytest.mark.parametrize("name", ["memory", "memory.jpeg", "memory.txt"])
+def test_other_endings_are_refused(name: str) -> None:
+    with pytest.raises(PlanError, match=rf"\.html, \.pdf, got '{name}'"):
+        checked(name)
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"Expected a folder for the picture, got .*nowhere, which is none"):
+        checked(tmp_path / "nowhere" / "a.png")
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError("No module named 'matplotlib'")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(PlanError, match=r"pip install 'anybatch\[plot\]'"):
+        new_figure(1, 1)

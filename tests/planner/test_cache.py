@@ -1,0 +1,275 @@
+"""One plan for each shape of rows: rounded up, remembered, and never one that is too small."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.batch import SampleBatch
+from anybatch.core.errors import BudgetError, PlanError
+from anybatch.planner import cache as budget_module
+from anybatch.planner.cache import Budget, aimed, answer, device_of
+from anybatch.planner.search import choose
+from tests.budgets import (
+    Net,
+    Untraceable,
+    carried_out,
+    changed_by,
+    make,
+    metered,
+    question,
+    rows_of,
+    sgd,
+)
+
+ROWS = 6
+MEMORY = 60_000
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The questions that a planner was asked."""
+    asked: list[Any] = []
+    monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
+    return asked
+
+
+def sparse_adam(parameters: Any) -> Any:
+    words, *others = parameters
+    return [torch.optim.SparseAdam([words]), torch.optim.SGD(others, lr=0.1)]
+
+
+def net() -> nn.Module:
+    return Net(blocks=1)
+
+
+def lengths(length: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return rows_of(rows, length, 8)
+
+
+def test_lengths_share_a_few_plans_that_hold_for_all(made: list[Any]) -> None:
+    step = make(net)
+    kept = Budget(MEMORY)
+    sizes: dict[int, int] = {}
+    for length in (9, 16, 13, 14, 15, 16, 9, 11, 10, 40, 38):
+        plan = kept.plan(question(step, lengths(length), blocks=()))
+        sizes[length] = plan.micro_batch
+        if length in (9, 16, 38):
+            batch = lengths(length)
+            carried_out(step, plan, batch)
+            assert (
+                metered(step, lambda batch=batch, plan=plan: carried_out(step, plan, batch), batch) <= MEMORY
+            )
+    # 9 as it came, then 16, 14, 12, 10 and 40.
+    assert len(made) == len(kept.contests) == 6
+    assert sizes[9] >= sizes[16] > sizes[40] >= 1
+
+
+def test_fewer_rows_use_the_same_plan_and_more_do_not(made: list[Any]) -> None:
+    step, kept = make(net), Budget(MEMORY)
+    first = kept.plan(question(step, lengths(16), blocks=()))
+    fewer = kept.plan(question(step, lengths(16, 2), blocks=()))
+    assert (fewer.rows, fewer.micro_batch) == (2, min(2, first.micro_batch))
+    assert len(made) == 1
+    assert kept.plan(question(step, lengths(16, 7), blocks=())).rows == 7
+    assert len(made) == 2
+
+
+def test_other_settings_and_refusals_have_plans_of_their_own(made: list[Any]) -> None:
+    step, kept = make(net), Budget(10**6)
+    kept.plan(question(step, rows_of(8), blocks=()))
+    assert kept.plan(question(step, rows_of(8), sizes=(3,), blocks=())).micro_batch == 3
+    assert kept.plan(question(step, rows_of(8), blocks=())).micro_batch == 8
+    kept.plan(question(step, rows_of(8), blocks=(), cut_refused="rows meet"))
+    assert len(made) == 3
+
+
+def test_where_rounded_rows_do_not_fit_the_plan_is_for_no_longer_ones() -> None:
+    """Else a row longer than those that were looked at would be taken to fit."""
+    step = make(net)
+    length = 65
+    with pytest.raises(BudgetError) as refused:
+        Budget(1).plan(question(step, lengths(length, 2), blocks=()))
+    kept = Budget(refused.value.smallest)
+    kept.plan(question(step, lengths(5, 2), blocks=()))
+    assert kept.plan(question(step, lengths(length, 2), blocks=())).rows == 2
+    with pytest.raises(BudgetError):
+        kept.plan(question(step, lengths(length + 3, 2), blocks=()))
+
+
+def test_lengths_of_what_cannot_be_traced_are_measured_as_they_are() -> None:
+    class Lengths(Untraceable):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mean(1))
+
+    kept = Budget(10**6)
+    plans = [kept.plan(question(make(Lengths), lengths(length))) for length in (5, 9, 11)]
+    assert {plan.micro_batch for plan in plans} == {ROWS}
+
+
+def test_plans_survive_json(made: list[Any]) -> None:
+    step, kept = make(net), Budget(MEMORY)
+    batches = [lengths(length) for length in (16, 15, 13, 30)]
+    before = [kept.plan(question(step, batch)) for batch in batches]
+    count = len(made)
+    again = Budget(MEMORY)
+    again.load(json.loads(json.dumps(kept.state())))
+    assert [again.plan(question(step, batch)) for batch in reversed(batches)] == before[::-1]
+    assert len(made) == count
+    other = Budget(MEMORY + 1)
+    other.load(kept.state())
+    assert other.contests == {}
+
+
+def test_plans_of_older_checkpoints_are_taken_over(made: list[Any]) -> None:
+    """They say "micro" where nothing was chosen."""
+    step, kept = make(net), Budget(MEMORY)
+    before = kept.plan(question(step, lengths(16)))
+    older = json.loads(json.dumps(kept.state()).replace('batch_norm\\": null', 'batch_norm\\": \\"micro\\"'))
+    assert '"batch_norm": "micro"' in older[0]["plan"]
+    again = Budget(MEMORY)
+    again.load(older)
+    assert again.plan(question(step, lengths(16))) == before
+    assert before.batch_norm is None
+    assert len(made) == 1
+
+
+def padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return x, torch.zeros(len(samples), dtype=torch.long)
+
+
+def test_samples_are_planned_for_the_longest_of_each() -> None:
+    seen: list[int] = []
+
+    def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+        seen.append(len(samples))
+        torch.rand(1)
+        return padded(samples)
+
+    kept = Budget(10**6)
+    batch = SampleBatch([torch.zeros(2 + row, 8) for row in range(11)], collate)
+    assert kept._shape(batch) == (("torch.float32", (12, 8)), ("torch.int64", ()))
+    assert seen == [8, 3]
+    state = torch.get_rng_state()
+    for _ in range(3):
+        kept._shape(batch)
+    assert torch.equal(torch.get_rng_state(), state)
+    longer = SampleBatch([torch.zeros(20, 8)], collate)
+    assert kept._shape(longer)[0] == ("torch.float32", (20, 8))  # however many were alike before
+
+
+class Words(nn.Module):
+    """Its gradients are sparse."""
+
+    def __init__(self, *, is_traceable: bool = True) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
+        self.is_traceable = is_traceable
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mean = self.words(ids).mean(1)
+        return self.head(mean if self.is_traceable else mean + mean[(mean < 9).all(-1).nonzero()[:, 0]].sum())
+
+
+def words(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    return torch.arange(rows * 3).reshape(rows, 3), torch.zeros(rows, dtype=torch.long)
+
+
+@pytest.mark.parametrize("is_traceable", [True, False])
+@pytest.mark.parametrize("optimizer", [sgd, lambda these: torch.optim.SGD(these, lr=0.1), sparse_adam])
+def test_sparse_gradients_are_refused(optimizer: Any, is_traceable: bool) -> None:
+    """What is traced has no such sums as grow with each micro-batch, nor such state as with each step."""
+    step = make(lambda: Words(is_traceable=is_traceable), optimizer, memory=10**6)
+    for run in (step, step.foresee):
+        changed = changed_by(step, lambda run=run: refused(run))
+        assert not changed
+    free = make(lambda: step.model, optimizer)
+    assert free(words()).updated
+    refused(free.foresee)
+    step.model.words.sparse = False
+    dense = make(lambda: step.model, memory=10**6)
+    assert dense(words()).updated
+
+
+def refused(run: Any) -> None:
+    with pytest.raises(PlanError, match=r"Expected dense gradients, got .* sparse=False"):
+        run(words())
+
+
+def test_modules_without_shapes_are_refused() -> None:
+    lazy = make(lambda: nn.Sequential(nn.LazyLinear(4)), sgd, memory=10**6)
+    free = make(lambda: nn.Sequential(nn.LazyLinear(4)), sgd)
+    for run in (lazy, lazy.foresee, free.foresee):
+        with pytest.raises(PlanError, match="shapes are known where memory is planned, got LazyLinear"):
+            run(rows_of(8))
+    assert free(rows_of(8)).updated
+    assert free.foresee(rows_of(8)).peak > 0
+
+
+@pytest.mark.parametrize("memory", ["much", 0, "120%"])
+def test_no_budget_is_refused_at_once(memory: Any) -> None:
+    with pytest.raises(PlanError, match="Expected"):
+        Budget(memory)
+
+
+def test_aim() -> None:
+    asked = question(make(), rows_of(8))
+    free = aimed(asked, None, None, measure=True)
+    assert (free.budget, free.sizes, free.blocks, free.measure) == (None, (8,), (), False)
+    near = aimed(asked, "1MB", None, measure=True)
+    assert (near.budget, near.sizes, near.device.is_here, near.measure) == (10**6, (), True, True)
+    assert not aimed(asked, "1MB", "cuda:a100", measure=True).device.is_here
+
+
+def test_devices() -> None:
+    assert device_of(make()._task()).kind == "cpu"
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta"))
+    step = make(lambda: model)
+    assert device_of(step._task()).kind == "cpu"
+    task = step._task()
+    with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
+        device_of(
+            type(task)(
+                **{name: getattr(task, name) for name in task.__slots__}
+                | {"devices": {torch.device("cpu"), torch.device("cuda:1")}}
+            )
+        )
+
+
+def test_what_is_trained_later_is_planned_anew() -> None:
+    step, batch = make(Net, memory=60_000), rows_of(40, 5, 8)
+    for block in step.model.blocks:
+        block.requires_grad_(False)
+    step(batch)
+    assert step.planning.budget is not None
+    assert len(step.planning.budget.contests) == 1
+    for block in step.model.blocks:
+        block.requires_grad_(True)
+    step(batch)
+    assert len(step.planning.budget.contests) == 2
+    assert metered(step, lambda: step(batch), batch) <= 60_000
+
+
+def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    held: list[object] = []
+
+    @contextmanager
+    def noting(memory: object, task: object) -> Iterator[None]:
+        held.append(memory)
+        yield
+        held.pop()
+
+    monkeypatch.setattr(budget_module, "enforced", noting)
+    monkeypatch.setattr(budget_module, "choose", lambda asked: kept.append(list(held)) or choose(asked))
+    asked = question(make(), rows_of())
+    Budget(10**7).plan(asked)
+    answer(asked, "20MB", None, measure=False)
+    answer(asked, None, None, measure=False)
+    answer(asked, "20MB", "cuda:a100", measure=False)
+    assert kept == [[10**7], ["20MB"], [], []]

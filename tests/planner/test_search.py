@@ -1,0 +1,377 @@
+"""The fastest plan that fits, and the smallest budget for which there is one."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch import PlanReport, Step, WholeBatch
+from anybatch.core.errors import BudgetError, OutOfMemoryError
+from anybatch.engine.plan import Plan
+from anybatch.planner import candidates as survey
+from anybatch.planner.candidates import Survey
+from anybatch.planner.report import Option
+from anybatch.planner.request import Question
+from anybatch.planner.search import _ahead, _grown, _ordered, choose
+from anybatch.recompute.blocks import choose_blocks as settle
+from tests.budgets import (
+    ConvNet,
+    Net,
+    Untraceable,
+    adamw,
+    carried_out,
+    changed_by,
+    foreach,
+    images,
+    make,
+    metered,
+    question,
+    rows_of,
+    sgd,
+)
+
+
+def within(asked: Question, budget: int) -> PlanReport:
+    return choose(replace(asked, budget=budget))
+
+
+def smallest(asked: Question) -> int:
+    with pytest.raises(BudgetError) as refused:
+        within(asked, 1)
+    return int(refused.value.smallest)
+
+
+def peak_of(step: Step, report: PlanReport, batch: Any) -> int:
+    carried_out(step, report.plan, batch)
+    return metered(step, lambda: carried_out(step, report.plan, batch), batch)
+
+
+def linear(optimizer: Any = torch.optim.SGD) -> Step:
+    """Its gradient is far larger than what it keeps of a row."""
+    model = nn.Linear(128, 128)
+    return Step(model, nn.MSELoss(), optimizer(model.parameters(), lr=0.1))
+
+
+def pairs(rows: int = 8) -> Any:
+    return torch.randn(rows, 128), torch.randn(rows, 128)
+
+
+def contrast(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs @ outputs.T, target)
+
+
+def whole_batch() -> Step:
+    step = small()
+    return Step(step.model, WholeBatch(contrast), step.optimizers)
+
+
+def vectors() -> Any:
+    return rows_of(12, 5, 8)
+
+
+def small(optimizer: Any = adamw) -> Step:
+    return make(lambda: Net(blocks=2), optimizer)
+
+
+CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] = {
+    "sgd": (lambda: small(sgd), vectors, {}),
+    "foreach": (lambda: small(foreach), lambda: rows_of(12), {}),
+    "few rows": (small, lambda: rows_of(3, 5, 8), {}),
+    "rows meet": (lambda: make(ConvNet), images, {"cut_refused": "rows meet"}),
+    "no blocks": (small, vectors, {"blocks": ()}),
+    "settled size": (small, vectors, {"sizes": (5,)}),
+    "large gradients": (linear, pairs, {}),
+    "a loss over all rows": (whole_batch, lambda: rows_of(6), {"blocks": ()}),
+    "not to be traced": (lambda: make(Untraceable), lambda: rows_of(24), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest(name: str) -> None:
+    build, batch_of, options = CASES[name]
+    step, batch = build(), batch_of()
+    asked = question(step, batch, **options)
+    changed = changed_by(step, lambda: smallest(asked))
+    assert changed == []
+    least, most = smallest(asked), Survey(asked).trace(asked.like).peak
+    for budget in (least, (least + max(least, most)) // 2):
+        report = within(asked, budget)
+        assert report.peak <= budget
+        assert all(option.peak <= budget for option in report.options)
+        # Of what cannot be traced two micro-batches are run, and the update apart, without the batch.
+        others = 8 * report.plan.micro_batches + sum(leaf.nbytes for leaf in batch)
+        unseen = others if name == "not to be traced" else 0
+        assert 0 <= peak_of(step, report, batch) - report.peak <= unseen
+    with pytest.raises(BudgetError, match=rf"\({least} bytes\)") as refused:
+        within(asked, least - 1)
+    assert refused.value.smallest == refused.value.ledger.peak == least
+
+
+def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> None:
+    asked = question(small(), vectors())
+    whole = within(asked, 2**40)
+    assert whole.plan == asked.like
+    assert within(asked, whole.peak).plan == asked.like
+    tight = within(asked, whole.peak - 1)
+    assert tight.plan.is_cut or tight.plan.blocks
+
+
+def test_options_are_the_next_best() -> None:
+    report = within(question(small(), vectors()), 2**40)
+    assert [option.seconds for option in report.options] == sorted(
+        option.seconds for option in report.options
+    )
+    assert report.seconds <= report.options[0].seconds
+    assert report.plan not in [option.plan for option in report.options]
+    assert 2 <= len(report.options) <= 6
+
+
+def test_rows_that_meet_are_not_cut() -> None:
+    step, batch = make(ConvNet), images()
+    asked = question(step, batch, cut_refused="rows meet.")
+    least, most = smallest(asked), within(asked, 2**40).peak
+    report = within(asked, (least + most) // 2)
+    assert not report.plan.is_cut
+    assert report.plan.blocks
+
+
+def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
+    asked = question(make(ConvNet), images(), cut_refused="rows meet.")
+    device, most = asked.device, within(asked, 2**40).peak
+    slow = replace(device, flops=device.flops / 1e9, bandwidth=device.bandwidth / 1e9, launch_s=5e3)
+    fast, late = within(asked, most - 1), within(replace(asked, device=slow), most - 1)
+    assert late.seconds > 10
+    assert late.plan == fast.plan
+    assert 0 < len(late.plan.blocks) < 4
+
+
+@pytest.mark.parametrize(("part", "is_recorded"), [(0.08, True), (0.25, False)])
+def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
+    monkeypatch: pytest.MonkeyPatch, part: float, is_recorded: bool
+) -> None:
+    """The larger budget makes the step 1.17 times as slow if it is cut, and no less if blocks are rebuilt."""
+    asked = question(make(), rows_of(24, 300, 8))
+    least, most = smallest(asked), within(asked, 2**40).peak
+    recorded: list[list[str]] = []
+    own = Survey.add_policies
+    monkeypatch.setattr(Survey, "add_policies", lambda self, new: (recorded.append(new), own(self, new))[1])
+    report = within(asked, int(least + part * (most - least)))
+    assert (bool(recorded), bool(report.plan.blocks)) == (is_recorded, is_recorded)
+
+
+@pytest.mark.parametrize("asked_for", ["all", {"blocks.1": "selective"}])
+def test_settled_blocks_leave_only_the_size(asked_for: Any) -> None:
+    step, batch = small(), vectors()
+    blocks = settle(step.model, asked_for)
+    asked = question(step, batch, blocks=(), like=replace(question(step, batch).like, blocks=blocks))
+    # Just below a size that would fit by what was composed: the last bytes come out in the trace.
+    for size in (3, 2):
+        exact = within(replace(asked, sizes=(size,)), 2**40).peak
+        assert within(asked, exact).plan.micro_batch >= size
+        report = within(asked, exact - 1)
+        assert report.plan.blocks == blocks
+        assert report.peak < exact
+
+
+def test_a_settled_size_leaves_only_the_blocks() -> None:
+    asked = question(small(), vectors(), sizes=(6,))
+    least, most = smallest(asked), within(asked, 2**40).peak
+    report = within(asked, (least + most) // 2)
+    assert report.plan.micro_batch == 6
+    assert report.plan.blocks
+
+
+def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
+    step, batch = make(lambda: Net(blocks=2), foreach), rows_of(12)
+    asked = question(step, batch)
+    least = smallest(asked)
+    assert within(asked, 2**40).plan.foreach is None
+    report = within(asked, least)
+    assert report.plan.foreach is False
+    assert peak_of(step, report, batch) == report.peak <= least
+    plain = question(make(lambda: Net(blocks=2)), batch)
+    assert least == smallest(plain)
+
+
+def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
+    """Its gradients need no second copy to be added to."""
+    step, batch = linear(), pairs()
+    asked = question(step, batch)
+    uncut = within(asked, 2**40).peak
+    assert uncut < within(replace(asked, sizes=(1,)), 2**40).peak
+    assert smallest(asked) == uncut
+    report = within(asked, uncut)
+    assert not report.plan.is_cut
+    assert peak_of(step, report, batch) == uncut
+
+
+def test_bytes_that_are_no_line_are_traced_one_by_one() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs = self.layer(x)
+            return outputs + (outputs @ outputs.T).tanh().mean(1, keepdim=True)
+
+    step, batch = make(Squares), rows_of(24)
+    asked = question(step, batch)
+    least, most = smallest(asked), within(asked, 2**40).peak
+    report = within(asked, (least + most) // 2)
+    assert any("straight line" in note for note in report.notes)
+    assert peak_of(step, report, batch) == report.peak <= (least + most) // 2
+    assert report.plan.is_cut
+    larger = within(
+        replace(asked, sizes=(asked.all_sizes[asked.all_sizes.index(report.plan.micro_batch) - 1],)), 2**40
+    )
+    assert larger.peak > (least + most) // 2
+
+
+def test_a_race_says_that_it_measured() -> None:
+    asked = question(small(), vectors(), measure=True)
+    report = within(asked, 2**40)
+    assert report.measured
+    assert report.seconds > 0
+    assert not within(replace(asked, measure=False), 2**40).measured
+
+
+def test_on_the_host_of_even_estimates_the_smallest_comes_first() -> None:
+    def option(rows: int, seconds: float, peak: int, *, measured: bool = False) -> Option:
+        plan = Plan(rows=8, micro_batch=rows)
+        return Option(plan=plan, peak=peak, seconds=seconds, source="composed", measured=measured)
+
+    large, small, slow = option(8, 1.0, 80), option(1, 1.09, 10), option(2, 1.2, 5)
+    assert _ordered([slow, small, large], "cpu") == [small, large, slow]
+    assert _ordered([slow, small, large], "cuda") == [large, small, slow]
+    fast = option(8, 1.0, 80, measured=True)
+    assert _ordered([small, fast], "cpu") == [fast, small]
+
+
+class UntraceableNormed(ConvNet):
+    """It may not be cut, and its shapes depend on its data."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * x[(x > 9).nonzero()[:, 0]].sum()
+
+
+class UntraceableCells(Untraceable):
+    """Its bytes are no line in the rows, either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.cells(x[:, None])[0][:, 0])
+
+
+UNTRACEABLE: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] = {
+    "composed": (lambda: make(Untraceable), lambda: rows_of(400), {}),
+    "each by itself": (lambda: make(UntraceableCells), lambda: rows_of(400), {}),
+    "uncut": (lambda: make(UntraceableNormed), lambda: images(400), {"cut_refused": "rows meet."}),
+    "settled": (lambda: make(Untraceable), lambda: rows_of(400), {"sizes": (100,), "blocks": ()}),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_no_real_run_is_known_beforehand_to_go_over_the_budget(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, batch_of, options = UNTRACEABLE[name]
+    runs: list[tuple[int, int]] = []
+    own = survey.probe
+
+    def probe(plan: Plan, *given: Any, **more: Any) -> Any:
+        found = own(plan, *given, **more)
+        runs.append((plan.micro_batch, found.peak))
+        return found
+
+    monkeypatch.setattr(survey, "probe", probe)
+    asked = question(build(), batch_of(), **options)
+    whole = within(asked, 2**40).peak
+    assert max(runs)[0] >= 100
+    for budget in (1, whole // 8, whole // 2, whole * 4 // 5, whole - 1):
+        runs.clear()
+        try:
+            assert within(asked, budget).peak <= budget
+        except BudgetError as error:
+            assert error.smallest > budget  # noqa: PT017
+        # Where bytes bend upwards between two sizes a line is a little below them.
+        assert all(peak <= 1.05 * budget for size, peak in runs if size > survey.LOW)
+        assert runs
+
+
+def test_what_runs_out_of_memory_while_it_is_measured_is_over_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = survey.probe
+
+    def probe(plan: Plan, *given: Any, **more: Any) -> Any:
+        if plan.micro_batch > most:
+            raise OutOfMemoryError(f"Expected memory, got none for {plan.micro_batch} rows.")
+        return own(plan, *given, **more)
+
+    monkeypatch.setattr(survey, "probe", probe)
+    for most in (5, 1):
+        report = within(question(make(Untraceable), rows_of(24)), 2**20)
+        assert 1 <= report.plan.micro_batch <= most
+    most = 0
+    with pytest.raises(BudgetError, match=r"at least 1.0 MiB .*It was not run"):
+        within(question(make(Untraceable), rows_of(24)), 2**20)
+
+
+class Heavy(nn.Module):
+    """Weights are most of it, and its shapes depend on its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x[(x.sum(1) > -1e9).nonzero()[:, 0]])
+
+
+def test_what_has_to_be_run_may_fit_only_uncut() -> None:
+    """Its gradients need no sums beside them."""
+    model = Heavy()
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    asked = question(step, (torch.randn(8, 64), torch.randn(8, 512)))
+    uncut = within(replace(asked, budget=2**40), 2**40).peak
+    report = within(asked, uncut)
+    assert not report.plan.is_cut
+    assert report.peak == uncut < Survey(asked).trace(replace(asked.like, micro_batch=1)).peak
+
+
+def test_without_a_budget_running_out_of_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(*given: Any, **more: Any) -> Any:
+        raise OutOfMemoryError("Expected memory, got none.")
+
+    monkeypatch.setattr(survey, "probe", probe)
+    asked = question(make(Untraceable), rows_of(24), sizes=(24,))
+    with pytest.raises(OutOfMemoryError):
+        choose(asked)
+
+
+def test_sizes_are_measured_from_the_smallest_on() -> None:
+    def option(rows: int, peak: int = 0) -> Option:
+        plan = Plan(rows=64, micro_batch=rows)
+        return Option(plan=plan, peak=peak or 100 + 10 * rows, seconds=1.0, source="measured")
+
+    seen: list[int] = []
+
+    def measure(rows: int) -> Option:
+        seen.append(rows)
+        return option(rows)
+
+    assert [one.plan.micro_batch for one in _grown([64, 32, 22, 16, 8, 4, 2, 1], 350, measure)] == seen[::-1]
+    assert seen == [1, 2, 4, 8, 16, 22]
+    seen.clear()
+    assert [one.plan.micro_batch for one in _grown([40, 20], 350, measure)] == [20]
+    assert seen == [2, 4, 8, 16, 20]
+    assert _grown([64], 119, measure) == []
+    assert _ahead([option(4, 90)], 8) == 90
+    assert _ahead([option(4, 90), option(2, 100), option(1, 80)], 8) == 90 + 4 * 20

@@ -1,0 +1,113 @@
+"""The integer program against trying everything."""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from anybatch.planner.mixture import KEEP, Mix, Segment
+from anybatch.planner.solve import _rows, added_up, as_choice, fastest, smallest
+
+POLICIES = (KEEP, "selective", "recompute")
+
+
+def drawn(seed: int, blocks: int = 5) -> Mix:
+    """A step like those that there are: forwards, a loss, backwards in the other order, with noise."""
+    draw = random.Random(seed)
+    names = [f"block{index}" for index in range(blocks)]
+    sizes = {name: draw.randint(10_000, 90_000_000_000) for name in names}
+    held = {KEEP: 1.0, "selective": 0.5, "recompute": 0.1}
+    cost = {KEEP: 0.0, "selective": draw.uniform(0.05, 0.5), "recompute": 1.0}
+    segments: dict[str, list[Segment]] = {}
+    for policy in POLICIES:
+        found: list[Segment] = []
+        for name in names:
+            net = int(held[policy] * sizes[name])
+            found.append(Segment(block=name, place=("forward", 0), net=net, peak=sizes[name] // 2 + net))
+        found.append(Segment(block="", place=("loss", 0), net=0, peak=20_000_000_000, seconds=0.5))
+        for name in reversed(names):
+            net = -int(held[policy] * sizes[name])
+            peak = int((1 - held[policy]) * sizes[name]) + sizes[name] // 3
+            seconds = cost[policy] * sizes[name] / 1e10
+            found.append(
+                Segment(block=name, place=("backward", 0), net=net, peak=max(0, peak), seconds=seconds)
+            )
+        segments[policy] = found
+    return Mix(start=draw.randint(0, 10**10), segments=segments)
+
+
+def moved(seed: int) -> Mix:
+    """The same, where what is moved goes while the next block computes and comes back in its backward."""
+    mix = drawn(seed)
+    kept = mix.segments[KEEP]
+    forwards = [one.block for one in kept if one.place[0] == "forward" and one.block]
+    count = len(forwards)
+    found = list(kept)
+    for index in range(1, count):
+        before = forwards[index - 1]
+        size = kept[index - 1].net * 9 // 10
+        back = len(kept) - 1 - index
+        one, other = found[index], found[back]
+        found[index] = replace(one, net=one.net - size, others={before: -size})
+        found[back] = replace(other, net=other.net + size, peak=other.peak + size, others={before: size})
+    cost = random.Random(seed).uniform(0.1, 2.0)
+    found = [replace(one, seconds=one.seconds + cost * abs(one.net) / 1e11) for one in found]
+    return Mix(start=mix.start, segments={**mix.segments, "offload": found})
+
+
+def everything(mix: Mix) -> list[dict[str, str]]:
+    tried = itertools.product(mix.policies, repeat=len(mix.blocks))
+    return [{b: p for b, p in zip(mix.blocks, policies, strict=True) if p != KEEP} for policies in tried]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.7, 0.95])
+@pytest.mark.parametrize("make", [drawn, moved])
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_that_fits_is_faster(seed: int, make: Callable[[int], Mix], share: float) -> None:
+    mix = make(seed)
+    choices = everything(mix)
+    peaks = [mix.peak(choice) for choice in choices]
+    least = min(peaks) * (1.00001 if make is moved else 1)  # a solver has tolerances
+    budget = int(least + share * (mix.peak({}) - least))
+    best = min(mix.seconds(choice) for choice, peak in zip(choices, peaks, strict=True) if peak <= budget)
+    found = fastest(mix, budget)
+    assert found is not None
+    assert mix.peak(found) <= budget
+    assert mix.seconds(found) <= best * 1.01
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nothing_is_smaller(seed: int) -> None:
+    mix = drawn(seed)
+    least = min(mix.peak(choice) for choice in everything(mix))
+    assert mix.peak(smallest(mix)) <= least * 1.000001
+    assert fastest(mix, least - least // 100) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_program_adds_up_what_is_moved(seed: int) -> None:
+    mix = moved(seed)
+    for choice in everything(mix)[::37]:
+        assert added_up(mix, choice) == mix.peak(choice)
+        alive = {
+            row.constant + sum(row.parts.get((b, choice.get(b, KEEP)), 0.0) for b in mix.blocks)
+            for row in _rows(mix)
+        }
+        assert max(alive) == mix.peak(choice)
+
+
+def test_what_fits_is_kept() -> None:
+    mix = drawn(0)
+    assert fastest(mix, mix.peak({})) == {}
+
+
+def test_without_blocks_there_is_nothing_to_choose() -> None:
+    mix = Mix(start=3, segments={KEEP: [Segment(block="", place=("forward", 0), net=2, peak=4)]})
+    assert smallest(mix) == {}
+    assert (fastest(mix, 7), fastest(mix, 6)) == ({}, None)
+
+
+def test_choice_keeps_the_order() -> None:
+    assert as_choice({"b": "recompute", "a": "offload"}) == (("b", "recompute"), ("a", "offload"))

@@ -1,0 +1,400 @@
+"""Tests of traces: the same peak to the byte as the real step's, and nothing changed."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim import Optimizer
+
+from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
+from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.errors import TraceError
+from anybatch.engine.plan import Plan
+from anybatch.engine.task import Task
+from anybatch.memory.meter import Meter
+from anybatch.planner.measure import probe
+from anybatch.planner.trace import Trace, trace
+from tests.snapshots import changes, make_batch, make_step, snapshot
+
+ROWS = 12
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embed(x)).tanh()).transpose(1, 2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.cells = nn.Embedding(50, 16), nn.LSTM(16, 24, 2, batch_first=True)
+        self.head = nn.Linear(24, 50)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cells(self.embed(x))[0]).transpose(1, 2)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Dropout(0.1), nn.Linear(64, 10))
+
+
+def conv() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(288, 10)
+    )
+
+
+def vectors() -> Any:
+    return torch.randn(ROWS, 16), torch.randint(10, (ROWS,))
+
+
+def values() -> Any:
+    return torch.randn(ROWS, 16), torch.randn(ROWS, 10)
+
+
+def images() -> Any:
+    return torch.randn(ROWS, 1, 14, 14), torch.randint(10, (ROWS,))
+
+
+def tokens() -> Any:
+    return torch.randint(1, 50, (ROWS, 9)), torch.randint(50, (ROWS, 9))
+
+
+def shifted() -> Any:
+    whole = torch.randint(1, 50, (ROWS, 10))
+    return whole[:, :-1], whole[:, 1:]  # two views of one tensor
+
+
+def total(model: nn.Module, micro: Any) -> Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+    return Total(losses.sum(), losses.numel())
+
+
+def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
+    outputs = model(micro[0])
+    losses = F.cross_entropy(outputs, micro[1], reduction="none")
+    return {
+        "fit": Total(losses.sum(), (micro[1] >= 0).sum()),
+        "size": Total(outputs.square().sum(), outputs.numel()),
+    }
+
+
+def contrast(outputs: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+SHARED_WEIGHTS = torch.ones(10)  # in a closure, where no stand-in comes
+
+
+def weighted(model: nn.Module, micro: Any) -> Total:
+    return Total((F.cross_entropy(model(micro[0]), micro[1], weight=SHARED_WEIGHTS, reduction="sum")), ROWS)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
+    "mlp": (mlp, vectors, nn.CrossEntropyLoss()),
+    "conv": (conv, images, nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.ones(10))),
+    "ignored": (conv, images, nn.CrossEntropyLoss(ignore_index=3)),
+    "tied": (Tied, tokens, nn.CrossEntropyLoss()),
+    "shifted": (Tied, shifted, nn.CrossEntropyLoss()),
+    "recurrent": (Recurrent, tokens, nn.CrossEntropyLoss()),
+    "total": (mlp, vectors, total),
+    "closure": (mlp, vectors, weighted),
+    "squares": (mlp, values, nn.MSELoss()),
+    "smooth": (mlp, values, nn.SmoothL1Loss()),
+    "terms": (mlp, vectors, Terms(terms, coefficients={"size": 0.1})),
+    "whole": (mlp, vectors, WholeBatch(contrast)),
+}
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+}
+for own in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RMSprop", "Rprop"):
+    OPTIMIZERS[own.lower()] = getattr(torch.optim, own)
+
+
+def task_of(step: Step) -> Task:
+    return step._task()
+
+
+def compare(
+    model: nn.Module, loss: Any, optimizer: Optimizer, batch: Any, **options: Any
+) -> tuple[Trace, Meter]:
+    """Predict from one row before the first step; measure the second."""
+    step = Step(model, loss, optimizer, **{"batch_norm": "micro", "check": False} | options)
+    logical = TensorBatch(batch)
+    predicted = trace(step.plan(logical.rows), task_of(step), logical.head(1))
+    step(batch)
+    with Meter(model, [optimizer], loss_module=step.loss_module, batch_leaves=logical.leaves) as meter:
+        step(batch)
+    return predicted, meter
+
+
+@pytest.mark.parametrize("micro_batch", [None, 6, 5, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_peak_to_the_byte(case: str, micro_batch: int | None) -> None:
+    build, make, loss = CASES[case]
+    for name in ("sgd", "adamw"):
+        model = build()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        predicted, meter = compare(model, loss, optimizer, make(), micro_batch=micro_batch)
+        assert predicted.peak == predicted.ledger.peak == meter.peak
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_peak_to_the_byte_with_every_optimizer(name: str, micro_batch: int | None) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in ("without state", "with it"):
+        predicted, meter = compare(
+            model, nn.CrossEntropyLoss(), optimizer, vectors(), micro_batch=micro_batch
+        )
+        assert predicted.peak == meter.peak
+        now, then = predicted.ledger.phases(), meter.ledger().phases()
+        assert now["update"].bytes[:4] == then["update"].bytes[:4]
+
+
+OPTIONS = [{"clip_norm": 1.0}, {"compensated": True}, {"accumulate": torch.float64}, {"batch_norm": "frozen"}]
+
+
+@pytest.mark.parametrize("micro_batch", [None, 6, 1])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: next(iter(one)))
+def test_peak_to_the_byte_with_every_option(options: dict[str, Any], micro_batch: int | None) -> None:
+    model = conv()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    loss = nn.CrossEntropyLoss()
+    predicted, meter = compare(model, loss, optimizer, images(), micro_batch=micro_batch, **options)
+    assert predicted.peak == meter.peak
+
+
+def test_peak_to_the_byte_in_bfloat16() -> None:
+    model = mlp().bfloat16()
+    x, y = vectors()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    predicted, meter = compare(model, nn.CrossEntropyLoss(), optimizer, (x.bfloat16(), y), micro_batch=3)
+    assert predicted.peak == meter.peak
+
+
+def twice(model: nn.Module, micro: Any) -> Total:
+    with torch.no_grad():
+        aim = model(micro[0])
+    return Total((model(micro[0] + 1) - aim).square().sum(), len(micro[1]))
+
+
+def never(model: Any, micro: Any) -> Total:
+    return Total(F.linear(micro[0], model[0].weight).tanh().sum(), len(micro[1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=["plain", "compensated"])
+@pytest.mark.parametrize("loss", [twice, never])
+def test_peak_to_the_byte_however_often_a_loss_calls_the_model(loss: Any, options: dict[str, Any]) -> None:
+    model = mlp()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=2, **options)
+    assert predicted.peak == meter.peak
+    assert predicted.micro_batches == (6 if loss is never else 4 if options else 3)
+    assert max(mark.micro_batch for mark in predicted.marks) == (-1 if loss is never else 11)
+
+
+def test_several_optimizers() -> None:
+    model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(72, 10))
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    second = OPTIMIZERS["adamw"](model[2].parameters())
+    batch = tokens()[0], torch.randint(10, (ROWS,))
+    step = Step(model, nn.CrossEntropyLoss(), [first, second], micro_batch=5)
+    before = snapshot(step)
+    predicted = trace(step.plan(ROWS), task_of(step), TensorBatch(batch))
+    assert not changes(before, snapshot(step))
+    step(batch)
+    with Meter(model, [first, second], batch_leaves=batch) as meter:
+        step(batch)
+    assert predicted.peak == meter.peak
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4, 1])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
+def test_peak_to_the_byte_of_models_with_their_own_loss(name: str, micro_batch: int | None) -> None:
+    model = hugging_face(name)
+    ids = torch.randint(1, 50, (ROWS, 10))
+    batch = {"input_ids": ids, "labels": ids}
+    if name == "vit":
+        batch = {"pixel_values": torch.randn(ROWS, 3, 16, 16), "labels": torch.randint(2, (ROWS,))}
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    predicted, meter = compare(model, ModelLoss(), optimizer, batch, micro_batch=micro_batch)
+    assert predicted.peak == meter.peak
+
+
+def hugging_face(name: str) -> nn.Module:
+    import transformers as library
+
+    narrow = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    match name:
+        case "gpt2":
+            config = library.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16)
+            return library.GPT2LMHeadModel(config)
+        case "t5":
+            config = library.T5Config(
+                vocab_size=50,
+                d_model=16,
+                d_kv=8,
+                d_ff=32,
+                num_layers=2,
+                num_heads=2,
+                decoder_start_token_id=0,
+            )
+            return library.T5ForConditionalGeneration(config)
+        case _:
+            return library.ViTForImageClassification(library.ViTConfig(**narrow, image_size=16, patch_size=4))
+
+
+def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+
+    model = mlp()
+    step = Step(
+        model, nn.CrossEntropyLoss(), OPTIMIZERS["sgd"](model.parameters()), micro_batch=5, collate=collate
+    )
+    samples = list(zip(*vectors(), strict=True))
+    predicted = trace(step.plan(ROWS), task_of(step), SampleBatch(samples, collate))
+    step(samples)
+    given = [tensor for sample in samples for tensor in sample]
+    with Meter(model, step.optimizers, batch_leaves=given) as meter:
+        step(samples)
+    kept = sum({one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in given}.values())
+    assert predicted.peak == meter.peak - kept  # samples lie on the host, wherever the step runs
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": total, "micro_batch": 3}])
+def test_nothing_is_changed(options: dict[str, Any]) -> None:
+    step = make_step(**options)
+    before = snapshot(step)
+    heard: list[object] = []
+    task = replace(task_of(step), listeners=[heard.append])
+    trace(step.plan(8), task, TensorBatch(make_batch()))
+    assert not changes(before, snapshot(step))
+    assert not heard
+
+
+class Picks(nn.Module):
+    """Has a shape that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x[x > 0].sum()
+
+
+def test_what_cannot_be_traced_is_named_and_measured() -> None:
+    step = make_step(model=nn.Sequential(nn.Linear(3, 3), Picks()), micro_batch=4)
+    before = snapshot(step)
+    batch = TensorBatch(make_batch())
+    with pytest.raises(TraceError, match=r"aten\.(nonzero|index)\.\w+ in 1"):
+        trace(step.plan(8), task_of(step), batch)
+    assert not changes(before, snapshot(step))
+    measured = probe(step.plan(8), task_of(step), batch)
+    assert not changes(before, snapshot(step))
+    assert measured.ledger.source == "measured"
+    assert {"forward", "loss", "backward", "update"} <= measured.ledger.phases().keys()
+
+
+def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
+    model = mlp()
+    step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
+    batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
+    here, there = trace(plan, task_of(step), batch), trace(plan, task_of(step), batch, device="cuda")
+    assert there.ledger.device == "cuda"
+    assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
+    assert there.peak > here.peak
+    assert step.optimizers[0].param_groups[0]["foreach"] is None
+
+
+def test_many_micro_batches_cost_as_much_as_a_few() -> None:
+    model = mlp()
+    step = Step(model, nn.MSELoss(), OPTIMIZERS["sgd"](model.parameters()))
+    head = TensorBatch((torch.zeros(1, 16), torch.zeros(1, 10)))
+    many = trace(Plan(rows=100_000, micro_batch=10), task_of(step), head)
+    assert many.micro_batches == 3
+    assert many.marks[-1].micro_batch == 9_999
+    few = trace(Plan(rows=30, micro_batch=10), task_of(step), head)
+    given = 100_000 * 26 * 4, 30 * 26 * 4
+    assert many.peak - given[0] == few.peak - given[1]  # nothing is left of each
+    assert math.isclose(many.marks[-1].flops, few.marks[-1].flops * 10_000 / 3)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_batch: int | None) -> None:
+    judge = nn.Sequential(spectral_norm(nn.Linear(10, 6)), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    judge.requires_grad_(not frozen)
+    before = {name: value.clone() for name, value in judge.state_dict().items()}
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        return Total(F.softplus(-judge(model(micro[0]))).sum(), len(micro[0]))
+
+    model = mlp()
+    step = Step(model, loss, OPTIMIZERS["adamw"](model.parameters()), check=False, micro_batch=micro_batch)
+    for run in (trace, probe):
+        run(step.plan(ROWS), task_of(step), TensorBatch(vectors()))
+        assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
+        assert all(parameter.grad is None for parameter in judge.parameters())
+    optimizer = step.optimizers[0]
+    predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=micro_batch)
+    assert predicted.peak == meter.peak
+
+
+class Lengths(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.long().max())]
+
+
+def test_shapes_made_of_values_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(16, 10), Lengths())
+    step = Step(model, nn.MSELoss(), OPTIMIZERS["sgd"](model.parameters()), check=False)
+    with pytest.raises(TraceError, match=r"in 1 \(Lengths\); its shapes depend on values"):
+        trace(step.plan(ROWS), task_of(step), TensorBatch(values()))
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adagrad"}))  # its state is there from the start
+def test_parameters_without_gradient_have_no_state(name: str) -> None:
+    model = mlp()
+    model.register_parameter("unused", nn.Parameter(torch.ones(1000)))
+    optimizer, batch = OPTIMIZERS[name](model.parameters()), vectors()
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, check=False)
+    idle = frozenset([model.unused])
+    runs = [trace, probe, functools.partial(trace, idle=idle), functools.partial(probe, idle=idle)]
+    found = [run(step.plan(ROWS), task_of(step), TensorBatch(batch)) for run in runs]
+    assert {one.idle for one in found} == {idle}
+    _, meter = compare(model, nn.CrossEntropyLoss(), optimizer, batch)
+    assert [one.peak for one in found[::2]] == [meter.peak, meter.peak]
+    assert found[1].peak == found[3].peak
+
+
+def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
+    """RAdam takes more memory from its sixth step on."""
+    model = nn.Linear(64, 64)
+    step = Step(model, nn.MSELoss(), torch.optim.RAdam(model.parameters()))
+    batch = torch.zeros(2, 64), torch.zeros(2, 64)
+    predicted = trace(step.plan(2), task_of(step), TensorBatch(batch)).peak
+    for _ in range(7):
+        with Meter(model, step.optimizers, batch_leaves=batch) as meter:
+            step(batch)
+    assert predicted == meter.peak

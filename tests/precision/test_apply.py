@@ -1,0 +1,389 @@
+"""Models stored short: what is cast, what stays in float32, and what is refused before anything changes."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Precision, Step
+from anybatch.core.errors import PlanError
+from anybatch.precision.apply import lower
+from anybatch.precision.master_weights import Masters
+from anybatch.precision.policy import find_precision
+from anybatch.testing import Transformer, relative_error, tolerance
+from tests.snapshots import changes, make_batch, make_model, make_step, snapshot
+
+TRUE = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
+ALL = ["bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
+
+
+class Spy(nn.Module):
+    """Notes the dtype of what reaches it, and of its weights, and whether autocast is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        self.seen.append((x.dtype, out.dtype, torch.is_autocast_enabled("cpu")))
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.router, self.leave = nn.Linear(3, 3), Spy(), Spy()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("shift", torch.full((3,), 1.0001))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.norm(self.router(self.enter(x + self.shift))))
+
+
+def dtypes(model: nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_weights_and_buffers_are_stored_short_but_for_batch_norm(name: str) -> None:
+    model, dtype = Net(), TRUE[name]
+    found = list(model.parameters())
+    lower(model, find_precision(name), model.parameters())
+    assert all(one is other for one, other in zip(model.parameters(), found, strict=True))
+    assert dtypes(model.enter) == dtypes(model.router) == dtypes(model.leave) == {dtype}
+    assert dtypes(model.norm) == {torch.float32}
+    assert model.norm.running_mean.dtype == torch.float32
+    assert (model.shift.dtype, model.count.dtype) == (dtype, torch.int64)
+    assert model(torch.ones(4, 3)).dtype == torch.float32  # also for those who call it without a step
+    assert model.router.seen == [(dtype, dtype, False)]
+
+
+@pytest.mark.parametrize("pattern", ["router", "rout*", "Spy"])
+@pytest.mark.parametrize("name", TRUE)
+def test_named_parts_stay_in_float32_where_weights_are_short(name: str, pattern: str) -> None:
+    model, dtype = Net(), TRUE[name]
+    precision = Precision(store=find_precision(name).store, keep_float32=(pattern,))
+    masters = lower(model, precision, model.parameters())
+    model(torch.ones(4, 3))
+    full = (torch.float32, torch.float32, False)
+    assert dtypes(model.router) == {torch.float32}
+    assert model.router.seen == [full]
+    assert model.leave.seen == [full if pattern == "Spy" else (dtype, dtype, False)]
+    assert masters.of(model.router.linear.weight) is None
+    assert masters.of(model.enter.weight) is not None
+
+
+@pytest.mark.parametrize("pattern", ["router", "r?uter", "Spy"])
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+def test_named_parts_stay_in_float32_under_autocast(name: str, pattern: str) -> None:
+    model = Net()
+    dtype = getattr(torch, str(find_precision(name).compute))
+    precision = Precision(compute=find_precision(name).compute, keep_float32=(pattern,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, precision=precision, batch_norm="micro")
+    assert step((torch.ones(4, 3), torch.zeros(4, 3))).updated
+    full = (torch.float32, torch.float32, False)
+    assert model.router.seen == [full]
+    assert model.leave.seen[0][1:] == (full[1:] if pattern == "Spy" else (dtype, True))
+    assert dtypes(model) == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+class Routed(nn.Module):
+    """Holds parts in containers that nobody calls."""
+
+    def __init__(self, *, is_named: bool) -> None:
+        super().__init__()
+        inner = nn.ModuleList([Spy(), nn.ModuleList([Spy()])])
+        self.enter, self.parts = nn.Linear(3, 3), nn.ModuleDict({"inner": inner}) if is_named else inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.parts["inner"] if isinstance(self.parts, nn.ModuleDict) else self.parts
+        return inner[1][0](inner[0](self.enter(x)))
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["ModuleDict", "ModuleList"])
+@pytest.mark.parametrize("name", ALL)
+def test_all_that_a_container_holds_may_be_named(name: str, is_named: bool) -> None:
+    model = Routed(is_named=is_named)
+    precision = Precision(**{**find_precision(name).to_dict(), "keep_float32": ("parts",)})
+    lower(model, precision, [])
+    with precision.computing(["cpu"]):
+        model(torch.ones(4, 3))
+    spies = [module for module in model.modules() if isinstance(module, Spy)]
+    assert [one.seen for one in spies] == [[(torch.float32, torch.float32, False)]] * 2
+    assert dtypes(model.parts) == {torch.float32}
+
+
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("tracks", [True, False])
+def test_running_statistics_of_instance_norm_stay_in_float32(name: str, tracks: bool) -> None:
+    model = nn.Sequential(nn.Conv1d(1, 2, 1), nn.InstanceNorm1d(2, affine=True, track_running_stats=tracks))
+    lower(model, find_precision(name), [])
+    assert dtypes(model[1]) == {torch.float32 if tracks else TRUE[name]}
+    assert model[1].running_mean is None or model[1].running_mean.dtype == torch.float32
+    assert model(torch.ones(2, 1, 4)).dtype == torch.float32
+
+
+class Rotary(nn.Module):
+    """As written by hand: frequencies, and tables made of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", 10_000 ** -(torch.arange(4) / 4), persistent=False)
+        angles = torch.arange(2048)[:, None] * self.inv_freq
+        self.register_buffer("cos", angles.cos(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.cos[-len(x) :]
+
+
+class Turned(nn.Module):
+    """Turns by itself, with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("local_inv_freq", 10_000 ** -(torch.arange(4) / 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.arange(2048)[-len(x) :, None] * self.local_inv_freq
+        return self.linear(x * self.weight) * angles.cos().to(x.dtype)
+
+
+@pytest.mark.parametrize("name", TRUE)
+@pytest.mark.parametrize("make", [Rotary, Turned])
+def test_frequencies_of_rotary_embeddings_stay_in_float32(make: Any, name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), make())
+    full, seen = copy.deepcopy(model[1]), []
+    lower(model, find_precision(name), model.parameters())
+    model[1].register_forward_hook(lambda _, args, output: seen.append((*args, output)))
+    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+    (entered, left), dtype = seen[0], TRUE[name]
+    assert all(b.dtype == torch.float32 for b in model[1].buffers())
+    assert left.dtype == dtype
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    with torch.no_grad():
+        assert relative_error(left.float(), full(entered.float())) <= tolerance(dtype, 8)
+
+
+def test_frequencies_of_transformers_stay_in_float32() -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    for name, more in (("Llama", {"num_key_value_heads": 2}), ("GPTNeoX", {})):
+        config = getattr(transformers, f"{name}Config")(**sizes, **more, intermediate_size=16)
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        expected = {key: one for key, one in model.named_buffers() if key.endswith("inv_freq")}
+        lower(model, find_precision("bf16-true"), model.parameters())
+        assert expected
+        assert all(one.dtype == torch.float32 for one in expected.values())
+        assert changes(expected, {key: dict(model.named_buffers())[key] for key in expected}) == []
+        assert model(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+def test_frequencies_are_left_to_autocast(name: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Rotary())
+    lower(model, find_precision(name), [])
+    assert not model[1]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
+def test_instance_norm_is_left_to_autocast(name: str) -> None:
+    model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True))
+    lower(model, find_precision(name), [])
+    assert not model[0]._forward_pre_hooks
+
+
+@pytest.mark.parametrize("name", TRUE)
+def test_weights_without_a_shape_are_refused_before_anything_changes(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError, match=r"whose shapes are known .* got \['1'\], .* Run one forward first"):
+        Step(model, nn.MSELoss(), optimizer, precision=name)
+    assert model[0].weight.dtype == torch.float32
+    assert not any(module._forward_hooks for module in model)
+    model(torch.ones(1, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert Step(model, nn.MSELoss(), optimizer, precision=name)((torch.ones(4, 3), torch.zeros(4, 2))).updated
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16-mixed", "fp16-mixed"])
+def test_weights_without_a_shape_may_wait_where_none_is_stored_short(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), precision=name)
+    assert step((torch.ones(4, 3), torch.zeros(4, 2))).updated
+
+
+def test_autocast_is_as_before_where_a_part_fails() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(4, 3))  # shapes do not match
+    lower(model, Precision(compute="bfloat16", keep_float32=("1",)), [])
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="shape"):
+            model(torch.ones(2, 3))
+        assert torch.is_autocast_enabled("cpu")
+        assert model[0](torch.ones(2, 3)).dtype == torch.bfloat16
+    assert not model[1]._forward_pre_hooks[next(iter(model[1]._forward_pre_hooks))].__self__._open
+
+
+@pytest.mark.parametrize("name", ["float32", "tf32", "bf16-mixed", "fp16-mixed"])
+def test_what_is_not_stored_short_is_left_as_it_is(name: str) -> None:
+    model = Net()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    masters = lower(model, find_precision(name), model.parameters())
+    assert changes(before, dict(model.state_dict())) == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert masters.tensors == []
+
+
+def test_float32_is_the_plain_loop() -> None:
+    model = make_model()
+    twin, batch = copy.deepcopy(model), make_batch()
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        torch.manual_seed(5)
+        step(batch)
+        torch.manual_seed(5)
+        F.cross_entropy(twin(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert changes(dict(twin.state_dict()), dict(model.state_dict())) == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._post_accumulate_grad_hooks or p._backward_hooks for p in model.parameters())
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.two.weight = self.one.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "keep", "expected", "got"),
+    [
+        (Net(), ("nothing.*",), "to name modules of the Net", "nothing.*"),
+        (Net(), ("router", "LayerNorm"), "to name modules of the Net", "['LayerNorm']"),
+        (Net(), ("spy",), "to name modules of the Net", "spy"),  # classes as they are written
+        (Shared(), ("one",), "share no weight with the others", "weight"),
+    ],
+    ids=["no such module", "no such class", "another case", "shared weight"],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_what_is_refused_leaves_the_model_as_it_was(
+    model: nn.Module, keep: tuple[str, ...], expected: str, got: str, dtype: str
+) -> None:
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    precision = Precision(store=dtype, keep_float32=keep)
+    with pytest.raises(PlanError, match=r"^Expected ") as caught:
+        Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), precision=precision)
+    assert expected in str(caught.value)
+    assert got in str(caught.value)
+    assert changes(before, dict(model.state_dict())) == []
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_step_that_is_refused_for_another_reason_leaves_the_model_as_it_was() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError):
+        Step(model, nn.MSELoss(), optimizer, precision="fp16-true", micro_batch=0)
+    assert dtypes(model) == {torch.float32}
+
+
+def test_shared_weights_may_be_kept_together() -> None:
+    model = Shared()
+    lower(model, Precision(store="bfloat16", keep_float32=("one", "two")), model.parameters())
+    assert dtypes(model) == {torch.float32}
+
+
+def test_all_may_be_kept() -> None:
+    model = Net()
+    masters = lower(model, Precision(store="bfloat16", keep_float32=("*",)), model.parameters())
+    assert dtypes(model) == {torch.float32}
+    assert masters.tensors == []
+    assert model(torch.ones(4, 3)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_two_steps_on_one_model_cast_once(name: str) -> None:
+    model = Net()
+    precision = Precision(**{**find_precision(name).to_dict(), "keep_float32": ("router",)})
+    for _ in range(2):
+        lower(model, precision, model.parameters())
+    assert len(model.router._forward_pre_hooks) == len(model.router._forward_hooks) == 1
+    assert len(model._forward_hooks) == (1 if name.endswith("true") else 0)
+
+
+def test_a_short_model_of_the_callers_gets_its_own_digits_as_backup() -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    masters = lower(model, find_precision("bf16-true"), model.parameters())
+    assert torch.equal(masters.of(model.weight), model.weight.float())
+    assert masters.of(model.weight).dtype == torch.float32
+
+
+def test_weights_that_nobody_trains_have_no_backup() -> None:
+    model = Net()
+    masters = lower(model, find_precision("fp16-true"), model.leave.parameters())
+    assert model.enter.weight.dtype == torch.float16
+    assert len(masters.tensors) == 2
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_transformer_with_tied_embeddings_trains(name: str) -> None:
+    torch.manual_seed(0)
+    model = Transformer(11)
+    full = copy.deepcopy(model)
+    tokens = torch.randint(1, 11, (8, 5))
+    losses = []
+    for one, precision in ((model, name), (full, "float32")):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        options = {"precision": precision, "micro_batch": 4}
+        step = Step(one, nn.CrossEntropyLoss(ignore_index=0), optimizer, **options)
+        losses.append([step((tokens, tokens)).loss for _ in range(3)])
+    dtype = torch.float16 if "fp16" in name else torch.bfloat16
+    assert losses[0][2] < losses[0][0]
+    assert relative_error(*losses) <= tolerance(dtype, 8)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_recurrent_network_trains(name: str) -> None:
+    torch.manual_seed(0)
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.leave = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.leave(self.cell(x)[0][:, -1])
+
+    model = Recurrent()
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), precision=name, micro_batch=2
+    )
+    batch = torch.randn(4, 5, 3), torch.randn(4, 2)
+    assert step(batch).loss > step(batch).loss
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_modes_and_buffers_of_a_refused_batch_are_as_before(name: str) -> None:
+    step = make_step(precision=name, micro_batch=3)
+    before = snapshot(step)
+    x, y = make_batch()
+    with pytest.raises(Exception, match="Target 99 is out of bounds"):
+        step((x, torch.full_like(y, 99)))
+    assert changes(before, snapshot(step)) == []
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_nothing_is_held_of_a_model_in_float32() -> None:
+    assert isinstance(lower(Net(), find_precision("float32"), []), Masters)

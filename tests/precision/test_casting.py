@@ -1,0 +1,363 @@
+"""Casts at the doors of a model: which values, in which nests, and what is never rounded."""
+
+import copy
+import gc
+import threading
+import weakref
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anybatch import Precision, Step, Total
+from anybatch.precision.apply import lower
+from anybatch.precision.policy import find_precision
+from anybatch.recompute.blocks import POLICIES
+from anybatch.testing import relative_error, tolerance
+from tests.snapshots import changes
+
+BF16 = find_precision("bf16-true")
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+# ---- nests
+
+
+@dataclass
+class Record:
+    x: Tensor
+    name: str = "rows"
+    y: Tensor | None = None
+    later: int = field(init=False, repr=False)  # never set
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+
+
+class Nested(nn.Module):
+    """Gives back what it was given, in every nest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen: Any = None
+
+    def forward(self, value: Any, *, more: Any = None) -> Any:
+        self.seen = value, more
+        return value, more
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2),
+        (torch.ones(2), [torch.zeros(1)]),
+        {"a": torch.ones(2), "b": {"c": torch.ones(1)}},
+        OrderedDict(a=torch.ones(2)),
+        Pair(torch.ones(2), torch.zeros(3)),
+        Record(torch.ones(2)),
+        Frozen(torch.ones(2)),
+        [{"a": Record(torch.ones(2), y=torch.zeros(1))}],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_nest_is_cast_and_keeps_its_class(value: Any) -> None:
+    model = Nested()
+    lower(model, find_precision("bf16-true"), [])
+    back = model(value, more=value)
+    assert repr(back) == repr((value, value))  # ones and zeros survive
+
+    def leaves(one: Any) -> list[Tensor]:
+        if isinstance(one, Record | Frozen):
+            one = [one.x] + [y for y in [getattr(one, "y", None)] if y is not None]
+        parts = one.values() if isinstance(one, dict) else one
+        return [one] if isinstance(one, Tensor) else [leaf for part in parts for leaf in leaves(part)]
+
+    assert {leaf.dtype for leaf in leaves(model.seen)} == {torch.bfloat16}
+    assert {leaf.dtype for leaf in leaves(back)} == {torch.float32}
+
+
+def test_what_is_no_float_goes_through() -> None:
+    model = Nested()
+    lower(model, find_precision("fp16-true"), [])
+    tokens, mask, record = torch.arange(3), torch.tensor([True]), Record(torch.arange(3))
+    module, kind = nn.Linear(1, 1), Record
+    for value in (tokens, mask, record, {"x": tokens}, [mask], "word", 3, None, module, kind):
+        assert model(value)[0] is value
+
+
+@dataclass
+class Rows:
+    x: Tensor
+    y: Tensor
+
+
+class Fields(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, rows: Rows) -> Record:
+        return Record(self.linear(rows.x))
+
+
+@pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
+def test_batches_and_outputs_may_be_dataclasses(name: str) -> None:
+    seen = []
+
+    def squares(model: nn.Module, micro: Any) -> Total:
+        left = model(micro).x
+        seen.append((left.dtype, micro.x.dtype))
+        return Total(((left - micro.y) ** 2).sum(), len(left))
+
+    model = Fields()
+    step = Step(model, squares, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2, precision=name)
+    assert step(Rows(torch.ones(4, 4), torch.zeros(4, 1))).updated
+    assert set(seen) == {(torch.float32, torch.float32)}
+
+
+def test_callers_mappings_are_not_written_to() -> None:
+    model = Nested()
+    lower(model, find_precision("fp16-true"), [])
+    given = OrderedDict(a=torch.ones(2), frozen=Frozen(torch.ones(2)))
+    model(given)
+    assert given["a"].dtype == given["frozen"].x.dtype == torch.float32
+
+
+# ---- what is never rounded
+
+YEARS = torch.tensor([[2011.0, 17.3, 1.0], [2016.0, 1029.7, 0.1], [2017.0, 1030.1, 0.7], [2024.0, 3.0, 0.2]])
+YEARS = YEARS.bfloat16().float()  # inputs are rounded at the door
+KEPT = Precision(store="bfloat16", keep_float32=("*kept*",))
+
+
+class Column(nn.Module):
+    """Values that 8 bits do not tell apart, told apart."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 2016.5).tanh()
+
+
+class Part(nn.Module):
+    """A part in float32, what comes before it and what comes after it; all may be left out."""
+
+    def __init__(self, before: Any = None, after: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kept, self.linear = nn.Sequential(Column(), nn.Linear(3, 3)), nn.Linear(3, 3)
+        self.before, self.after = before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.before is None else self.before(x)
+        x = self.kept(x)
+        return x if self.after is None else self.after(x)
+
+
+def lowered(**options: Any) -> tuple[Part, Part]:
+    """One in two precisions, and the same in float32."""
+    model = Part(**options)
+    full = copy.deepcopy(model)
+    lower(model, KEPT, model.parameters())
+    return model, full
+
+
+def written(x: Tensor) -> Tensor:
+    return x.neg_()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_the_last_part_gives_is_not_rounded(mode: Callable[[], Any]) -> None:
+    model, full = lowered()
+    with mode():
+        assert torch.equal(model(YEARS), full(YEARS))
+        assert torch.equal(model(YEARS.double()), full(YEARS))
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "change", [written, lambda x: x + 0, lambda x: x[:]], ids=["in place", "new", "part"]
+)
+def test_what_the_model_makes_of_it_is_what_counts(change: Any, mode: Callable[[], Any]) -> None:
+    """It is rounded, as all that flows between modules."""
+    model, _ = lowered(after=change)
+    with mode():
+        left = model(YEARS)
+        assert torch.equal(left, left.bfloat16().float())
+
+
+def test_what_is_written_in_place_counts() -> None:
+    model, full = lowered(after=lambda x: x.add_(1))
+    assert torch.equal(model(YEARS), full.kept(YEARS).bfloat16().add_(1).float())
+
+
+def test_gradients_flow_through_what_was_not_rounded() -> None:
+    model, full = lowered()
+    for one in (model, full):
+        one(YEARS).square().sum().backward()
+    found = [p.grad for p in model.kept.parameters()]
+    assert all(torch.equal(one, p.grad) for one, p in zip(found, full.kept.parameters(), strict=True))
+
+
+def test_rows_may_ask_for_gradients() -> None:
+    model, full = lowered()
+    found: list[Tensor] = []
+    for one in (model, full):
+        rows = YEARS.clone().requires_grad_()
+        one(rows).square().sum().backward()
+        found.append(rows.grad)
+        with torch.no_grad():
+            assert torch.equal(model(rows), full(rows))
+    assert relative_error(*found) <= tolerance(torch.bfloat16, 8)  # they are rounded at the door
+    assert found[0].abs().sum() > 0
+
+
+def test_who_waits_for_the_gradient_of_an_output_gets_it() -> None:
+    seen: list[Tensor] = []
+
+    def wait(x: Tensor) -> Tensor:
+        x.register_hook(seen.append)
+        return x
+
+    model, _ = lowered(after=wait)
+    model(YEARS).sum().backward()
+    assert len(seen) == 1
+
+
+def test_two_parts_in_a_row_are_what_they_are_alone() -> None:
+    """What flows between them is rounded, so that a checkpoint finds it again."""
+    model = nn.ModuleDict({"kept0": nn.Linear(3, 3), "kept1": nn.Linear(3, 3), "linear": nn.Linear(3, 3)})
+    model.forward = lambda x: model["kept1"](model["kept0"](x))
+    full = copy.deepcopy(model)
+    lower(model, KEPT, [])
+    middle = full["kept0"](YEARS).bfloat16().float()
+    assert torch.equal(model(YEARS), full["kept1"](middle))
+
+
+class Blocks(nn.Module):
+    """Blocks that begin with a part in float32; the first one takes the rows themselves."""
+
+    def __init__(self, kind: bool | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind = kind
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Sequential(Column(), nn.Linear(3, 3)), nn.Linear(3, 3), nn.Tanh())
+            for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) if self.kind is None else checkpoint(block, x, use_reentrant=self.kind)
+        return x
+
+
+def after_steps(kind: bool | None = None, **options: Any) -> list[Tensor]:
+    model = Blocks(kind)
+    precision = Precision(store="bfloat16", keep_float32=("blocks.*.0",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, precision=precision, micro_batch=2, **options)
+    for _ in range(4):
+        step((YEARS, torch.ones(4, 3)))
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": False}, *({"recompute": {"blocks.?": policy}} for policy in POLICIES)],
+    ids=["torch's checkpoint", *POLICIES],
+)
+def test_blocks_that_run_again_take_what_they_took(options: dict[str, Any]) -> None:
+    assert changes({"weights": after_steps()}, {"weights": after_steps(**options)}) == []
+
+
+def test_the_older_checkpoint_takes_the_same_twice() -> None:
+    """It runs a block without gradients first, and then on tensors of its own."""
+    model, seen = nn.Sequential(Column(), nn.Linear(3, 3)), []
+    whole = nn.Sequential(nn.Sequential(model), nn.Linear(3, 3))
+    ask = torch.ones((), requires_grad=True)  # it wants an argument that asks for a gradient
+    whole.forward = lambda x: whole[1](checkpoint(lambda y, _: whole[0](y), x, ask, use_reentrant=True))
+    lower(whole, Precision(store="bfloat16", keep_float32=("0.0",)), [])
+    model[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    whole(YEARS).sum().backward()
+    assert len(seen) == 2
+    assert all(torch.equal(one, YEARS.bfloat16().float()) for one in seen)
+
+
+def test_an_output_of_the_older_checkpoint_has_its_gradient() -> None:
+    model, _ = lowered()
+    model.forward = lambda x: checkpoint(model.kept, model.linear(x), use_reentrant=True)
+    model(YEARS).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_lowered_part_inside_takes_and_gives_the_same() -> None:
+    model, full = lowered()
+    whole = nn.Sequential(model)
+    lower(whole, Precision(store="bfloat16", keep_float32=("*kept*",)), [])
+    assert torch.equal(whole(YEARS), full(YEARS))
+
+
+def test_copies_and_threads_remember_for_themselves() -> None:
+    model, full = lowered()
+    found: list[Tensor] = []
+    twin = copy.deepcopy(model)
+    threads = [threading.Thread(target=lambda one=one: found.append(one(YEARS))) for one in (model, twin)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, full(YEARS)) for one in found)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_nothing_is_remembered_wrongly(error: type[BaseException]) -> None:
+    model, full = lowered()
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = model.kept.register_forward_hook(fail)
+    with pytest.raises(error):
+        model(YEARS)
+    handle.remove()
+    assert torch.equal(model(YEARS), full(YEARS))
+
+
+def test_compiled_models_round_at_their_doors() -> None:
+    torch.compiler.reset()
+    model, full = lowered()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(YEARS), full(YEARS.bfloat16().float()).bfloat16().float())
+    torch.compiler.reset()
+
+
+def test_no_byte_is_held_afterwards() -> None:
+    model, _ = lowered()
+    rows = YEARS.clone()
+    with torch.no_grad():
+        output = model(rows)
+    gone = weakref.ref(rows), weakref.ref(output)
+    gc.disable()  # nor does it hang in a cycle
+    del rows, output
+    gc.enable()
+    assert [one() for one in gone] == [None, None]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_many_models_may_be_called_as_one(is_training: bool) -> None:
+    model, full = lowered()
+    model.train(is_training).register_buffer("seen", torch.zeros(1, dtype=torch.bfloat16))
+    state = {
+        name: torch.stack([one, one]) for name, one in (*model.named_parameters(), *model.named_buffers())
+    }
+    both = torch.func.vmap(lambda one: torch.func.functional_call(model, one, (YEARS,)))(state)
+    assert torch.equal(both[0], both[1])
+    assert torch.allclose(both[0], full(YEARS), atol=tolerance(torch.bfloat16, 8))

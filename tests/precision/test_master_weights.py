@@ -1,0 +1,389 @@
+"""Weight backup: small updates arrive, whatever the optimizer, whoever writes to the weights meanwhile."""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Precision, Step, Total
+from anybatch.precision.master_weights import Masters
+from tests.snapshots import changes, snapshot
+
+SHORT = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
+# Whole numbers of eighths, so that 16 bits hold them and every sum of them.
+X = torch.arange(-12, 12).reshape(8, 3) / 8
+
+
+class Line(nn.Module):
+    """Its gradient does not depend on its weights, so it is the same in every dtype."""
+
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, width), nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) + self.second(x)
+
+
+def mean(model: nn.Module, micro: Any) -> Total:
+    outputs = model(micro[0])
+    return Total(outputs.float().sum(), len(outputs))
+
+
+Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9),
+    "SGD foreach": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9, foreach=True),
+    "SGD fused": lambda ps: torch.optim.SGD(ps, lr=1e-4, momentum=0.9, fused=True),
+    "Adam": lambda ps: torch.optim.Adam(ps, lr=1e-4),
+    "Adam foreach": lambda ps: torch.optim.Adam(ps, lr=1e-4, foreach=True),
+    "Adam fused": lambda ps: torch.optim.Adam(ps, lr=1e-4, fused=True),
+    "AdamW fused": lambda ps: torch.optim.AdamW(ps, lr=1e-4, weight_decay=0.1, fused=True),
+    "Adagrad fused": lambda ps: torch.optim.Adagrad(ps, lr=1e-4, fused=True),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-4, momentum=0.5, centered=True),
+}
+
+
+def steps(
+    optimizer: Make = OPTIMIZERS["SGD"], precision: str = "fp16-true", groups: Any = nn.Module.parameters
+) -> tuple[Step, Step]:
+    """One that stores its weights short, and one in float32."""
+    made: list[Step] = []
+    for one in (precision, "float32"):
+        model = Line()
+        options = {"micro_batch": 4, "precision": one, "check": False}
+        made.append(Step(model, mean, optimizer(groups(model)), **options))
+    return made[0], made[1]
+
+
+def assert_follows(short: Step, full: Step) -> None:
+    """The backup is what float32 training gives, and so is the optimizer's state; weights are it, rounded."""
+    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
+        backup = short.masters.of(mine)
+        assert backup is not None
+        assert mine.dtype in (torch.float16, torch.bfloat16)
+        assert torch.equal(backup, theirs)
+        assert torch.equal(mine, theirs.to(mine.dtype))
+    mine, theirs = ([one.state_dict() for one in step.optimizers] for step in (short, full))
+    assert changes({"state": theirs}, {"state": mine}) == []
+
+
+@pytest.mark.parametrize("precision", SHORT)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_are_those_of_float32(name: str, precision: str) -> None:
+    short, full = steps(OPTIMIZERS[name], precision)
+    for _ in range(5):
+        for step in (short, full):
+            assert step((X,)).updated
+    assert_follows(short, full)
+
+
+def test_a_thousand_small_updates_arrive() -> None:
+    """1,000 updates of 1e-4 on weights of 1: without a backup all of them vanish."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    plain = copy.deepcopy(model).half()
+    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision="fp16-true", check=False)
+    theirs = torch.optim.SGD(plain.parameters(), lr=1e-4)
+    x = torch.ones(2, 4)
+    for _ in range(1000):
+        step((x,))
+        plain(x.half()).mean().backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert (model.weight - 0.9).abs().max() <= torch.finfo(torch.float16).eps
+    assert torch.equal(plain.weight, torch.ones_like(plain.weight))
+
+
+def test_parameter_groups() -> None:
+    def groups(model: nn.Module) -> Any:
+        rates = ({"params": model.first.parameters(), "lr": 1e-3}, {"params": model.second.parameters()})
+        return [*rates]
+
+    short, full = steps(OPTIMIZERS["Adam"], groups=groups)
+    for _ in range(3):
+        for step in (short, full):
+            step((X,))
+    assert_follows(short, full)
+
+
+def test_tied_weights_have_one_backup() -> None:
+    short, full = [], []
+    for precision, found in (("fp16-true", short), ("float32", full)):
+        model = Line()
+        model.second.weight = model.first.weight
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        found.append(Step(model, mean, optimizer, precision=precision, check=False))
+    for _ in range(3):
+        for step in (*short, *full):
+            step((X,))
+    assert short[0].model.first.weight is short[0].model.second.weight
+    assert len(short[0].masters.tensors) == 2
+    assert_follows(short[0], full[0])
+
+
+def test_frozen_weights_stay_and_may_be_freed_later() -> None:
+    short, full = steps()
+    for step in (short, full):
+        step.model.second.requires_grad_(False)
+    before = short.model.second.weight.clone()
+    for step in (short, full):
+        step((X,))
+    assert torch.equal(short.model.second.weight, before)
+    for step in (short, full):
+        step.model.second.requires_grad_(True)
+        step((X,))
+    assert not torch.equal(short.masters.of(short.model.second.weight), before.float())
+    assert_follows(short, full)
+
+
+def test_weights_given_to_the_optimizer_later_are_backed_up() -> None:
+    short, full = steps(groups=lambda model: [{"params": list(model.first.parameters())}])
+    known = len(short.masters.tensors)
+    full.model.second.weight.data = short.model.second.weight.detach().float()  # what is left of its digits
+    for step in (short, full):
+        step((X,))
+        step.optimizers[0].add_param_group({"params": list(step.model.second.parameters())})
+        for _ in range(2):
+            step((X,))
+    assert len(short.masters.tensors) == known + 1
+    assert_follows(short, full)
+
+
+def copy_in_place(model: nn.Module, values: list[Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+def load(model: nn.Module, values: list[Tensor]) -> None:
+    model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
+
+
+def put_data(model: nn.Module, values: list[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), values, strict=True):
+        parameter.data = value.to(parameter.dtype)
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["updated", "read, then updated"])
+@pytest.mark.parametrize("write", [copy_in_place, load, put_data])
+def test_the_backup_follows_who_writes_to_the_weights(
+    write: Callable[[nn.Module, list[Tensor]], None], is_read: bool
+) -> None:
+    short, full = steps()
+    values = [torch.full_like(p, 0.75) for p in full.model.parameters()]  # 16 bits hold it
+    for step in (short, full):
+        step((X,))
+        write(step.model, values)
+    for parameter in short.model.parameters() if is_read else ():
+        assert torch.equal(short.masters.of(parameter), torch.full_like(parameter, 0.75).float())
+    for step in (short, full):
+        step((X,))
+    assert_follows(short, full)
+
+
+def test_writing_the_same_short_weights_loses_no_digit() -> None:
+    short, full = steps()
+    for step in (short, full):
+        step((X,))
+    load(short.model, [p.detach().clone() for p in short.model.parameters()])
+    for step in (short, full):
+        step((X,))
+    assert_follows(short, full)
+
+
+def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
+    short, _ = steps()
+    other = Step(
+        short.model,
+        mean,
+        torch.optim.SGD(short.model.parameters(), lr=0.25),
+        precision="fp16-true",
+        check=False,
+    )
+    other((X,))
+    for parameter in short.model.parameters():
+        assert short.masters.of(parameter) is other.masters.of(parameter)
+        assert torch.equal(short.masters.of(parameter).half(), parameter)
+
+
+def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
+    short, full = steps()
+    for step in (short, full):
+        step((X,))
+    left = snapshot(short)
+    twin = copy.deepcopy(short)
+    for _ in range(2):
+        twin((X,))
+        full((X,))
+    assert_follows(twin, full)
+    assert changes(left, snapshot(short)) == []
+    assert short.masters.tensors[0] is not twin.masters.tensors[0]
+
+
+def test_a_model_made_long_and_short_again_keeps_its_digits() -> None:
+    short, full = steps()
+    for step in (short, full):
+        step((X,))
+    short.model.float()
+    short.model.half()
+    for step in (short, full):
+        step((X,))
+    assert_follows(short, full)
+
+
+@pytest.mark.parametrize("precision", SHORT)
+def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -> None:
+    short, full = steps(precision=precision)
+    for step in (short, full):
+        step((X,))
+    short.model.float()
+    saved = short.masters.state_dict(short.model)  # has looked at all weights
+    assert changes(dict(full.model.state_dict()), saved) == []
+    for step in (short, full):
+        with torch.no_grad():
+            step.model.first.weight[0] = 0.3
+        step((X,))
+    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
+        assert mine.dtype == torch.float32
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("precision", SHORT)
+def test_states_hold_the_float32_weights(precision: str) -> None:
+    short, full = steps(precision=precision)
+    for step in (short, full):
+        step((X,))
+    saved = copy.deepcopy(short.masters.state_dict(short.model))
+    assert changes(dict(full.model.state_dict()), saved) == []
+    again, _ = steps(precision=precision)
+    again.masters.load_state_dict(again.model, saved)
+    again.optimizers[0].zero_grad()
+    for mine, theirs in zip(again.model.parameters(), full.model.parameters(), strict=True):
+        assert torch.equal(again.masters.of(mine), theirs)
+        assert torch.equal(mine, theirs.to(mine.dtype))
+
+
+def test_a_part_of_a_state_may_be_loaded() -> None:
+    """As that of adapters."""
+    short, full = steps()
+    weights = {"first.weight": full.model.first.weight.detach() + 1e-5}
+    bias = short.masters.of(short.model.first.bias).clone()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        short.masters.load_state_dict(short.model, weights)
+    found = short.masters.load_state_dict(short.model, weights | {"more": torch.ones(1)}, strict=False)
+    assert (found.missing_keys, found.unexpected_keys) == (["first.bias", "second.weight"], ["more"])
+    assert torch.equal(short.masters.of(short.model.first.weight), weights["first.weight"])
+    assert torch.equal(short.masters.of(short.model.first.bias), bias)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adam fused"])
+def test_an_optimizer_loads_its_state_in_float32(name: str) -> None:
+    short, full = steps(OPTIMIZERS[name])
+    for step in (short, full):
+        step((X,))
+    saved = copy.deepcopy(short.optimizers[0].state_dict())
+    short.optimizers[0].load_state_dict(saved)
+    for step in (short, full):
+        step((X,))
+    assert_follows(short, full)
+
+
+def test_what_fails_in_the_optimizer_leaves_short_weights() -> None:
+    short, _ = steps()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the optimizer's own")
+
+    short.optimizers[0].register_step_post_hook(fail)
+    with pytest.raises(RuntimeError, match="own"):
+        short((X,))
+    for parameter in short.model.parameters():
+        backup = short.masters.of(parameter)
+        assert parameter.dtype == torch.float16
+        assert torch.equal(parameter, backup.half())
+
+
+def test_gradients_in_a_window_are_to_be_looked_at_before_they_are_cleared() -> None:
+    short, full = steps()
+    for step in (short, full):
+        window = step.window()
+        window.add((X[:4],))
+        window.add((X[4:],))
+        assert window.update().updated
+    for mine, theirs in zip(short.model.parameters(), full.model.parameters(), strict=True):
+        assert mine.dtype == torch.float16
+        assert mine.grad.dtype == torch.float32
+        assert torch.equal(mine.grad, theirs.grad)
+    for step in (short, full):
+        step.open_window.clear()
+    assert_follows(short, full)
+
+
+# ---- by themselves
+
+
+def test_nothing_is_held_where_nothing_is_short() -> None:
+    model = Line()
+    masters = Masters()
+    with masters.raised(model.parameters()):
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert masters.tensors == []
+    assert masters.of(model.first.weight) is None
+    state = masters.state_dict(model)
+    assert changes(dict(model.state_dict()), state) == []
+    masters.load_state_dict(model, state)
+
+
+def test_the_backup_is_the_memory_that_the_weights_had() -> None:
+    model = Line()
+    found = [p.data_ptr() for p in model.parameters()]
+    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision="bf16-true", check=False)
+    assert [one.data_ptr() for one in step.masters.tensors] == found
+    step((X,))
+    assert [one.data_ptr() for one in step.masters.tensors] == found
+
+
+def test_only_what_is_updated_is_raised() -> None:
+    model = Line().half()
+    first, second = model.first.weight, model.second.weight
+    masters = Masters()
+    for one in (first, second):
+        masters.hold(one, one.data.float())
+    with masters.raised([first]):
+        assert (first.dtype, second.dtype) == (torch.float32, torch.float16)
+    assert (first.dtype, second.dtype) == (torch.float16, torch.float16)
+
+
+@pytest.mark.parametrize("kept", ["first", "Linear"])
+def test_float32_parts_have_no_backup(kept: str) -> None:
+    model = Line()
+    precision = Precision(store="bfloat16", keep_float32=(kept,))
+    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision=precision, check=False)
+    assert step.masters.of(model.first.weight) is None
+    assert len(step.masters.tensors) == (1 if kept == "first" else 0)
+    assert step((X,)).updated
+
+
+def test_what_nobody_wrote_to_keeps_its_digits() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    masters = Masters()
+    masters.hold(weight, torch.tensor([1.0 - 1e-4, 1.0]))
+    with torch.no_grad():
+        weight[1] = 1.5
+    assert masters.of(weight) is not None
+    assert [f"{one:.4f}" for one in masters.of(weight).tolist()] == ["0.9999", "1.5000"]
+
+
+def test_weights_that_come_later_are_held_where_none_was() -> None:
+    later = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    frozen = nn.Parameter(torch.ones(1, dtype=torch.float16), requires_grad=False)
+    needed, idle = Masters(is_needed=True), Masters()
+    for masters in (needed, idle):
+        with masters.raised([later, frozen]):
+            assert later.dtype == (torch.float32 if masters is needed else torch.float16)
+    assert (len(needed.tensors), len(idle.tensors)) == (1, 0)

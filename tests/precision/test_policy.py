@@ -1,0 +1,258 @@
+"""Precision: names, what is refused at the door, and torch's switches put back."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Plan, Precision, Step
+from anybatch.core.errors import NonFiniteLossError, PlanError
+from anybatch.precision.policy import NAMED, NON_FINITE_POLICIES, check_non_finite, find_precision
+
+SHORT_SUMS = (
+    "allow_fp16_reduced_precision_reduction",
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+MATMUL: Any = torch.backends.cuda.matmul
+CUDNN: Any = torch.backends.cudnn
+
+
+def switches() -> dict[str, Any]:
+    """Everything of torch that a precision may touch, as anybody reads it."""
+    return {
+        **{name: getattr(MATMUL, name) for name in SHORT_SUMS},
+        "matmul": MATMUL.fp32_precision,
+        "convolutions": CUDNN.conv.fp32_precision,
+        "recurrent": CUDNN.rnn.fp32_precision,
+        "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
+        "autocast dtype": [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+    }
+
+
+@pytest.fixture(params=[False, True], ids=["as found", "the other way"])
+def before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Switches as torch has them, or as a caller may have set them."""
+    wanted = [(MATMUL, name, True) for name in SHORT_SUMS]
+    wanted += [(kind, "fp32_precision", "ieee") for kind in (CUDNN.conv, CUDNN.rnn)]
+    found = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
+    for holder, name, value in wanted if request.param else ():
+        setattr(holder, name, value)
+    yield switches()
+    for holder, name, value in found:
+        setattr(holder, name, value)
+
+
+class Looking(nn.Module):
+    """Reads the switches while it runs, in the forward and in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.seen: list[dict[str, Any]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        self.seen.append(switches())
+        if out.requires_grad:
+            out.register_hook(lambda gradient: self.seen.append(switches()))
+        return out
+
+
+def looking(precision: Any, **options: Any) -> tuple[Step, Looking]:
+    model = Looking()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Step(model, nn.MSELoss(), optimizer, precision=precision, **options), model
+
+
+BATCH = torch.ones(4, 2), torch.zeros(4, 1)
+
+
+def carried_out(step: Step, *, windowed: bool) -> None:
+    if not windowed:
+        step(BATCH)
+        return
+    with step.window() as window:
+        before = switches()
+        window.add(BATCH)
+        assert switches() == before
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("precision", [*NAMED])
+def test_switches_hold_within_a_step_and_are_put_back(
+    precision: str, windowed: bool, before: dict[str, Any]
+) -> None:
+    step, model = looking(precision, micro_batch=2)
+    carried_out(step, windowed=windowed)
+    assert switches() == before
+    for index, seen in enumerate(model.seen):
+        is_short = find_precision(precision).is_short
+        assert [seen[name] for name in SHORT_SUMS] == (
+            [False] * 3 if is_short else [before[name] for name in SHORT_SUMS]
+        )
+        word = "tf32" if precision == "tf32" else before["matmul"]
+        assert [seen["matmul"], seen["convolutions"], seen["recurrent"]] == (
+            [word] * 3
+            if precision == "tf32"
+            else [before[n] for n in ("matmul", "convolutions", "recurrent")]
+        )
+        is_forward = index % 2 == 0
+        assert seen["autocast"] == [is_forward and precision.endswith("mixed"), False]
+
+
+@pytest.mark.parametrize("windowed", [False, True], ids=["whole", "window"])
+@pytest.mark.parametrize("precision", [*NAMED])
+def test_switches_are_put_back_after_an_error(precision: str, windowed: bool, before: dict[str, Any]) -> None:
+    step, model = looking(precision)
+    for error in (RuntimeError("the model's own"), KeyboardInterrupt()):
+
+        def fail(*_: Any, error: BaseException = error) -> None:
+            raise error
+
+        handle = model.linear.register_forward_hook(fail)
+        with pytest.raises(type(error)):
+            carried_out(step, windowed=windowed)
+        handle.remove()
+        assert switches() == before
+    with pytest.raises(NonFiniteLossError):
+        step((torch.full((4, 2), math.nan), BATCH[1]))
+    assert switches() == before
+    assert step(BATCH).updated
+
+
+@pytest.mark.parametrize("precision", [*NAMED])
+def test_the_older_words_of_torch_can_be_read_afterwards(precision: str) -> None:
+    """Torch refuses to tell them where they do not agree with the newer ones."""
+    found = torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32
+    step, _ = looking(precision)
+    step(BATCH)
+    assert found == (torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32)
+
+
+def test_what_older_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "anybatch.precision.policy._FULL_SUMS", ((MATMUL, SHORT_SUMS[0], False), (object(), "no", 1))
+    )
+    with find_precision("bf16-true").arithmetic():
+        assert not getattr(MATMUL, SHORT_SUMS[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_short", "is_mixed", "storage", "scale"),
+    [
+        ("float32", False, False, None, None),
+        ("tf32", False, False, None, None),
+        ("bf16-mixed", True, True, None, None),
+        ("fp16-mixed", True, True, None, "dynamic"),
+        ("bf16-true", True, False, torch.bfloat16, None),
+        ("fp16-true", True, False, torch.float16, "dynamic"),
+    ],
+)
+def test_names(name: str, is_short: bool, is_mixed: bool, storage: Any, scale: Any) -> None:
+    found = find_precision(name)
+    assert (found.is_short, found.is_mixed, found.storage) == (is_short, is_mixed, storage)
+    assert (found.loss_scale, str(found)) == (scale, name)
+    assert found.bytes_per_weight == (6 if name.endswith("true") else 4)
+    assert find_precision(found) is found
+    assert NAMED.keys() >= {name}
+
+
+def test_none_is_float32() -> None:
+    assert find_precision(None) == Precision() == find_precision("float32")
+
+
+def test_by_hand_it_is_told_in_words() -> None:
+    precision = Precision(store="bfloat16", accumulate="float64", keep_float32=["norm", "*.router"])
+    assert str(precision) == "store bfloat16, accumulate float64, keep_float32 norm *.router"
+    assert precision.keep_float32 == ("norm", "*.router")
+    assert Precision(**json.loads(json.dumps(precision.to_dict()))) == precision
+    assert hash(precision) == hash(dataclasses.replace(precision))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "got"),
+    [
+        ({"store": "float32"}, "store to be one of", "got 'float32'"),
+        ({"store": torch.float16}, "store to be one of", "got torch.float16"),
+        ({"store": "half"}, "store to be one of", "got 'half'"),
+        ({"compute": "float64"}, "compute to be one of", "got 'float64'"),
+        ({"compute": 16}, "compute to be one of", "got 16"),
+        ({"store": "float16", "compute": "bfloat16"}, "computed with in float16", "got compute='bfloat16'"),
+        ({"store": "bfloat16", "compute": "tf32"}, "computed with in bfloat16", "got compute='tf32'"),
+        ({"accumulate": "int32"}, "accumulate to name a floating dtype", "got 'int32'"),
+        ({"accumulate": "Tensor"}, "accumulate to name a floating dtype", "got 'Tensor'"),
+        ({"reduce": torch.float32}, "reduce to name a floating dtype", "got torch.float32"),
+        ({"reduce": "full"}, "reduce to name a floating dtype", "got 'full'"),
+        ({"keep_float32": ("LayerNorm",)}, "a shorter dtype beside keep_float32", "got ['LayerNorm']"),
+        ({"compute": "tf32", "keep_float32": ("a",)}, "a shorter dtype beside keep_float32", "got ['a']"),
+        ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns", "got 'LayerNorm'"),
+        ({"store": "float16", "keep_float32": [""]}, "a list of patterns", "got ['']"),
+        ({"store": "float16", "keep_float32": [nn.LayerNorm]}, "a list of patterns", "got [<class"),
+        ({"store": "float16", "keep_float32": None}, "a list of patterns", "got None"),
+        ({"store": "float16", "keep_float32": 5}, "a list of patterns", "got 5"),
+        ({"loss_scale": 3}, "a power of two", "got 3"),
+        ({"loss_scale": 0.5}, "a power of two", "got 0.5"),
+        ({"loss_scale": 0}, "a power of two", "got 0"),
+        ({"loss_scale": -2.0}, "a power of two", "got -2.0"),
+        ({"loss_scale": math.inf}, "a power of two", "got inf"),
+        ({"loss_scale": math.nan}, "a power of two", "got nan"),
+        ({"loss_scale": True}, "a power of two", "got True"),
+        ({"loss_scale": "static"}, "a power of two", "got 'static'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], expected: str, got: str) -> None:
+    with pytest.raises(PlanError, match=r"^Expected ") as caught:
+        Precision(**values)
+    assert expected in str(caught.value)
+    assert got in str(caught.value)
+    assert str(caught.value).count(". ") >= 1  # and then what to do
+
+
+@pytest.mark.parametrize("value", ["fp16", "bf16_mixed", "FLOAT32", "", 16, torch.float16, ["tf32"], {}])
+def test_other_names_are_refused_at_the_door(value: Any) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(PlanError, match="Expected a precision, one of float32, tf32, bf16-mixed") as caught:
+        Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), precision=value)
+    assert f"got {value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["stop", "", None, True, 0, ("raise",)])
+def test_other_policies_are_refused_at_the_door(value: Any) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(PlanError, match="Expected non_finite to be one of") as caught:
+        Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), non_finite=value)
+    assert f"got {value!r}" in str(caught.value)
+    for policy in NON_FINITE_POLICIES:
+        check_non_finite(policy)
+
+
+@pytest.mark.parametrize("value", ["float8_e4m3fn", "float8_e5m2"])
+def test_sums_of_eight_bits_are_refused_at_the_door(value: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(PlanError, match=f"got '{value}'"):
+        Step(model, nn.MSELoss(), optimizer, precision=Precision(accumulate=value))
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [(None, "float64"), (torch.bfloat16, "bfloat16")])
+def test_the_steps_own_word_for_sums_counts_more(chosen: torch.dtype | None, expected: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision(compute="bfloat16", accumulate="float64")
+    step = Step(model, nn.MSELoss(), optimizer, precision=precision, accumulate=chosen)
+    assert step.plan(4).accumulate == expected
+
+
+@pytest.mark.parametrize("precision", [*NAMED])
+def test_a_plan_says_it_and_comes_back_from_json(precision: str) -> None:
+    plan = Plan(rows=4, micro_batch=2, precision=find_precision(precision), non_finite="drop")
+    assert f"precision    {precision}\nnon_finite   drop" in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan

@@ -1,0 +1,314 @@
+"""Steps with a memory budget: the same result, within the budget, and the plans that were made for it."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch import Step
+from anybatch.core.batch import TensorBatch
+from anybatch.core.errors import BudgetError, PlanError
+from anybatch.engine.plan import Plan
+from anybatch.planner import cache as budget_module
+from anybatch.planner import search as planner
+from anybatch.planner.search import choose
+from anybatch.testing import relative_error
+from tests.budgets import (
+    ConvNet,
+    Net,
+    adamw,
+    carried_out,
+    changed_by,
+    foreach,
+    images,
+    make,
+    measured,
+    metered,
+    rows_of,
+    sgd,
+)
+from tests.snapshots import changes, snapshot
+
+LIMIT = 1e-12
+ROWS = 12
+MEMORY = 48_000  # of the 75 kB that the whole batch takes
+
+
+def net() -> nn.Module:
+    return Net(blocks=2)
+
+
+def vectors(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> Any:
+    return rows_of(rows, 5, 8, dtype=dtype)
+
+
+def parameters(step: Any) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in step.model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw, foreach])
+def test_result_is_that_of_the_whole_batch_and_of_the_same_plan_to_the_bit(optimizer: Any) -> None:
+    double = torch.float64
+    batch = vectors(double)
+    whole, planned, obeyed = [
+        make(net, optimizer, dtype=double, memory=memory) for memory in (None, 2 * MEMORY, None)
+    ]
+    for _ in range(2):  # with the second step perhaps another plan is tried
+        plan = planned.foresee(batch).plan
+        assert plan.is_cut or plan.blocks
+        expected, report = whole(batch), planned(batch)
+        carried_out(obeyed, plan, batch)
+        assert report.cut == plan.sizes
+        assert relative_error(report.loss, expected.loss) <= LIMIT
+    assert relative_error(parameters(planned), parameters(whole)) <= LIMIT
+    assert changes(snapshot(obeyed), snapshot(planned)) == []
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"micro_batch": 5}, {"clip_norm": 0.1}])
+def test_the_real_second_step_takes_what_was_predicted(options: dict[str, Any]) -> None:
+    step, batch = make(net, memory=MEMORY, **options), vectors()
+    step(batch)
+    report = step.foresee(batch)
+    assert metered(step, lambda: step(batch), batch) == report.peak <= MEMORY
+    if "micro_batch" in options:
+        assert report.plan.micro_batch == 5
+    if "recompute" in options:
+        assert report.plan.blocks == step.planning.settings.blocks
+
+
+def test_a_budget_that_is_too_small_changes_nothing_and_the_smallest_is_enough() -> None:
+    step, batch = make(net, memory=1000), vectors()
+    errors: list[BudgetError] = []
+
+    def refused() -> None:
+        with pytest.raises(BudgetError) as caught:
+            step(batch)
+        errors.append(caught.value)
+
+    assert changed_by(step, refused) == []
+    least = errors[0].smallest
+    with pytest.raises(BudgetError):
+        make(net, memory=least - 1)(batch)
+    assert measured(make(net, memory=least), batch) == least
+
+
+def test_batch_norm_is_never_cut() -> None:
+    batch = images(8)
+    step = make(ConvNet)
+    with pytest.raises(BudgetError, match="BatchNorm") as refused:
+        step.foresee(batch, memory=1000)
+    least, most = refused.value.smallest, step.foresee(batch).peak
+    whole = make(ConvNet, memory=(least + most) // 2)
+    plan = whole.foresee(batch).plan
+    assert not plan.is_cut
+    assert plan.blocks
+    assert whole(batch).micro_batches == 1
+    with pytest.raises(PlanError, match=r"batch_norm_to_group_norm.*frozen"):
+        make(ConvNet, memory=most, micro_batch=2)(batch)
+    # Allowed, a cut is only the last way out.
+    for memory, cut in (((least + most) // 2, False), (least - 1, True)):
+        allowed = make(ConvNet, memory=memory, batch_norm="micro")
+        assert allowed.foresee(batch).plan.is_cut is cut
+        assert make(ConvNet, batch_norm="micro").foresee(batch, memory=memory).plan.is_cut is cut
+        assert (allowed(batch).micro_batches > 1) is cut
+
+
+def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
+    """Not on what came before, nor on which cut was faster: the statistics of micro-batches do."""
+
+    def step() -> Step:
+        return make(ConvNet, memory=memory, batch_norm="micro")
+
+    with pytest.raises(BudgetError) as refused:
+        make(ConvNet).foresee(images(8), memory=1000)
+    memory = refused.value.smallest - 1
+    alone = {rows: step()(images(rows)).cut for rows in (8, 13, 24)}
+    assert all(len(cut) > 1 for cut in alone.values())
+    assert not any(one.rivals for one in made if one.is_cut_felt)
+    made.clear()
+    after = step()
+    for rows in (13, 24, 8, 24, 13, 8, 8, 13):
+        assert after(images(rows)).cut == alone[rows]
+    # Each number of rows once as it is, and once cut.
+    expected = [(rows, refused) for rows in (13, 24, 8) for refused in (True, False)]
+    assert [(one.like.rows, bool(one.cut_refused)) for one in made] == expected
+    again = step()
+    assert again.planning.budget is not None
+    assert after.planning.budget is not None
+    again.planning.budget.load(json.loads(json.dumps(after.planning.budget.state())))
+    made.clear()
+    assert {rows: again(images(rows)).cut for rows in alone} == alone
+    assert made == []
+
+
+def test_no_clock_decides_about_a_cut_that_is_felt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "seconds_per_row", lambda *args, **kwargs: pytest.fail("raced"))
+    memory = make(ConvNet, batch_norm="micro").foresee(images(8), measure=False).peak * 2 // 3
+    step = make(ConvNet, memory=memory, batch_norm="micro")
+    assert step.foresee(images(24), memory=memory, measure=True).plan.sizes == step(images(24)).cut
+
+
+def test_another_batch_norm_in_training_is_another_plan() -> None:
+    """A cut where one layer takes its statistics says nothing about where another one does."""
+    step = make(ConvNet, memory=10**6, batch_norm="micro")
+    first, second = [module for module in step.model.modules() if isinstance(module, nn.BatchNorm2d)][:2]
+    signatures = set[str]()
+    for layer in (first, second):
+        step.model.train()
+        layer.eval()
+        signatures.add(budget_module._signature(step._task()))
+    assert len(signatures) == 2
+
+
+def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+        )
+
+    least: int | None = None
+    for memory in range(90_000, 20_000, -1000):
+        step = make(net, sgd, memory=memory, batch_norm="micro")
+        try:
+            assert min(step(rows_of(31)).cut) > 1
+        except BudgetError as refused:
+            least = refused.smallest
+            break
+    assert least is not None
+    assert min(make(net, sgd, memory=least, batch_norm="micro")(rows_of(31)).cut) > 1
+    # Where it takes single rows, they are a plan.
+    with pytest.raises(BudgetError) as refused:
+        make(ConvNet, batch_norm="micro").foresee(images(5), memory=1000)
+    assert 1 in make(ConvNet, memory=refused.value.smallest, batch_norm="micro")(images(5)).cut
+
+
+def test_a_model_that_cannot_be_traced_may_take_single_rows() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.head = nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.norm(self.conv(x))
+            return self.head(h[torch.nonzero(h[:, 0, 0] > -100).flatten()].mean(2))
+
+    step = make(Odd, sgd, memory=40_000, batch_norm="micro")
+    assert step(rows_of(7, 3, 64)).cut == (1,) * 7
+
+
+def test_reports_are_those_of_their_rows() -> None:
+    step = make(ConvNet, memory=2**30)
+    small, large = rows_of(8, 4, 6, 6), rows_of(8, 4, 24, 24)
+    peaks = [step.foresee(batch).peak for batch in (large, small, large, small)]
+    assert peaks == [peaks[0], peaks[1]] * 2
+    assert peaks[0] > 3 * peaks[1]
+
+
+def test_nothing_is_chosen_for_batch_norm_where_nobody_chose() -> None:
+    batch = images(8)
+    for options in ({}, {"memory": 10**6}):
+        step = make(ConvNet, **options)
+        assert step.foresee(batch).plan.batch_norm is None
+        assert step(batch).micro_batches == 1
+        # As with "micro": what memory has taught does not cut a batch whose rows meet.
+        task, rows = step._task(), TensorBatch(batch)
+        step.planning.limits.learn(rows.like, 8, largest=8, failed=8)
+        assert step.planning._limited(task, rows, 8) == 8
+        assert make(ConvNet, batch_norm="micro", **options).foresee(batch).plan.batch_norm == "micro"
+
+
+def test_one_layer_is_told_as_one() -> None:
+    step = make(lambda: nn.Sequential(nn.Flatten(), nn.Linear(40, 4), nn.BatchNorm1d(4)), memory=100)
+    with pytest.raises(BudgetError, match="rows meet in 1 BatchNorm layer in training mode"):
+        step(vectors())
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The questions that a planner was asked."""
+    asked: list[Any] = []
+    monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
+    return asked
+
+
+def test_foreseeing_and_stepping_plan_once(made: list[Any]) -> None:
+    step = make(net, memory=MEMORY)
+    report = step.foresee(vectors())
+    assert step.foresee(vectors()) is report
+    assert step(vectors()).cut == report.plan.sizes
+    step(vectors(rows=7))
+    assert len(made) == 1
+    assert step.foresee(vectors(), memory=10**6).plan.rows == ROWS  # another budget is another question
+    assert len(made) == 2
+
+
+def test_a_run_that_goes_on_cuts_as_before(made: list[Any]) -> None:
+    step = make(net, memory=MEMORY)
+    for rows, length in ((12, 5), (12, 9), (5, 8)):
+        step(rows_of(rows, length, 8))
+    assert step.planning.budget is not None
+    fastest = [contest.fastest for contest in step.planning.budget.contests.values()]
+    count = len(made)
+    again = make(net, memory=MEMORY)
+    assert again.planning.budget is not None
+    again.planning.budget.load(json.loads(json.dumps(step.planning.budget.state())))
+    for index, (rows, length) in enumerate(((12, 5), (12, 9), (5, 8))):
+        cut = again(rows_of(rows, length, 8)).cut
+        assert max(cut) == min(rows, fastest[min(index, 1)].micro_batch)
+    assert len(made) == count
+
+
+def test_windows_come_as_they_are_unless_they_do_not_fit() -> None:
+    step, batch = make(net, memory=MEMORY), vectors(rows=24)
+    whole = make(net)
+    whole(batch)
+
+    def window() -> Any:
+        with step.window() as opened:
+            opened.add(tuple(leaf[:20] for leaf in batch))
+            opened.add(tuple(leaf[20:] for leaf in batch))
+            return opened.close()
+
+    report = window()
+    assert sum(report.cut) == 24
+    assert max(report.cut[:-1]) < 20
+    assert report.cut[-1] == 4
+    assert relative_error(parameters(step), parameters(whole)) <= 1e-4
+    roomy = make(net, memory=10**6)
+    with roomy.window() as opened:
+        opened.add(batch)
+        assert opened.close().cut == (24,)
+    assert metered(step, window, batch) <= MEMORY + sum(leaf.nbytes for leaf in batch)
+
+
+def test_a_size_settled_for_batches_is_not_that_of_windows() -> None:
+    step = make(net, memory=10**6, micro_batch=4)
+    with step.window() as opened:
+        opened.add(vectors())
+        assert opened.close().cut == (ROWS,)
+    assert step(vectors()).cut == (4, 4, 4)
+
+
+def test_rows_are_not_enough_where_bytes_decide() -> None:
+    with pytest.raises(PlanError, match=r"memory=48000, got 12 rows\. Call step\.foresee"):
+        make(net, memory=MEMORY).plan(ROWS)
+
+
+def test_a_block_that_is_not_trusted_is_left_alone() -> None:
+    step = make(net, memory=MEMORY)
+    step(vectors())
+    assert step.planning.budget is not None
+    plan = Plan(rows=ROWS, micro_batch=ROWS, blocks=(("blocks.0", "selective"), ("blocks.1", "recompute")))
+    assert step.planning.distrust("blocks.1", plan)
+    assert not step.planning.budget.contests
+    assert not step.planning.distrust("blocks.1", plan)  # twice would be for ever
+    question = step.planning._question(step._task(), TensorBatch(vectors()), ROWS)
+    assert "blocks.1" not in question.blocks
+    assert question.policies == ("recompute", "selective")
+    assert not make(net).planning.distrust("blocks.0", plan)  # nobody chose it here
+    assert step.planning.distrust("blocks.0", plan)
+    question = step.planning._question(step._task(), TensorBatch(vectors()), ROWS)
+    assert "blocks.0" in question.blocks  # run again as a whole it may do the same
+    assert question.policies == ("recompute",)

@@ -1,0 +1,256 @@
+"""Backward passes of a step, tried out, with nothing changed."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.errors import PlanError
+from anybatch.precision.policy import find_precision
+from anybatch.state import rng
+from anybatch.step.dry_run import show_gradients
+from anybatch.testing import relative_error, tolerance
+
+FLOAT32 = find_precision("float32")
+
+
+class Busy(nn.Module):
+    """Draws from three streams, counts its calls, keeps statistics and writes to its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
+        self.out = nn.Linear(4, 1)
+        self.calls: list[float] = []
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(random.random())
+        x += 1e-3 * torch.randn(x.shape, generator=self.generator)
+        return self.out(self.drop(self.norm(self.linear(x)).tanh()))
+
+
+def make(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
+
+
+def rows_of(rows: int, width: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(rows, width, generator=generator, dtype=dtype),
+        torch.randn(rows, 1, generator=generator, dtype=dtype),
+    )
+
+
+def state(step: ab.Step, batch: tuple[Tensor, Tensor]) -> list[Any]:
+    """All that a try-out might change."""
+    model: Any = step.model
+    values = [*model.state_dict().values(), *batch, *step.masters.tensors]
+    values += [p.grad for p in model.parameters()]
+    values += [value for one in step.optimizers[0].state.values() for value in one.values()]
+    values = [None if value is None else value.clone() for value in values]
+    hooks = [len(p._backward_hooks or {}) for p in model.parameters()]
+    modes = [module.training for module in model.modules()]
+    own = [list(model.calls), model.generator.get_state()] if isinstance(model, Busy) else []
+    scale = step.scale.state(), step.planning.most_rows, vars(step.guard.streams).copy()
+    return [*values, hooks, modes, *own, scale, rng.capture_process()]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(is_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(is_same(a, b) for a, b in zip(one, other, strict=True))
+    return one == other
+
+
+PRECISIONS = ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
+    step = make(Busy(), batch_norm="micro", micro_batch=micro_batch, precision=precision)
+    batch = rows_of(6)
+    step(batch)  # so that the optimizer has a state
+    for parameter in step.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = state(step, batch)
+    assert is_same(before, state(step, batch))
+    seen: list[Tensor] = []
+    show_gradients(step, batch, seen.append, precision=step.precision, scale=4.0)
+    assert len(seen) == (3 if micro_batch else 1) * 6
+    assert is_same(before, state(step, batch))
+
+
+def test_the_state_that_is_compared_tells_a_change() -> None:
+    step = make(Busy(), batch_norm="micro")
+    batch = rows_of(6)
+    before = state(step, batch)
+    step.model(batch[0])
+    assert not is_same(before, state(step, batch))
+
+
+def test_nothing_is_changed_where_it_fails() -> None:
+    step = make(Busy(), batch_norm="micro", micro_batch=2)
+    batch = rows_of(6)
+    step(batch)
+    before = state(step, batch)
+    with pytest.raises(ZeroDivisionError):
+        show_gradients(step, batch, lambda seen: 1 // 0, precision=FLOAT32)
+    assert is_same(before, state(step, batch))
+
+
+@pytest.mark.parametrize("precision", ["float32", "fp16-mixed"])
+def test_an_open_window_goes_on(precision: str) -> None:
+    batch = rows_of(6)
+
+    def train(*, is_watched: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        step = make(nn.Sequential(nn.Linear(3, 4), nn.Dropout(), nn.Linear(4, 1)), precision=precision)
+        window = step.window()
+        window.add(tuple(part[:4] for part in batch))
+        if is_watched:
+            show_gradients(step, batch, lambda seen: None, precision=step.precision, scale=8.0)
+        window.add(tuple(part[4:] for part in batch))
+        window.close()
+        return [p.detach().clone() for p in step.model.parameters()]
+
+    assert is_same(train(is_watched=True), train(is_watched=False))
+
+
+def cosine(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 1 - nn.functional.cosine_similarity(outputs, targets, dim=0).sum()
+
+
+def two_terms(model: nn.Module, micro: tuple[Tensor, Tensor]) -> dict[str, ab.Total]:
+    errors, above = (model(micro[0]) - micro[1]) ** 2, micro[0][:, :1] > 0
+    return {
+        "all": ab.Total(errors.sum(), errors.numel()),
+        "above": ab.Total(errors[above].sum(), above.sum()),
+    }
+
+
+def weights_of(micro: tuple[Tensor, Tensor]) -> dict[str, Tensor | int]:
+    return {"all": len(micro[0]), "above": (micro[0][:, 0] > 0).sum()}
+
+
+@pytest.mark.parametrize(
+    ("loss", "shown_per_parameter"),
+    [
+        (nn.MSELoss(), 3),
+        (ab.WholeBatch(cosine), 3),
+        (ab.Terms(two_terms, weight=weights_of), 3),
+    ],
+    ids=["torch", "whole batch", "terms"],
+)
+def test_what_is_shown_adds_up_to_the_gradient(loss: object, shown_per_parameter: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    batch = rows_of(5, dtype=torch.float64)
+    step = make(model, loss, micro_batch=2)
+    seen: list[Tensor] = []
+    show_gradients(step, batch, lambda g: seen.append(g.clone()), precision=FLOAT32, scale=2.0**10)
+    parameters = list(model.parameters())
+    assert len(seen) == shown_per_parameter * len(parameters)
+    sums = [sum(g for g in seen if g.shape == p.shape) / 2**10 for p in parameters]
+
+    recorded: list[Tensor] = []
+    optimizer = step.optimizers[0]
+    optimizer.register_step_pre_hook(
+        lambda *_: recorded.extend(p.grad.clone() for p in parameters if p.grad is not None)
+    )
+    step(batch)
+    for total, gradient in zip(sums, recorded, strict=True):
+        assert relative_error(total, gradient) < 1e-12
+
+
+def test_terms_whose_weights_are_not_known_are_shown_one_by_one() -> None:
+    model = nn.Linear(3, 1)
+    seen: list[Tensor] = []
+    step = make(model, two_terms, micro_batch=2)
+    show_gradients(step, rows_of(4), seen.append, precision=FLOAT32)
+    assert len(seen) == 2 * 2 * 2  # micro-batches, terms, parameters
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp16-true", torch.float16), ("bf16-true", torch.bfloat16)]
+)
+def test_gradients_are_shown_in_the_dtype_they_have(precision: str, dtype: torch.dtype) -> None:
+    step = make(nn.Linear(3, 1), precision=precision)
+    seen: list[Tensor] = []
+    show_gradients(step, rows_of(4), seen.append, precision=step.precision)
+    assert {gradient.dtype for gradient in seen} == {dtype}
+
+
+def test_another_precision_computes_otherwise() -> None:
+    step = make(nn.Linear(3, 1))
+    found: dict[str, list[Tensor]] = {name: [] for name in ("float32", "bf16-mixed")}
+    for name, seen in found.items():
+        show_gradients(
+            step, rows_of(4), lambda g, to=seen: to.append(g.clone()), precision=find_precision(name)
+        )
+    one, other = found.values()
+    assert all(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert all(torch.equal(g, g.bfloat16().float()) for g in other)
+
+
+def test_what_is_not_finite_is_shown() -> None:
+    step = make(nn.Linear(3, 1), micro_batch=2)
+    inputs, targets = rows_of(4)
+    inputs[0] = torch.inf
+    seen: list[Tensor] = []
+    show_gradients(step, (inputs, targets), seen.append, precision=FLOAT32)
+    assert [bool(gradient.isfinite().all()) for gradient in seen] == [False, False, True, True]
+
+
+def test_samples_are_collated_and_not_written_to() -> None:
+    samples = [torch.full((1, 3), float(row)) for row in range(4)]
+    untouched = copy.deepcopy(samples)
+
+    def collate(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+        return (rows[0] if len(rows) == 1 else torch.cat(rows)), torch.ones(len(rows), 1)
+
+    step = make(Busy(), batch_norm="frozen", micro_batch=1, collate=collate)
+    seen: list[Tensor] = []
+    show_gradients(step, samples, seen.append, precision=FLOAT32)
+    assert seen
+    assert all(torch.equal(a, b) for a, b in zip(samples, untouched, strict=True))
+
+
+def test_a_cut_where_rows_meet_is_refused() -> None:
+    step = make(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    show_gradients(step, rows_of(4), lambda seen: None, precision=FLOAT32)
+    with pytest.raises(PlanError, match="BatchNorm"):
+        show_gradients(step, rows_of(4), lambda seen: None, precision=FLOAT32, micro_batch=2)
+
+
+def test_a_scale_is_a_power_of_two() -> None:
+    with pytest.raises(PlanError, match="power of two"):
+        show_gradients(make(nn.Linear(3, 1)), rows_of(2), print, precision=FLOAT32, scale=3.0)
+
+
+def test_with_drop_nobody_has_divided_yet() -> None:
+    found: dict[str, list[Tensor]] = {"raise": [], "drop": []}
+    for policy, seen in found.items():
+        torch.manual_seed(0)
+        step = make(nn.Linear(3, 1), micro_batch=2, non_finite=policy)
+        show_gradients(step, rows_of(4), lambda g, to=seen: to.append(g.clone()), precision=FLOAT32)
+    for divided, whole in zip(found["raise"], found["drop"], strict=True):
+        assert relative_error(4 * divided, whole) <= tolerance(torch.float32, terms=4)
+
+
+def test_uncut_it_is_the_gradient_of_the_plain_loop_to_the_bit() -> None:
+    torch.manual_seed(0)
+    model, loss = nn.Linear(3, 5), nn.CrossEntropyLoss(label_smoothing=0.1)
+    batch = torch.randn(7, 3), torch.randint(5, (7,))
+    plain = torch.autograd.grad(loss(model(batch[0]), batch[1]), list(model.parameters()))
+    seen: dict[torch.Size, Tensor] = {}
+    show_gradients(make(model, loss), batch, lambda g: seen.update({g.shape: g.clone()}), precision=FLOAT32)
+    assert all(torch.equal(seen[gradient.shape], gradient) for gradient in plain)

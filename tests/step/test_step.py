@@ -1,0 +1,348 @@
+"""The front door: which batches it takes, how it cuts them, what it reads anew at every step."""
+
+import math
+from collections import UserDict
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Plan, Step, Terms, Total, Window
+from anybatch.core.errors import LossError, PlanError
+from anybatch.testing import (
+    GradientRecorder,
+    Perceptron,
+    Transformer,
+    reference_step,
+    relative_error,
+    tolerance,
+)
+from tests.snapshots import changes, make_batch, make_step, snapshot
+
+
+def collate(samples: list[Any]) -> Any:
+    """Pad token rows to the longest of the micro-batch; 0 is padding, -100 a masked target."""
+    tokens = nn.utils.rnn.pad_sequence([torch.tensor(one) for one in samples], batch_first=True)
+    return tokens, torch.where(tokens == 0, -100, tokens)
+
+
+# ---- which batches it takes
+
+X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Perceptron(3, 4)
+
+    def forward(self, a: Tensor, b: Tensor | None = None) -> Tensor:
+        return self.inner(a if b is None else a - b)
+
+
+BATCHES: dict[str, Any] = {
+    "pair": (X, Y),
+    "list": [X, Y],
+    "nested pair": ((X, X.flip(0)), Y),
+    "more inputs": (X, X.flip(0), Y),
+    "dict": {"a": X, "labels": Y},
+    "keywords": {"a": X, "b": X.flip(0), "target": Y},
+    "None among them": {"a": X, "b": None, "y": Y},
+    "UserDict": UserDict({"a": X, "label": Y}),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 4, 10])
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_batches_of_every_form_are_exact_in_every_cut(batch: Any, micro_batch: int | None) -> None:
+    model = TwoInputs().double()
+    recorder = GradientRecorder(model)
+    report = Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=micro_batch)(batch)
+    expected = reference_step(model, nn.CrossEntropyLoss(), batch)
+    limit = tolerance(torch.float64, terms=10)
+    assert relative_error(recorder.gradients, expected.gradients) <= limit
+    assert relative_error(report.loss, expected.loss) <= limit
+    assert report.rows == report.weights["loss"] == 10
+
+
+@pytest.mark.parametrize("micro_batch", [None, 1, 3, 7])
+def test_samples_are_padded_per_micro_batch_and_stay_exact(micro_batch: int | None) -> None:
+    samples = [[3], [1, 2, 3, 4], [5, 6], [1] * 7, [2, 2], [4, 3, 2], [6]]
+    model = Transformer(7).double()
+    recorder = GradientRecorder(model)
+    step = Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=micro_batch, collate=collate)
+    report = step(samples)
+    expected = reference_step(model, nn.CrossEntropyLoss(), samples, collate=collate)
+    assert report.weights == {"loss": sum(map(len, samples))}
+    limit = tolerance(torch.float64, terms=len(samples))
+    assert relative_error(recorder.gradients, expected.gradients) <= limit
+    assert relative_error(report.loss, expected.loss) <= limit
+
+
+def test_window_is_exact_and_needs_no_weights_beforehand() -> None:
+    model = Transformer(7).double()
+    recorder = GradientRecorder(model)
+    samples = [[3], [1, 2, 3, 4], [5, 6], [1] * 7, [2, 2]]
+    step = Step(model, partial(F.cross_entropy, label_smoothing=0.1), recorder)
+    window = step.window()
+    for few in (samples[:1], samples[1:4], samples[4:]):
+        window.add(collate(few))
+    report = window.close()
+    expected = reference_step(model, step.loss, samples, collate=collate)
+    assert (report.rows, report.micro_batches) == (5, 3)
+    assert relative_error(recorder.gradients, expected.gradients) <= tolerance(torch.float64, terms=5)
+
+
+def test_windows_collate_samples() -> None:
+    model = Transformer(7)
+    step = Step(model, nn.CrossEntropyLoss(), GradientRecorder(model), collate=collate)
+    with step.window() as window:
+        window.add([[1, 2], [3]])
+        window.add([[4]])
+        assert window.rows == 3
+
+
+# ---- how it cuts them
+
+
+def make(micro_batch: int | None, **options: Any) -> Step:
+    model = nn.Linear(3, 4)
+    return Step(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        micro_batch=micro_batch,
+        **options,
+    )
+
+
+def test_plan_says_how_a_batch_will_be_cut_and_changes_nothing() -> None:
+    step = make(4, clip_norm=2.0, accumulate=torch.float64, compensated=True)
+    expected = Plan(rows=100, micro_batch=4, clip_norm=2.0, accumulate="float64", compensated=True)
+    assert step.plan(100) == expected
+    assert make(None).plan(7) == Plan(rows=7, micro_batch=7)
+    with pytest.raises(PlanError, match="3 rows of the batch, got 4"):
+        step.plan(3)
+
+
+def test_short_last_batch_of_an_epoch_goes_through_uncut() -> None:
+    step = make(4)
+    with pytest.raises(PlanError, match="3 rows of the batch, got 4"):
+        step(make_batch(rows=3))
+    assert step.planning.most_rows == 0  # what was refused does not count
+    assert step(make_batch(rows=4)).micro_batches == 1
+    assert step(make_batch(rows=3)).micro_batches == 1
+    assert step(make_batch(rows=9)).micro_batches == 3
+    assert step.plan(1) == Plan(rows=1, micro_batch=1)
+    assert step.planning.most_rows == 9
+    step.micro_batch = 10  # larger than all that came
+    with pytest.raises(PlanError, match="9 rows of the batch, got 10"):
+        step(make_batch(rows=9))
+
+
+def test_micro_batch_changed_between_steps_is_checked() -> None:
+    step = make(4)
+    step.micro_batch = 2
+    assert step(make_batch(rows=4)).micro_batches == 2
+    step.micro_batch = 0
+    with pytest.raises(PlanError, match="at least 1 row, got 0"):
+        step(make_batch(rows=4))
+
+
+def test_cut_and_uncut_train_alike() -> None:
+    """Where nothing meets in the model, the cut is free: the same parameters up to the order of additions."""
+    trained: list[dict[str, Tensor]] = []
+    for micro_batch in (None, 1, 3):
+        torch.manual_seed(0)
+        model = Perceptron(3, 4).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=micro_batch, clip_norm=0.5)
+        for _ in range(5):
+            step((X, Y))
+        trained.append(dict(model.named_parameters()))
+    for other in trained[1:]:
+        assert relative_error(other, trained[0]) <= tolerance(torch.float64, terms=50)
+
+
+# ---- what it reads anew at every step
+
+
+def test_settings_of_the_loss_may_change_between_steps() -> None:
+    loss = nn.CrossEntropyLoss()
+    step = make_step(loss, micro_batch=3)
+    step(make_batch())
+    loss.label_smoothing = 0.3
+    twin = make_step(nn.CrossEntropyLoss(), micro_batch=3)
+    twin(make_batch())
+    twin.loss = nn.CrossEntropyLoss(label_smoothing=0.3)
+    torch.manual_seed(3)
+    report = step(make_batch())
+    torch.manual_seed(3)
+    assert report == twin(make_batch())
+
+
+def test_layers_may_be_frozen_and_unfrozen_between_steps() -> None:
+    step = make_step(micro_batch=3)
+    layer: Any = step.model[0]  # type: ignore[index]
+    for frozen in (True, False):
+        layer.requires_grad_(not frozen)
+        before = snapshot(step)
+        step(make_batch())
+        assert ("parameter 0.weight" in changes(before, snapshot(step))) == (not frozen)
+        assert "parameter 4.weight" in changes(before, snapshot(step))
+
+
+def test_parameters_may_join_the_optimizer_later() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3)
+    before = model[0].weight.detach().clone()
+    step(make_batch())
+    assert torch.equal(model[0].weight, before)
+    optimizer.add_param_group({"params": list(model[0].parameters())})
+    step(make_batch())
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_several_optimizers_make_one_update_each() -> None:
+    torch.manual_seed(0)
+    together, apart = Perceptron(3, 4), Perceptron(3, 4)
+    apart.load_state_dict(together.state_dict())
+    first, last = apart.layers[0], apart.layers[2]
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (first, last)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5) for one in optimizers]
+    step = Step(apart, nn.CrossEntropyLoss(), optimizers, scheduler=schedulers, micro_batch=3, clip_norm=0.1)
+    one = torch.optim.SGD(together.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(one, 1, gamma=0.5)
+    twin = Step(together, nn.CrossEntropyLoss(), one, scheduler=scheduler, micro_batch=3, clip_norm=0.1)
+    for seed in range(3):
+        assert step(make_batch(seed)) == twin(make_batch(seed))
+    for a, b in zip(apart.parameters(), together.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_loss_may_have_parameters_of_its_own() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, model: nn.Module, micro: Any) -> Total:
+            return Total((self.scale * model(micro[0])).square().sum(), len(micro[0]))
+
+    model, loss = nn.Linear(3, 1), Learned()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    step = Step(model, Terms(loss), optimizer, micro_batch=3)
+    step(make_batch())
+    assert loss.scale.item() != 2.0
+    assert loss.scale.grad is None
+
+
+def test_lazy_modules_are_made_by_the_first_step() -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d(), nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, batch_norm="micro")
+    assert step(make_batch()).updated
+    assert model[0].weight.shape == (5, 3)
+    assert model[1].num_batches_tracked == 3
+
+
+def test_only_window_and_step_say_which_window_is_open() -> None:
+    step = make(4)
+    assert step.open_window is None
+    window = step.window()
+    assert isinstance(window, Window)
+    assert step.open_window is window
+    window.discard()
+    assert step.open_window is None
+
+
+def test_report_of_a_clipped_step_tells_the_norm_before() -> None:
+    plain, clipped = make_step(), make_step(clip_norm=1e-3)
+    torch.manual_seed(2)
+    assert math.isnan(plain(make_batch()).grad_norm)
+    torch.manual_seed(2)
+    assert clipped(make_batch()).grad_norm > 1e-3
+
+
+def test_micro_batch_may_be_a_whole_number_of_numpy() -> None:
+    model = nn.Linear(3, 2)
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=np.int64(2))
+    assert step((torch.randn(4, 3), torch.randn(4, 2))).micro_batches == 2
+
+
+def test_none_means_no_clipping_and_no_scheduler() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, clip_norm=None, scheduler=None)
+    assert math.isnan(step((torch.randn(4, 3), torch.randn(4, 2))).grad_norm)
+    assert step.schedulers == ()
+
+
+def test_dataclass_and_outputs_of_none_are_read_by_losses_of_torch() -> None:
+    @dataclass
+    class Pair:
+        input: Tensor
+        target: Tensor
+
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Any:
+            return super().forward(input), None
+
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    model = Model(3, 2)
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+    expected = F.mse_loss(F.linear(x, model.weight, model.bias), y).item()
+    assert math.isclose(step(Pair(x, y)).loss, expected, rel_tol=tolerance(torch.float32, terms=5))
+
+
+def mean_of_means(model: nn.Module, micro: Any) -> Total:
+    return Total(F.cross_entropy(model(micro[0]), micro[1]), 1)
+
+
+def test_a_loss_that_does_not_add_up_is_refused_before_the_first_update() -> None:
+    model = Perceptron(3, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, mean_of_means, optimizer, micro_batch=3)
+    before = snapshot(step)
+    for _ in range(2):  # and it stays refused
+        with pytest.raises(LossError, match=r"mean_of_means to add up.*check=False"):
+            step((X, Y))
+        assert changes(before, snapshot(step)) == []
+    with pytest.raises(LossError, match="add up"), Step(model, mean_of_means, optimizer).window() as window:
+        window.add((X, Y))
+    assert Step(model, mean_of_means, optimizer)((X, Y)).updated  # uncut, nothing is added up
+    assert Step(model, mean_of_means, optimizer, micro_batch=3, check=False)((X, Y)).updated
+
+
+def test_a_loss_is_checked_once() -> None:
+    calls: list[int] = []
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        calls.append(len(micro[0]))
+        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+        return Total(losses.sum(), losses.numel())
+
+    model = Perceptron(3, 4).double()
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=len(X) - 1)
+    step((X, Y))
+    first = len(calls)
+    step((X, Y))
+    assert first == 2 + 3  # 8 rows at once and in two parts, and the two micro-batches
+    assert len(calls) == first + 2
+
+
+def test_a_loss_is_looked_at_until_the_rows_can_tell() -> None:
+    model = Perceptron(3, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    window = Step(model, mean_of_means, optimizer).window()
+    window.add((X[:1], Y[:1]))  # a single row tells nothing
+    with pytest.raises(LossError, match="add up"):
+        window.add((X[1:], Y[1:]))
+    window.discard()

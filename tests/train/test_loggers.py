@@ -1,0 +1,194 @@
+"""Watchers: who is told what, in which order; logs that other programs can read."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from anybatch.core.report import StepReport
+from anybatch.train import loggers as watch
+from anybatch.train.loggers import Course, EpochReport, JsonLog, TextLog
+from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
+
+COURSE = Course(epochs=2, done_updates=0, total_updates=6, rows=14_000)
+NOWHERE = EpochReport(
+    epoch=12,
+    updates=6,
+    loss=math.nan,
+    validation={"loss": math.inf, "accuracy": 0.5},
+    learning_rate=1e-4,
+    seconds=200.0,
+    samples_per_second=60_000.0,
+)
+STEP = StepReport(
+    loss=math.nan,
+    terms={"fit": -math.inf, "size": 2.0},
+    weights={"fit": 0.0, "size": 3.0},
+    rows=3,
+    micro_batches=2,
+    grad_norm=math.nan,
+    updated=False,
+)
+
+
+def strict(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log, read as strictly as other programs do: NaN is no JSON."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+# ---- who is told what
+
+
+def test_watchers_are_told_in_order_and_each_event_once() -> None:
+    first, second = Diary(), Diary()
+    reports = make_trainer(watchers=[first, second]).fit(epochs=2)
+    assert first.events == ["start", *["step"] * UPDATES, "epoch", *["step"] * UPDATES, "epoch", "stop"]
+    assert second.events == first.events
+    assert first.told == second.told
+    assert [told for told in first.told if isinstance(told, EpochReport)] == reports
+    assert first.told[0] == Course(epochs=2, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN)
+
+
+def test_course_of_a_run_that_goes_on() -> None:
+    diary = Diary()
+    trainer = make_trainer(watchers=[diary])
+    trainer.fit(epochs=1)
+    trainer.fit(epochs=3)
+    courses = [told for told in diary.told if isinstance(told, Course)]
+    assert [(one.done_updates, one.total_updates) for one in courses] == [(0, 3), (3, 9)]
+
+
+def test_reports_name_what_they_count() -> None:
+    diary = Diary()
+    trainer = make_trainer(watchers=[diary])
+    reports = trainer.fit(epochs=2)
+    steps = [told for told in diary.told if isinstance(told, StepReport)]
+    assert [step.rows for step in steps] == [6, 6, 2] * 2
+    for epoch, report in enumerate(reports, 1):
+        assert (report.epoch, report.updates) == (epoch, epoch * UPDATES)
+        assert list(report.validation) == ["loss", "accuracy"]
+        assert math.isclose(report.samples_per_second * report.seconds, TRAIN)
+        own = steps[(epoch - 1) * UPDATES : epoch * UPDATES]
+        weights = [step.weights["loss"] for step in own]
+        losses = [step.loss * weight for step, weight in zip(own, weights, strict=True)]
+        assert math.isclose(report.loss, sum(losses) / sum(weights))
+    assert math.isclose(trainer.seconds, sum(report.seconds for report in reports))
+    assert reports[-1].learning_rate == trainer.step.optimizers[0].param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("event", ["start", "step", "epoch", "stop"])
+def test_every_watcher_that_was_started_is_stopped_whatever_fails(event: str, tmp_path: Path) -> None:
+    first, second, third = Diary(), Diary((event, 1), raising(OSError("disk full"))), Diary()
+    with pytest.raises(OSError, match="disk full"):
+        make_trainer(tmp_path, watchers=[first, second, third]).fit(epochs=1)
+    assert first.events[-1] == "stop"
+    if event == "start":
+        assert second.events == ["start"]
+        assert third.events == []
+    else:
+        assert [diary.events.count("stop") for diary in (first, second, third)] == [1, 1, 1]
+        assert strict(tmp_path / "log.jsonl")[-1] == {"event": "stop"}
+
+
+# ---- logs
+
+
+def test_text_log_is_for_people(tmp_path: Path) -> None:
+    log = TextLog(tmp_path / "log.txt")
+    log.start(COURSE)
+    log.step(STEP)
+    log.epoch(NOWHERE)
+    log.stop()
+    assert (tmp_path / "log.txt").read_text().splitlines() == [
+        "start at update 0 of 6, 14,000 rows an epoch",
+        "epoch  12  loss nan  validation loss inf  validation accuracy 0.5000  lr 0.0001  60,000 samples/s  "
+        "3 min 20 s",
+        "stop",
+    ]
+
+
+def test_json_log_is_for_programs_and_has_null_for_what_json_cannot_say(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "log.jsonl")
+    log.start(COURSE)
+    log.step(STEP)
+    log.epoch(NOWHERE)
+    log.stop()
+    start, step, epoch, stop = strict(tmp_path / "log.jsonl")
+    assert start == {"event": "start", "epochs": 2, "done_updates": 0, "total_updates": 6, "rows": 14_000}
+    assert step == {
+        "event": "step",
+        "loss": None,
+        "terms": {"fit": None, "size": 2.0},
+        "weights": {"fit": 0.0, "size": 3.0},
+        "rows": 3,
+        "micro_batches": 2,
+        "grad_norm": None,
+        "updated": False,
+    }
+    assert epoch["validation"] == {"loss": None, "accuracy": 0.5}
+    assert (epoch["event"], epoch["loss"], epoch["learning_rate"]) == ("epoch", None, 1e-4)
+    assert stop == {"event": "stop"}
+
+
+def test_json_log_tells_what_is_out_of_the_ordinary_only_where_it_is(tmp_path: Path) -> None:
+    log = JsonLog(tmp_path / "log.jsonl")
+    for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
+        log.step(replace(STEP, **told))
+    log.stop()
+    plain, scaled, mended, _ = strict(tmp_path / "log.jsonl")
+    assert scaled == plain | {"scale": 1024.0}
+    assert mended == plain | {"redone": 1, "dropped": 3}
+
+
+def test_an_epoch_says_in_words_what_was_lost() -> None:
+    assert str(replace(NOWHERE, dropped=1200)).removeprefix(str(NOWHERE)) == "  1,200 rows left out"
+    assert str(replace(NOWHERE, skipped=2)).removeprefix(str(NOWHERE)) == "  2 steps without update"
+
+
+def test_json_log_is_written_once_a_second_and_before_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
+    path = tmp_path / "log.jsonl"
+    log = JsonLog(path)
+    log.start(COURSE)
+    found: list[int] = []
+    for now[0] in (0.5, 0.9, 1.1, 1.2):
+        log.step(STEP)
+        found.append(len(strict(path)))
+    assert found == [1, 1, 4, 4]
+    log.stop()
+    assert len(strict(path)) == 6
+
+
+def test_logs_of_a_training_say_what_its_reports_say_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    first = make_trainer(tmp_path)
+    reports = first.fit(epochs=1)
+    again = make_trainer(tmp_path)
+    again.resume(tmp_path)
+    reports += again.fit(epochs=2)
+    lines = strict(tmp_path / "log.jsonl")
+    one_start = ["start", *["step"] * UPDATES, "epoch", "stop"]
+    assert [line["event"] for line in lines] == one_start * 2
+    assert [line["done_updates"] for line in lines if line["event"] == "start"] == [0, UPDATES]
+    epochs = [line for line in lines if line["event"] == "epoch"]
+    assert [(line["loss"], line["validation"]) for line in epochs] == [
+        (report.loss, report.validation) for report in reports
+    ]
+    text = (tmp_path / "log.txt").read_text().splitlines()
+    assert [line for line in text if line.startswith("epoch")] == list(map(str, reports))
+    assert text[3] == f"start at update {UPDATES} of {2 * UPDATES}, {TRAIN} rows an epoch"
+
+
+def test_nothing_is_written_where_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_trainer(save_every=1).fit(epochs=1)
+    assert list(tmp_path.iterdir()) == []
