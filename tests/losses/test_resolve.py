@@ -44,7 +44,7 @@ def patched() -> nn.Module:
 TAKEN = [nn.MSELoss(), F.mse_loss, partial(F.cross_entropy, ignore_index=0), Renamed()]
 
 
-@pytest.mark.parametrize("loss", TAKEN, ids=str)
+@pytest.mark.parametrize("loss", TAKEN, ids=["module", "function", "partial", "subclass"])
 def test_torch_losses_are_summed(loss: Any) -> None:
     assert isinstance(resolve(loss), SummedLoss)
 
