@@ -145,7 +145,7 @@ class Subject:
         return seconds
 
     def _prepared(self, rows: int, batch: Any = None) -> tuple[Any, Batch]:
-        task = self.step._task()  # pyright: ignore[reportPrivateUsage]
+        task = self.step.task()  # pyright: ignore[reportPrivateUsage]
         return task, admit(self.batch(rows) if batch is None else batch, task, None)
 
     def _run(self, plan: Plan, batch: Any = None) -> None:

@@ -125,7 +125,7 @@ def images(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 def question(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Question:
     """What planning would ask, with nothing settled and nothing measured."""
-    task = step._task()
+    task = step.task()
     logical = admit(batch, task, step.collate)
     rows = logical.rows if rows is None else rows
     like = Plan(rows=rows, micro_batch=rows)
@@ -151,7 +151,7 @@ def metered(step: Step, run: Callable[[], object], batch: Any) -> int:
 
 def carried_out(step: Step, plan: Plan, batch: Any) -> None:
     """A plan, obeyed without any planning."""
-    task = step._task()
+    task = step.task()
     execute(plan, task, admit(batch, task, step.collate))
 
 

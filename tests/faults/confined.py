@@ -33,7 +33,7 @@ def main(spare_bytes: int, cut: tuple[int, ...]) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + spare_bytes, resource.RLIM_INFINITY))
     if cut:
-        task = step._task()
+        task = step.task()
         plan = replace(step.plan(ROWS), cut=cut)
         report = execute(plan, task, admit(batch, task, None))
     else:

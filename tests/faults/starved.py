@@ -116,7 +116,7 @@ def seed() -> None:
 def carried_out(step: Step, plan: Plan, batch: Any) -> StepReport:
     """The plan, without any fault."""
     seed()
-    task = step._task()
+    task = step.task()
     return execute(plan, task, admit(batch, task, step.collate))
 
 

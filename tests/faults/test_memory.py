@@ -326,7 +326,7 @@ def test_a_lasting_lack_of_memory_is_learned_once() -> None:
     assert reports[0].redone
     assert [report.redone for report in reports[1:]] == [0, 0, 0]
     assert max(reports[1].cut) < 8
-    like = admit(batch_for("early"), step._task(), None).like
+    like = admit(batch_for("early"), step.task(), None).like
     assert step.planning.limits.known[like].fits == max(reports[1].cut)
     assert step.plan(ROWS).micro_batch == 8  # other rows
 

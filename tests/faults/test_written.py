@@ -80,7 +80,7 @@ def test_a_redone_micro_batch_finds_what_it_found(make_model: Any, steps: int, a
     batch = batch_for(step.model)
     with scarce(Run, "add", {at}):
         report = step(batch)
-    task = twin._task()
+    task = twin.task()
     task.streams.begin(task.modules)
     plan = replace(twin.plan(ROWS), cut=report.cut, micro_batch=max(report.cut))
     assert execute(plan, task, admit(batch, task, None)).loss == report.loss

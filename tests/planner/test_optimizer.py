@@ -20,7 +20,7 @@ def make(**options: object) -> Step:
 @pytest.mark.parametrize("precision", ["float32", "bf16-true"])
 def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
     step = make(precision=precision)
-    task = step._task()
+    task = step.task()
     recording, state, made = trace_update(
         Plan(rows=2, micro_batch=2, precision=step.precision), task, set(), []
     )
@@ -37,7 +37,7 @@ def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
 def test_state_that_is_there_is_seen() -> None:
     step = make()
     step((torch.randn(2, 4), torch.randn(2, 2)))
-    assert has_state(step._task())
+    assert has_state(step.task())
 
 
 def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:
@@ -60,12 +60,12 @@ def test_an_update_that_cannot_be_traced_says_what_to_do() -> None:
     step = make()
     alone = Step(step.model, nn.MSELoss(), Asking(step.model.parameters(), lr=0.1), check=False)
     with pytest.raises(TraceError, match=r"an update .* ZeroDivisionError .*choose micro_batch= yourself"):
-        trace_update(Plan(rows=2, micro_batch=2), alone._task(), set(), [])
+        trace_update(Plan(rows=2, micro_batch=2), alone.task(), set(), [])
     assert all(p.grad is None for p in step.model.parameters())
 
 
 def test_whoever_measures_does_not_see_it() -> None:
     step = make()
     with Meter(step.model, step.optimizers) as meter:
-        trace_update(Plan(rows=2, micro_batch=2), step._task(), set(), [])
+        trace_update(Plan(rows=2, micro_batch=2), step.task(), set(), [])
     assert meter.peak == sum(p.nbytes for p in step.model.parameters())

@@ -32,7 +32,7 @@ def step(*sizes: int, marks: tuple[Mark, ...] = (Mark(0, "start", -1, "", 0, 0, 
 @pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
 def test_as_if_it_had_been_recorded(name: str, policy: str) -> None:
     made = (entry := ZOO[name]).build("small")
-    task = entry.step(made, OPTIMIZERS["adamw"](made.model))._task()
+    task = entry.step(made, OPTIMIZERS["adamw"](made.model)).task()
     batch = TensorBatch(made.batch_of(4, torch.Generator().manual_seed(0)))
 
     def recorded(size: int, policy: str) -> Recording:

@@ -31,7 +31,7 @@ class Setting:
         entry = ZOO[name]
         made = entry.build("small")
         self.step = entry.step(made, OPTIMIZERS["adamw"](made.model))
-        self.task = self.step._task()
+        self.task = self.step.task()
         self.batch = TensorBatch(made.batch_of(4, torch.Generator().manual_seed(0)))
         self.blocks = find_blocks(made.model)
 
@@ -150,7 +150,7 @@ def test_a_loss_that_does_more_at_some_sizes_leaves_the_blocks_in_line() -> None
 
     model = nn.Sequential(nn.Linear(64, 64), Changing(64, 64))
     step = Step(model, fit, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    task, batch = step._task(), TensorBatch((torch.zeros(512, 64), torch.zeros(512, 64)))
+    task, batch = step.task(), TensorBatch((torch.zeros(512, 64), torch.zeros(512, 64)))
     one, other = [trace(Plan(rows=2 * size, micro_batch=size), task, batch).recording for size in SIZES]
     recorded = Recorded(sizes=SIZES, recordings=(one, other), blocks=("0", "1"))
     assert not recorded.is_aligned

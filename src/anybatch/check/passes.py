@@ -76,7 +76,7 @@ class _Step(Step):
 
     def over(self, batch: Batch) -> StepReport:
         """One logical step."""
-        return execute(self.plan(batch.rows), self._task(), batch)
+        return execute(self.plan(batch.rows), self.task(), batch)
 
 
 class _Told:

@@ -39,8 +39,8 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         >>> step = Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
         >>> from anybatch.core.batch import TensorBatch
         >>> batch = TensorBatch((torch.zeros(4, 3), torch.zeros(4, 2)))
-        >>> measured = probe(Plan(rows=4, micro_batch=2), step._task(), batch)
-        >>> measured.source, measured.peak == trace(Plan(rows=4, micro_batch=2), step._task(), batch).peak
+        >>> measured = probe(Plan(rows=4, micro_batch=2), step.task(), batch)
+        >>> measured.source, measured.peak == trace(Plan(rows=4, micro_batch=2), step.task(), batch).peak
         ('measured', True)
     """
     rows = min(plan.rows, 2 * plan.micro_batch, batch.rows)

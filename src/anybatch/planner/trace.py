@@ -109,7 +109,7 @@ def trace(
         >>> model = nn.Linear(3, 2)
         >>> step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
         >>> head = TensorBatch((torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)))
-        >>> traced = trace(Plan(rows=10_000, micro_batch=100), step._task(), head)
+        >>> traced = trace(Plan(rows=10_000, micro_batch=100), step.task(), head)
         >>> traced.ledger.at_peak["parameters"], traced.ledger.at_peak["input"]
         (32, 200000)
     """

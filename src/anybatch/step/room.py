@@ -44,7 +44,7 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
         >>> def loss(model, micro):
         ...     return Total(model(micro).sum(), len(micro))
         >>> step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> bytes_of_look(step._task(), TensorBatch(torch.zeros(9, 3)), 5)  # weights, rows, outputs and sum
+        >>> bytes_of_look(step.task(), TensorBatch(torch.zeros(9, 3)), 5)  # weights, rows, outputs and sum
         184
     """
 
