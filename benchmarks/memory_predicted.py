@@ -11,9 +11,8 @@ import torch
 from anybatch.core import tree
 from anybatch.engine.plan import Plan
 from anybatch.memory.device import Device, find_device
-from anybatch.planner.cost import Recorded
-from anybatch.planner.feed import grows_in_lines
-from anybatch.planner.segments import Family
+from anybatch.planner.cost import Family, Recorded
+from anybatch.planner.trace import grows_in_lines
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
 from benchmarks.report import table

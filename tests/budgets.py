@@ -14,7 +14,7 @@ from anybatch import Plan, Step
 from anybatch.core.batch import TensorBatch
 from anybatch.engine.execute import execute
 from anybatch.memory.meter import Meter
-from anybatch.planner.request import Question
+from anybatch.planner.candidates import Question
 from anybatch.recompute.blocks import find_blocks
 from anybatch.step.admit import admit
 from tests.snapshots import changes, snapshot

@@ -5,13 +5,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.check.calls import Calls
 from anybatch.check.compare import Court
 from anybatch.check.copies import Copied
-from anybatch.check.cut import Cut
 from anybatch.check.draws import Draws
-from anybatch.check.passes import Bench
-from anybatch.check.rows import Part
+from anybatch.check.passes import Bench, Calls
+from anybatch.check.rows import Cut, Part
 
 ROWS = 8
 LIMIT = 1e-9

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.check.agreement import agree_in_forward, before_the_model, rows_agree
+from anybatch.check.compare import agree_in_forward, before_the_model, rows_agree
 from anybatch.core.total import Total
 from anybatch.testing import Perceptron
 from tests.check.benches import ROWS, calls, court, cut

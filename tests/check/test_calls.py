@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.check.calls import Calls, tensors
+from anybatch.check.passes import Calls, tensors
 from anybatch.check.rows import Part
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 import time
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.check import explain
 from anybatch.check.check import check
 from anybatch.check.draws import OutOfTime
 from anybatch.core.errors import BatchError, LossError, PlanError
@@ -381,7 +381,7 @@ def test_a_batch_norm_is_named_even_when_there_is_no_time(monkeypatch: pytest.Mo
     def late(*given: Any, **named: Any) -> Any:
         raise OutOfTime
 
-    monkeypatch.setattr(explain, "_terms", late)
+    monkeypatch.setattr(sys.modules[check.__module__], "_terms", late)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     report = check(model, nn.MSELoss(), (torch.randn(9, 3), torch.randn(9, 1)))
     assert [(finding.kind, finding.culprit) for finding in report.findings] == [

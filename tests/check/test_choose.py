@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.check.choose import choose, rows_of, signatures, subset
+from anybatch.check.rows import choose, rows_of, signatures, subset
 from anybatch.core.errors import BatchError
 
 

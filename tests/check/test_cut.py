@@ -2,8 +2,7 @@
 
 import torch
 
-from anybatch.check.cut import Cut
-from anybatch.check.rows import Part
+from anybatch.check.rows import Cut, Part
 
 BATCH = torch.arange(40.0).view(8, 5), torch.arange(8)
 

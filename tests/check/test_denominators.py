@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from anybatch.check.denominators import fit, in_words, misfit, row_weights
+from anybatch.check.denominators import candidates, fit, in_words, misfit, row_weights
 from anybatch.check.outputs import Evaluation
 from anybatch.check.rows import Part
-from anybatch.check.weights import candidates
 from anybatch.testing import relative_error
 
 LIMIT = 1e-12

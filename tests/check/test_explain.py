@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.check.check import explain, explain_padding
 from anybatch.check.compare import name_of
-from anybatch.check.explain import explain, explain_padding
 from anybatch.check.finding import Finding
 from anybatch.check.padding import find_padding, trimmed
 from anybatch.core.total import Total

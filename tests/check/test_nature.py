@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.check.nature import Nature, Tried
+from anybatch.check.modules import Nature, Tried
 from anybatch.check.passes import Bench
 from anybatch.check.rows import Axis
 from anybatch.core.total import Total

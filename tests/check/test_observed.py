@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.check.observed import bare_terms, observe
+from anybatch.check.passes import bare_terms, observe
 from anybatch.core.total import Total
 from anybatch.losses.resolve import module_of, resolve
 from anybatch.losses.terms import Terms

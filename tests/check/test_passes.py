@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from anybatch.check.copies import Copied
-from anybatch.check.cut import Cut
 from anybatch.check.draws import Draws
 from anybatch.check.passes import Bench, Passed
-from anybatch.check.rows import Part
+from anybatch.check.rows import Cut, Part
 from anybatch.core.total import Total
 from anybatch.testing import Perceptron, reference_step, relative_error, tolerance
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.check.weights import candidates, held_weights
+from anybatch.check.denominators import candidates, held_weights
 from anybatch.core import tree
 
 LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from anybatch import Step, Total
 from anybatch.core.batch import TensorBatch
 from anybatch.engine.plan import Plan
-from anybatch.memory.fake import FakeMode
-from anybatch.memory.likely import known, note
+from anybatch.memory.fake import FakeMode, known, note
 from anybatch.memory.meter import Meter
 from anybatch.planner.trace import trace
 

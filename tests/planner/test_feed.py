@@ -8,7 +8,7 @@ from anybatch import ModelLoss, WholeBatch
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.engine.plan import Plan
 from anybatch.losses.resolve import resolve
-from anybatch.planner.feed import fake_batch, leaves_of, rows_kept, run_sizes
+from anybatch.planner.trace import fake_batch, leaves_of, rows_kept, run_sizes
 from benchmarks.zoo import ZOO
 
 LOSS = resolve(torch.nn.MSELoss())

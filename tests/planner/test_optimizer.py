@@ -7,7 +7,7 @@ from torch import nn
 from anybatch import Plan, Step
 from anybatch.core.errors import TraceError
 from anybatch.memory.meter import Meter
-from anybatch.planner.optimizer import Watcher, has_state, trace_update
+from anybatch.planner.measure import Watcher, has_state, trace_update
 
 
 def make(**options: object) -> Step:

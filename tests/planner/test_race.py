@@ -1,7 +1,7 @@
 """A race in real steps: everyone gets a turn, the hopeless are dropped, the fastest stays."""
 
 from anybatch import Plan
-from anybatch.planner.race import ROUNDS, Contest
+from anybatch.planner.cache import ROUNDS, Contest
 
 PLANS = [Plan(rows=12, micro_batch=size) for size in (12, 6, 4, 3)]
 

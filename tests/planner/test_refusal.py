@@ -10,8 +10,7 @@ from anybatch.batchnorm.modes import find_batch_norms
 from anybatch.core.errors import BudgetError
 from anybatch.engine.plan import FLOAT32, Plan
 from anybatch.memory.ledger import Holding, Ledger, Moment
-from anybatch.planner.refusal import refusal, single_rows, suggestions
-from anybatch.planner.report import Option
+from anybatch.planner.report import Option, refusal, single_rows, suggestions
 from anybatch.recompute.blocks import find_blocks
 from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, question, rows_of
 

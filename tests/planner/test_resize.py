@@ -8,7 +8,7 @@ import torch
 from anybatch import Plan
 from anybatch.core.batch import TensorBatch
 from anybatch.memory.recording import OTHER, Mark, Recording
-from anybatch.planner.resize import resized
+from anybatch.planner.cost import resized
 from anybatch.planner.trace import trace
 from anybatch.recompute.blocks import find_blocks
 from benchmarks.zoo import OPTIMIZERS, ZOO

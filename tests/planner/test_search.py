@@ -12,9 +12,8 @@ from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError, OutOfMemoryError
 from anybatch.engine.plan import Plan
 from anybatch.planner import candidates as survey
-from anybatch.planner.candidates import Survey
+from anybatch.planner.candidates import Question, Survey
 from anybatch.planner.report import Option
-from anybatch.planner.request import Question
 from anybatch.planner.search import _ahead, _grown, _ordered, choose
 from anybatch.recompute.blocks import choose_blocks as settle
 from tests.budgets import (

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.memory.device import find_device
-from anybatch.planner.candidates import Survey
-from anybatch.planner.request import Question
+from anybatch.planner.candidates import Question, Survey
 from anybatch.planner.search import choose
 from anybatch.recompute import offload
 from tests.budgets import make, question

@@ -12,9 +12,8 @@ from anybatch import Plan, Step, Total
 from anybatch.core.batch import TensorBatch
 from anybatch.memory.device import find_device
 from anybatch.memory.recording import Recording
-from anybatch.planner.cost import Recorded
+from anybatch.planner.cost import Family, Recorded
 from anybatch.planner.mixture import KEEP
-from anybatch.planner.segments import Family
 from anybatch.planner.trace import trace
 from anybatch.recompute import offload
 from anybatch.recompute.blocks import find_blocks

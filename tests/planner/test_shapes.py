@@ -5,7 +5,7 @@ import torch
 
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import BatchError
-from anybatch.planner.shapes import longest, round_up, row_shape, shaped
+from anybatch.planner.cache import longest, round_up, row_shape, shaped
 
 
 def test_sizes_are_rounded_up_in_steps_of_a_quarter_at_most() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from anybatch import Step, Total
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.engine.plan import Plan
-from anybatch.planner.timing import repeated, seconds_per_row
+from anybatch.planner.measure import repeated, seconds_per_row
 from tests.snapshots import changes, snapshot
 
 ROWS = 8

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
-from anybatch.check.calls import Call, tensors
 from anybatch.check.compare import Court, Trial
-from anybatch.check.cut import Cut
 from anybatch.check.draws import Draws
-from anybatch.check.passes import Bench
-from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.check.passes import Bench, Call, tensors
+from anybatch.check.rows import Axis, Cut, Part, find_axis, select, take
 from anybatch.core import tree
 from anybatch.losses import resolve
 

@@ -7,9 +7,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.check.calls import Call, Key
-from anybatch.check.cut import Cut
-from anybatch.check.rows import Part, is_close, shorten
+from anybatch.check.passes import Call, Key
+from anybatch.check.rows import Cut, Part, is_close, shorten
 from anybatch.core import tree
 from anybatch.losses import TARGET_KEYS
 

@@ -1,23 +1,225 @@
-"""One pass of a step over some rows, in one cut, and what it comes to: loss, gradient, terms."""
+"""One pass of a step over some rows, in one cut: its loss, gradient, terms, and the calls of its modules."""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.copies import Subject
-from anybatch.check.cut import Cut
 from anybatch.check.draws import Draws, plain_kernels
-from anybatch.check.observed import bare_terms, observe
-from anybatch.check.rows import Part
-from anybatch.core import AnybatchError, Batch, Event, StepReport, cut_sizes
+from anybatch.check.rows import Axis, Cut, Part
+from anybatch.core import AnybatchError, Batch, Event, StepReport, Total, cut_sizes
 from anybatch.engine import execute
+from anybatch.losses import Terms, call_loss, resolve
 from anybatch.step import Step
+
+_NAME = "loss"  # of a term that comes without one
+
+
+class Observed(nn.Module):
+    """A user's function, whose totals are noted; a bare mean counts as a total of weight 1.
+
+    That is what a loop that adds up means makes of it.
+
+    Args:
+        function: `(model, micro)` to totals or bare scalars.
+
+    Attributes:
+        bare: terms that came as bare means.
+    """
+
+    def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.bare: frozenset[str] = frozenset()
+
+    def forward(self, model: nn.Module, micro: Any) -> Any:
+        """The function's totals."""
+        value = call_loss(self.function, model, micro)
+        if _is_scalar(value):
+            self.bare |= {_NAME}
+            return Total(value, 1)
+        if isinstance(value, Mapping):
+            named = cast("Mapping[str, Any]", value)
+            bare = [name for name, one in named.items() if _is_scalar(one)]
+            self.bare |= set(bare)
+            return {name: Total(one, 1) if name in bare else one for name, one in named.items()}
+        return value
+
+
+def observe(loss: Any) -> Any:
+    """A function of the caller's own as one that is observed; any other loss as it is.
+
+    Example:
+        >>> bare_terms(observe(nn.MSELoss())), bare_terms(observe(lambda model, micro: model(micro).mean()))
+        (frozenset(), frozenset())
+    """
+    resolved = resolve(loss)
+    return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
+
+
+def bare_terms(loss: Any) -> frozenset[str]:
+    """The terms of which an observed loss has returned means that have lost their denominators."""
+    function = loss.function if isinstance(loss, Terms) else None
+    return function.bare if isinstance(function, Observed) else frozenset()
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+# ---- calls of modules
+
+
+Key = tuple[str, int]  # a module's name, and which of its calls
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Returned:
+    """What a call gave back, but for the numbers.
+
+    Attributes:
+        leaves: what was given back, taken apart, with None in the place of tensors.
+        form: how that is put together again.
+        places: where among them the tensors stand.
+        flows: for each tensor, whether a gradient flows into it.
+        states: where the random streams stood afterwards.
+    """
+
+    leaves: Sequence[Any]
+    form: Any
+    places: Sequence[int]
+    flows: Sequence[bool]
+    states: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(outputs: Any) -> "Returned":
+        """Of the outputs of a call that has just ended."""
+        leaves, form = pytree.tree_flatten(outputs)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
+
+    def join(self, outputs: Sequence[Tensor]) -> Any:
+        """The same with these tensors."""
+        leaves = list(self.leaves)
+        for place, value in zip(self.places, outputs, strict=True):
+            leaves[place] = value
+        return pytree.tree_unflatten(leaves, self.form)
+
+
+class Call:
+    """One call of a module.
+
+    Attributes:
+        key: the module, and which of its calls in this micro-batch.
+        values: what it was given, taken apart: tensors and all else.
+        form: how that is put together again.
+        states: where the random streams stood.
+        outputs: the tensors it gave back.
+        inner: calls made while this one ran, in the order in which they ended.
+        returned: what else is needed to give the same back without running the module.
+        axes: on which axes rows lie in what it was given and gave back, where that has been made sure of.
+    """
+
+    def __init__(self, *, key: Key, values: list[Any], form: Any, states: Mapping[str, Tensor]) -> None:
+        self.key, self.values, self.form, self.states = key, values, form, states
+        self.outputs: list[Tensor] = []
+        self.inner: list[Call] = []
+        self.returned: Returned | None = None
+        self.axes: tuple[Sequence[Axis | None], Sequence[Axis | None]] | None = None
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors it was given."""
+        return [value for value in self.values if isinstance(value, Tensor)]
+
+    def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Call a module in the same way, with these tensors in place of its own."""
+        rest = iter(inputs)
+        values = [next(rest) if isinstance(value, Tensor) else value for value in self.values]
+        args, kwargs = pytree.tree_unflatten(values, self.form)
+        return tensors(module(*args, **kwargs))
+
+    def flat(self) -> "Iterator[Call]":
+        """This call after all those inside it."""
+        for call in self.inner:
+            yield from call.flat()
+        yield self
+
+
+class Calls:
+    """Notes calls by hooks: of each part of a batch those of its last forward.
+
+    Attributes:
+        parts: the outermost calls of each part, in their order.
+    """
+
+    def __init__(self) -> None:
+        self.parts: dict[Part, list[Call]] = {}
+        self._open: list[Call] = []
+        self._counts: dict[str, int] = {}
+        self._outermost: list[Call] = []
+
+    def __call__(self, model: nn.Module) -> Callable[[Part], None]:
+        """Watch a model; what comes back is told when a part begins."""
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(self._before(name), with_kwargs=True)
+            module.register_forward_hook(self._after, always_call=False)
+        return self._begin
+
+    def table(self, part: Part) -> dict[Key, Call]:
+        """All calls of a part by their key, innermost first."""
+        return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
+
+    def _begin(self, part: Part) -> None:
+        self._open, self._counts, self._outermost = [], {}, []
+        self.parts[part] = self._outermost
+
+    def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if _in_backward():  # what is computed anew there has been noted before
+                return
+            count = self._counts.get(name, 0)
+            self._counts[name] = count + 1
+            values, form = pytree.tree_flatten((args, kwargs))
+            kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
+            self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
+
+        return hook
+
+    def _after(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if _in_backward():
+            return
+        call = self._open.pop()
+        call.outputs.extend(value.detach().clone() for value in tensors(outputs))
+        if not self._open:
+            call.returned = Returned.of(outputs)
+        (self._open[-1].inner if self._open else self._outermost).append(call)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of any nested value, whatever else stands in it.
+
+    Example:
+        >>> len(tensors({"a": torch.ones(1), "b": (1, [torch.ones(2)])}))
+        2
+    """
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+
+
+# ---- passes
+
 
 Watch = Callable[[nn.Module], "Callable[[Part], None]"]
 

@@ -10,13 +10,10 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.calls import Calls
-from anybatch.check.choose import choose, rows_of, signatures, subset
 from anybatch.check.copies import Copied, Itself, Subject, named_parameters
-from anybatch.check.cut import Cut
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, Passed
-from anybatch.check.rows import Part
+from anybatch.check.passes import Bench, Calls, Passed
+from anybatch.check.rows import Cut, Part, choose, rows_of, signatures, subset
 from anybatch.core import BatchError, Collate, PlanError, TensorBatch, tree
 
 ALL_ROWS = 64  # a batch of at most this size is tried whole where a few rows do not run

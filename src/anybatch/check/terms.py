@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from anybatch.check.calls import Call
-from anybatch.check.cut import Cut
 from anybatch.check.denominators import (
     Fit,
     Reading,
+    candidates,
     fit,
+    held_weights,
     in_words,
     left_out,
     misfit,
@@ -21,8 +21,8 @@ from anybatch.check.denominators import (
 )
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.outputs import Evaluation, evaluate
-from anybatch.check.passes import Bench
-from anybatch.check.weights import candidates, held_weights
+from anybatch.check.passes import Bench, Call
+from anybatch.check.rows import Cut
 from anybatch.losses import SummedLoss, Terms, resolve
 
 _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean

@@ -1,7 +1,8 @@
-"""What a step with a memory budget remembers: one answer of the planner for each shape of its rows."""
+"""What a step with a memory budget remembers: one plan for each shape of its rows, chosen by a race."""
 
 import hashlib
-from collections.abc import Generator, Iterable, Mapping
+import statistics
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -9,14 +10,147 @@ from typing import Any
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from anybatch.core import Batch, BudgetError, PlanError, SampleBatch, TraceError
+from anybatch.core import (
+    Batch,
+    BatchError,
+    BudgetError,
+    PlanError,
+    SampleBatch,
+    TensorBatch,
+    TraceError,
+    tree,
+)
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device, parse_memory
-from anybatch.planner.race import Contest
+from anybatch.planner.candidates import Question
 from anybatch.planner.report import PlanReport
-from anybatch.planner.request import Question
 from anybatch.planner.search import choose
-from anybatch.planner.shapes import Shape, longest, round_up, row_shape, shaped
+from anybatch.state import rng
+
+# ---- shapes of rows
+
+
+Shape = tuple[tuple[str, tuple[int, ...]], ...]  # of one row: dtype and sizes of each leaf
+
+COLLATED_AT_ONCE = 8  # rows, when only their shapes are wanted
+
+
+def round_up(size: int) -> int:
+    """The next of four sizes per doubling.
+
+    Example:
+        >>> [round_up(size) for size in (3, 65, 80, 81, 511)]
+        [3, 80, 80, 96, 512]
+    """
+    step = max(1, 1 << max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def shaped(shape: Shape, batch: Batch) -> Batch:
+    """A batch like this one with rows of another shape, that holds no memory: for tracing only."""
+    few = batch.head(1)
+    nest = tree.flatten(few.whole if few.whole is not None else next(few.cut(1)))
+    leaves = [
+        torch.zeros((1, *sizes), dtype=leaf.dtype, device=leaf.device)
+        for (_, sizes), leaf in zip(shape, nest.leaves, strict=True)
+    ]
+    return TensorBatch(nest.build(iter(leaves)))
+
+
+def row_shape(value: object) -> Shape:
+    """What a row of these nested tensors looks like."""
+    return tuple([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in tree.flatten(value).leaves])
+
+
+def longest(batch: SampleBatch) -> Shape:
+    """The largest size of each axis over all samples, collated a few at a time and dropped at once."""
+    random = rng.capture_process()
+    try:
+        shapes = [row_shape(micro) for micro in batch.cut(COLLATED_AT_ONCE)]
+    finally:
+        rng.restore_process(random)
+    for shape in shapes:
+        if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
+            raise BatchError(
+                f"Expected collate to return tensors of the same kinds for all rows, got {shape} after "
+                f"{shapes[0]}. Return the same nest each time."
+            )
+    return tuple(
+        (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
+        for leaf, (name, _) in enumerate(shapes[0])
+    )
+
+
+# ---- a race in real steps
+
+
+ROUNDS = 4  # steps of each plan; the first of them warms caches up
+HOPELESS = 1.3  # times the fastest, after which a plan is not tried again
+
+
+class Contest:
+    """Which of several plans is fastest, found out in steps that are made anyway.
+
+    All of them give the same result, up to the order of additions, so no step is wasted.
+
+    Args:
+        plans: at least one, the likeliest first.
+
+    Example:
+        >>> slow, fast = Plan(rows=8, micro_batch=1), Plan(rows=8, micro_batch=4)
+        >>> contest = Contest([slow, fast])
+        >>> while not contest.is_settled:
+        ...     plan = contest.plan
+        ...     contest.note(plan, 8.0 / plan.micro_batch)
+        >>> contest.plan == fast
+        True
+    """
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there is nothing left to find out."""
+        return len(self._left) == 1 or all(len(self._seconds[plan]) >= ROUNDS for plan in self._left)
+
+    @property
+    def plan(self) -> Plan:
+        """The one to be carried out next."""
+        if self.is_settled:
+            return self.fastest
+        return min(self._left, key=lambda plan: len(self._seconds[plan]))
+
+    @property
+    def fastest(self) -> Plan:
+        """The fastest so far; the likeliest where nothing is known."""
+        return min(self._left, key=self._typical)
+
+    def note(self, plan: Plan, seconds: float) -> None:
+        """How long a step took.
+
+        Args:
+            plan: of this contest; others are ignored.
+            seconds: for each row.
+        """
+        if plan in self._seconds:
+            self._seconds[plan].append(seconds)
+
+    @property
+    def _left(self) -> list[Plan]:
+        tried = [plan for plan, seconds in self._seconds.items() if len(seconds) > 1]
+        if len(tried) < 2:
+            return list(self._seconds)
+        limit = HOPELESS * min(self._typical(plan) for plan in tried)
+        return [plan for plan in self._seconds if plan not in tried or self._typical(plan) <= limit]
+
+    def _typical(self, plan: Plan) -> float:
+        seconds = self._seconds[plan]
+        return statistics.median(seconds[1:] or seconds or [0.0])
+
+
+# ---- one plan for each shape
+
 
 Key = tuple[Shape, Plan, str, bool, int, str]
 

@@ -1,13 +1,91 @@
-"""Two recordings of one step, cut into stretches, and what they say of it at any size of a micro-batch."""
+"""Bytes and seconds of a step at any size and with any mixture of policies, from a few recorded steps."""
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import NamedTuple
 
-from anybatch.memory import Device, Recording
-from anybatch.planner.mixture import Segment, Shared
-from anybatch.planner.resize import resized
+from anybatch.memory import Device, Mark, Recording
+from anybatch.planner.mixture import KEEP, Mix, Output, Segment, Shared
+from anybatch.recompute import offload
+
+_KEPT_AS = {"recompute": "forward"}  # the phase in which a kept step does the same
+
+
+def resized(recording: Recording, here: Recording, there: Recording) -> Recording | None:
+    """What a recording would be with micro-batches of another size.
+
+    A block that is rebuilt or moved makes storages of the sizes that it makes where it is kept. So how a size
+    grows with the rows need not be recorded once more for each policy: two recordings of the kept step tell.
+    What a policy does only with large storages it is taken to do with their like at the other size, too.
+
+    Args:
+        recording: of a step under any policies.
+        here: of the same step, all blocks kept, with micro-batches of the same size.
+        there: the same with micro-batches of the size that is wanted, event by event like `here`.
+
+    Returns:
+        The recording; None where sizes do not tell, because the kept step has no such size, or has two that
+        are equal in one recording and not in the other.
+
+    Example:
+        >>> def step(rows, *sizes):
+        ...     kinds = {"marks": (Mark(0, "start", -1, "", 0, 0, 0),), "owners": (6,), "places": ("",)}
+        ...     sizes = {"before": array("q", [0, *sizes]), "after": array("q", [*sizes, 0])}
+        ...     return Recording(storages=array("q", [0] * len(sizes["after"])), **sizes, **kinds)
+        >>> resized(step(5, 50, 20), here=step(5, 20, 50), there=step(2, 8, 20)).after
+        array('q', [20, 8, 0])
+        >>> resized(step(5, 60), here=step(5, 50), there=step(2, 20)) is None
+        True
+    """
+    sizes: dict[int, set[int]] = defaultdict(set)
+    for one, other in ((here.before, there.before), (here.after, there.after)):
+        for size, wanted in zip(one, other, strict=True):
+            sizes[size].add(wanted)
+    told = {size: next(iter(wanted)) for size, wanted in sizes.items() if len(wanted) == 1}
+    if not told.keys() >= {*recording.before, *recording.after}:
+        return None
+    return replace(
+        recording,
+        before=array("q", [told[size] for size in recording.before]),
+        after=array("q", [told[size] for size in recording.after]),
+        marks=_with_work(recording, here, there),
+    )
+
+
+def _with_work(recording: Recording, here: Recording, there: Recording) -> tuple[Mark, ...]:
+    """The marks, where each module does in each phase as many times more or less as where it is kept."""
+    few, many = _work(there), _work(here)
+    flops = moved = 0.0
+    marks = list(recording.marks[:1])
+    for before, mark in pairwise(recording.marks):
+        key = before.module, _KEPT_AS.get(before.phase, before.phase)
+        flops += (mark.flops - before.flops) * _ratio(few[0][key], many[0][key])
+        moved += (mark.moved - before.moved) * _ratio(few[1][key], many[1][key])
+        marks.append(mark._replace(flops=round(flops), moved=round(moved)))
+    return tuple(marks)
+
+
+def _work(recording: Recording) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+    """Floating-point operations and bytes moved of each module in each phase."""
+    flops: Counter[tuple[str, str]] = Counter()
+    moved: Counter[tuple[str, str]] = Counter()
+    for before, mark in pairwise(recording.marks):
+        key = before.module, _KEPT_AS.get(before.phase, before.phase)
+        flops[key] += mark.flops - before.flops
+        moved[key] += mark.moved - before.moved
+    return flops, moved
+
+
+def _ratio(wanted: int, known: int) -> float:
+    return wanted / known if known else 1.0
+
+
+# ---- two recordings
+
 
 REBUILT = "recompute"  # a phase that belongs to the backward of its block
 ONCE = ("start", "update")  # phases of a step, not of a micro-batch
@@ -233,3 +311,189 @@ def _summed(others: Sequence[tuple[str, Born]], share: float, phase: str) -> dic
         size = bytes_at(born, share)
         found[block] = found.get(block, 0) + (size if phase == "backward" else -size)
     return found
+
+
+# ---- several policies
+
+
+_STAYS = 0.01  # of the bytes that a policy moves: what may stay at another size, too small for it
+
+
+def _times(segment: Segment, later: float) -> Segment:
+    """A segment of the second micro-batch stands for those of all later ones, if there are any."""
+    if not later:
+        return replace(segment, net=0, peak=0, seconds=0.0, cheap=0.0, ends={}, peak_without=0, others={})
+    return replace(segment, seconds=later * segment.seconds, cheap=later * segment.cheap)
+
+
+class Family:
+    """The recordings of one step under each policy, and what they say of all mixtures and sizes.
+
+    Args:
+        recorded: of each policy, "keep" among them.
+        update: where the update is to be taken from, if not from each recording itself.
+
+    Raises:
+        ValueError: the recordings are not of the same step.
+    """
+
+    def __init__(self, recorded: Mapping[str, Recorded], update: Recorded | None = None) -> None:
+        self._recorded, self._update = recorded, update
+        places = [part.place for part in recorded[KEEP].parts[0]]
+        if any([part.place for part in one.parts[0]] != places for one in recorded.values()):
+            raise ValueError("Expected recordings of the same step, got others. Trace each plan itself.")
+        self._others: dict[str, dict[int, list[tuple[str, Born]]]] = {}  # by policy and stretch
+        self._outputs = self._find_outputs()
+        self._find_what_comes_back()
+
+    def mix(self, rows: int, micro_batch: int, device: Device, *, half: bool, input_bytes: int) -> Mix:
+        """The step of a batch of so many rows, whose blocks may each have one of the recorded policies.
+
+        Args:
+            rows: of the batch.
+            micro_batch: rows of each micro-batch.
+            device: whose seconds are estimated.
+            half: whether its arithmetic is in 16 bits.
+            input_bytes: of the batch, beyond what the recordings hold at their start.
+        """
+        # The second micro-batch finds gradients; all later ones are like it. An uncut batch has none.
+        later = (rows - micro_batch) / micro_batch
+        spare = [] if self._update is None else self._update.segments(micro_batch, device, half=half)
+        outputs = self._mixed_outputs(micro_batch, later > 0)
+        segments: dict[str, list[Segment]] = {}
+        share = self._recorded[KEEP].share(micro_batch)
+        for policy, one in self._recorded.items():
+            if policy == "offload" and not self._is_moved_alike(policy, share):
+                continue
+            ends: dict[int, dict[Shared, Born]] = {}
+            for shared, crossings in self._outputs.items():
+                crossing = crossings.get(policy)
+                if crossing is not None and shared in outputs and not self._is_own(shared, crossing):
+                    ends.setdefault(crossing.ends, {})[shared] = crossing
+            found = one.segments(micro_batch, device, half=half, ends=ends, others=self._others.get(policy))
+            if spare:
+                found = [s for s in found if s.place[0] != "update"]
+                found += [s for s in spare if s.place[0] == "update"]
+            segments[policy] = [
+                _times(segment, later) if segment.place[1] > 0 else segment for segment in found
+            ]
+        return Mix(start=input_bytes, segments=segments, outputs=outputs)
+
+    def _is_moved_alike(self, policy: str, share: float) -> bool:
+        """Whether a policy moves at this size nearly all that it moves where it was recorded.
+
+        What is smaller than `offload.SMALLEST` stays, so its bytes are no line in the rows.
+        """
+        others = self._others.get(policy, {}).values()
+        sizes = [(bytes_at(born, share), max(born.bytes)) for one in others for _, born in one]
+        stays = sum(size for size, known in sizes if size < offload.SMALLEST <= known)
+        return stays <= _STAYS * sum(size for size, _ in sizes)
+
+    def _find_outputs(self) -> dict[Shared, dict[str, Born]]:
+        """What blocks hand on, by policy: whatever ends elsewhere than in their own backward, under any."""
+        births = {policy: one.births("forward") for policy, one in self._recorded.items()}
+        found: dict[Shared, dict[str, Born]] = {}
+        for made in births[KEEP]:
+            number, is_block = 0, bool(self._recorded[KEEP].parts[0][made].place.block)
+            for alike in self._alike(made, {policy: one.get(made, []) for policy, one in births.items()}):
+                same = {policy: one for policy, one in alike.items() if one.ends != made}
+                moved = [policy for policy in same if policy != KEEP and self._is_moved(same, policy)]
+                for policy in moved:
+                    self._note_other(policy, same[policy].ends, same[KEEP].ends, same[policy])
+                # What one block holds and may move ends as the policy of this block has it.
+                if is_block and not moved and any(not self._is_own((made, 0), one) for one in same.values()):
+                    found[made, number] = same
+                    number += 1
+        return found
+
+    def _alike(self, made: int, births: Mapping[str, Sequence[Born]]) -> Iterator[Mapping[str, Born]]:
+        """Each storage of a forward, under all policies that make it."""
+        # A forward is the same operations, whatever becomes of their results; a block that will run again
+        # notes before them what it starts from.
+        count = len(births[KEEP])
+        last = [every[max(0, len(every) - count) :] for every in births.values()]
+        if len({tuple([one.bytes for one in every]) for every in last}) == 1:
+            yield from [dict(zip(births, every, strict=True)) for every in zip(*last, strict=True)]
+            return
+        left = {policy: [one for one in every[::-1] if one.ends != made] for policy, every in births.items()}
+        for candidates in list(left.values()):
+            for output in [one for one in candidates if not self._is_own((made, 0), one)]:
+                same: dict[str, Born] = {}
+                for policy, others in left.items():
+                    # The last one of that size: what a block hands on is made last.
+                    like = next((one for one in others if one.bytes == output.bytes), None)
+                    like = output if output in others else like
+                    if like is not None:
+                        same[policy] = like
+                        others.remove(like)
+                yield same
+
+    def _find_what_comes_back(self) -> None:
+        """What a backward makes for another block, and does not make where all blocks are kept."""
+        kept = self._recorded[KEEP].births("backward")
+        for policy, one in self._recorded.items() if kept else ():  # else nothing tells them from gradients
+            for made, every in one.births("backward").items():
+                flows = Counter([(born.bytes, born.ends) for born in kept.get(made, ()) if born.ends != made])
+                unlike: list[Born] = []
+                for born in every:
+                    if flows[born.bytes, born.ends] > 0:
+                        flows[born.bytes, born.ends] -= 1
+                    elif born.ends != made:
+                        unlike.append(born)
+                left = Counter([size for size, _ in flows.elements()])
+                for born in unlike:
+                    if left[born.bytes] > 0:  # a gradient that ends elsewhere is still one
+                        left[born.bytes] -= 1
+                    elif born.ends < len(one.parts[0]):
+                        self._note_other(policy, made, born.ends, born)
+
+    def _is_moved(self, same: Mapping[str, Born], policy: str) -> bool:
+        """Whether one block holds it until its own backward, but under one policy lets it go in a forward.
+
+        What more than one holds is not: how long they do depends on the policies of all of them.
+        """
+        places = [part.place for part in self._recorded[KEEP].parts[0]]
+        ends = {one.ends if one.ends < len(places) else -1 for other, one in same.items() if other != policy}
+        last = same[policy].ends
+        return (
+            KEEP in same
+            and {places[end].phase for end in ends} == {"backward"}
+            and len({places[end].block for end in ends}) == 1
+            and last < len(places)
+            and places[last].phase == "forward"
+        )
+
+    def _note_other(self, policy: str, at: int, owner: int, crossing: Born) -> None:
+        """In one stretch a storage comes or goes for the sake of the block of another stretch."""
+        block = self._recorded[KEEP].parts[0][owner].place.block
+        if block:
+            self._others.setdefault(policy, {}).setdefault(at, []).append((block, crossing))
+
+    def _is_own(self, shared: Shared, crossing: Born) -> bool:
+        """Whether it ends in the backward of the block that made it."""
+        parts = self._recorded[KEEP].parts[0]
+        return crossing.ends < len(parts) and parts[crossing.ends].place.block == parts[shared[0]].place.block
+
+    def _mixed_outputs(self, micro_batch: int, is_cut: bool) -> dict[Shared, Output]:
+        parts = self._recorded[KEEP].parts[0]
+        share = self._recorded[KEEP].share(micro_batch)
+        found: dict[Shared, Output] = {}
+        for shared, crossings in self._outputs.items():
+            others = {
+                policy: one
+                for policy, one in crossings.items()
+                if not self._is_own(shared, one) and one.ends < len(parts)
+            }
+            # Nor does it end elsewhere under a policy that does not make it at all.
+            kept = [policy for policy in self._recorded if policy not in others]
+            place = parts[shared[0]].place
+            if others and (is_cut or place.micro_batch <= 0):
+                last = max(others.values(), key=lambda one: one.ends)
+                found[shared] = Output(
+                    block=place.block,
+                    bytes=bytes_at(last, share),
+                    kept_by=frozenset(kept),
+                    user=parts[last.ends].place.block,
+                    ends={policy: one.ends for policy, one in others.items()},
+                )
+        return found

@@ -1,18 +1,96 @@
-"""A step that cannot be traced: really run, measured, and taken back."""
+"""Steps that really run: one that cannot be traced, measured in bytes; and short runs, timed."""
 
-from collections.abc import Generator, Iterable, Set
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
-from anybatch.core import Batch, OutOfMemoryError
-from anybatch.engine import Plan, Task, execute
-from anybatch.memory import Meter, dense_only, joined, undisturbed
-from anybatch.planner.feed import leaves_of, rows_kept
-from anybatch.planner.optimizer import Watcher, has_state, trace_update
-from anybatch.planner.trace import CUDA_GRANULE, Trace, device_of, loss_module_of, quiet, roots_of
+from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
+from anybatch.engine import Before, Plan, Task, accumulation_dtype, execute
+from anybatch.engine import update as optimize
+from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, stand_ins, undisturbed
+from anybatch.planner.trace import (
+    CUDA_GRANULE,
+    Trace,
+    advance,
+    device_of,
+    faked,
+    leaves_of,
+    loss_module_of,
+    make_state,
+    quiet,
+    roots_of,
+    rows_kept,
+)
+from anybatch.state import Remembered, rng
+
+# ---- an update by itself
+
+
+def trace_update(
+    plan: Plan, task: Task, idle: Set[nn.Parameter], rows: Iterable[Tensor]
+) -> tuple[Recording, list[Tensor], frozenset[nn.Parameter]]:
+    """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
+    mode = FakeMode()
+    with (
+        _disable_current_modes(),  # as in `trace`
+        undisturbed([*task.parameters, *task.others]),
+        stand_ins(mode, task.modules, task.optimizers) as fakes,
+    ):
+        fake = faked(task, fakes)
+        lacks = {fakes.of(parameter) for parameter in idle}
+        with mode.explained("an update", "choose micro_batch= yourself, without memory="), mode:
+            made = make_state(fake, lacks)
+            advance(fake)
+            gradients = {
+                p: torch.zeros_like(p, dtype=accumulation_dtype(p.dtype, plan.accumulation_dtype))
+                for p in fake.parameters
+                if p not in lacks
+            }
+            for parameter, gradient in gradients.items():
+                if gradient.dtype == parameter.dtype:
+                    parameter.grad = gradient
+            meter = Meter(
+                task.model,
+                task.optimizers,
+                loss_module=loss_module_of(task),
+                batch_leaves=[fakes.of(leaf.detach()) for leaf in rows],
+                state=fake.masters.tensors,
+                held=list(gradients.values()),
+            )
+            with meter:
+                optimize.clip(gradients, plan.clip_norm)
+                with fake.masters.raised(gradients, fake.optimizers):
+                    optimize.update(gradients, task.optimizers)
+            state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
+        found = frozenset(p for p in task.parameters if fakes.of(p) in made)
+    return meter.recording, state, found
+
+
+def has_state(task: Task) -> bool:
+    """Whether any optimizer has made its state already."""
+    return any(True for one in task.optimizers for _ in tensors_in(list(one.state.values())))
+
+
+class Watcher(Optimizer):
+    """Updates nothing, but sees which parameters got no gradient."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.idle: frozenset[nn.Parameter] = frozenset()
+        super().__init__(list(parameters), {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
+        """Look, and leave all as it is."""
+        self.idle = frozenset(p for p in optimize.owned([self]) if p.grad is None)
+
+
+# ---- bytes
 
 
 def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
@@ -96,3 +174,105 @@ def _weights_kept(parameters: Iterable[nn.Parameter]) -> Generator[None]:
             for parameter, value in copies:
                 if not torch.equal(parameter.cpu(), value):
                     parameter.copy_(value)
+
+
+# ---- seconds
+
+
+ROUNDS = 5
+
+
+def repeated(batch: Batch, rows: int) -> Batch:
+    """A batch of so many rows: the first ones, from the start again where there are not enough.
+
+    Example:
+        >>> repeated(TensorBatch(torch.arange(3)), 5).whole
+        tensor([0, 1, 2, 0, 1])
+    """
+    if rows <= batch.rows:
+        return batch.head(rows)
+    if isinstance(batch, SampleBatch):
+        return SampleBatch([batch.given[row % batch.rows] for row in range(rows)], batch.collate)
+    places = torch.arange(rows) % batch.rows
+    return TensorBatch(tree.map_leaves(lambda leaf: leaf[places.to(leaf.device)], batch.whole))
+
+
+def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s: float) -> list[float | None]:
+    """Median seconds per row of forward and backward under each plan, without the update.
+
+    A cut plan is timed on two micro-batches, so that adding to gradients which are there already is part of
+    it. The plans take turns, so that a busy moment of the machine hits all of them. They run on copies of
+    the rows. Model, buffers, gradients, random streams and what else a forward reaches are as before.
+
+    Args:
+        plans: of any number of rows; only their first micro-batches are run.
+        task: what they are carried out on.
+        batch: rows to run; repeated where there are too few.
+        limit_s: no round begins after so many seconds.
+
+    Returns:
+        Seconds per row for each plan; None for those that were not reached, or ran out of memory.
+    """
+    quiet = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
+    noted = _noted(quiet, batch)
+    times: list[list[float]] = [[] for _ in plans]
+    failed: set[int] = set()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        for index, plan in enumerate(plans):
+            enough = times[index] and time.perf_counter() - start > limit_s
+            if enough or index in failed or time.perf_counter() - start > 2 * limit_s:
+                continue
+            try:
+                times[index].append(_once(plan, quiet, batch))
+            except Exception:  # the step meets it again, and says what is to be said
+                failed.add(index)
+            finally:
+                noted.put_back()
+    # The first run warms caches up; where there are more it is no measure.
+    return [
+        None if index in failed or not found else statistics.median(found[1:] or found)
+        for index, found in enumerate(times)
+    ]
+
+
+def _once(plan: Plan, task: Task, batch: Batch) -> float:
+    rows = min(plan.rows, 2 * plan.micro_batch)
+    few = _copied(repeated(batch, rows))
+    short = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
+    before, random = Before(task), rng.capture_process()
+    try:
+        _wait(task)
+        start = time.perf_counter()
+        execute(short, task, few)
+        _wait(task)
+        return (time.perf_counter() - start) / rows
+    finally:
+        before.put_back()
+        before.put_gradients_back()
+        rng.restore_process(random)
+
+
+def _noted(task: Task, batch: Batch) -> Remembered:
+    """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
+    return Remembered([task.model, task.loss, *task.modules, *collate], but_for=known)
+
+
+def _copied(batch: Batch) -> Batch:
+    """The same rows in memory of their own: a model may work in place on its input."""
+    if isinstance(batch, SampleBatch):
+        collate = batch.collate
+        return SampleBatch(batch.given, lambda samples: tree.map_leaves(_copy, collate(samples)))
+    return TensorBatch(tree.map_leaves(_copy, batch.whole))
+
+
+def _copy(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _wait(task: Task) -> None:
+    for device in task.devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)

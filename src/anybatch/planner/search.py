@@ -9,13 +9,11 @@ from math import inf
 from anybatch.core import OutOfMemoryError
 from anybatch.engine import Plan
 from anybatch.memory import Device
-from anybatch.planner.candidates import LOW, Survey, takes_single_rows
+from anybatch.planner.candidates import LOW, Question, Survey, takes_single_rows
+from anybatch.planner.measure import seconds_per_row
 from anybatch.planner.mixture import KEEP, Mix
-from anybatch.planner.refusal import refusal
-from anybatch.planner.report import Option, PlanReport
-from anybatch.planner.request import Question
+from anybatch.planner.report import Option, PlanReport, refusal
 from anybatch.planner.solve import as_choice, fastest, smallest
-from anybatch.planner.timing import seconds_per_row
 
 MEASURE_S = 2.0  # for all measured runs of one planning
 SHOWN = 6  # options in a report
