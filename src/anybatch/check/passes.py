@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 from anybatch.check.copies import Subject
 from anybatch.check.draws import Draws, plain_kernels
 from anybatch.check.rows import Axis, Cut, Part
-from anybatch.core import AnybatchError, Batch, Event, StepReport, Total, cut_sizes
-from anybatch.engine import execute
+from anybatch.core import AnybatchError, Batch, Event, Micro, StepReport, Total
+from anybatch.core import Cut as RowCut
+from anybatch.engine import carry_out
 from anybatch.losses import Terms, call_loss, resolve
 from anybatch.step import Step
 
@@ -278,7 +279,7 @@ class _Step(Step):
 
     def over(self, batch: Batch) -> StepReport:
         """One logical step."""
-        return execute(self.plan(batch.rows), self.task(), batch)
+        return carry_out(self.plan(batch.rows), self.task(), batch)
 
 
 class _Told:
@@ -298,15 +299,14 @@ class _Told:
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """The micro-batches of the batch inside."""
-        return self.parts(cut_sizes(self.rows, micro_batch))
+        return (micro.rows for micro in self.micro_batches(RowCut.even(self.rows, micro_batch).parts))
 
-    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
-        """Parts of the batch inside."""
-        micros = self._inner.parts(sizes, start)
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Micro-batches of the batch inside."""
+        micros = self._inner.micro_batches(parts)
         rows = [row for part in self._parts for row in part.rows]
-        for size in sizes:
-            part = Part(tuple(rows[start : start + size]), self._parts[0].total)
-            start += size
+        for index in parts:
+            part = Part(tuple([rows[row] for row in index]), self._parts[0].total)
             seen = set(self._draws.dtypes)
             micro = next(micros)
             self._draws.dtypes = seen  # what a `collate` computes in is not the model's

@@ -61,11 +61,11 @@ class Micro(NamedTuple):
 
     Attributes:
         rows: nested tensors, in the form of the batch.
-        index: which rows of the batch they are.
+        indices: which rows of the batch they are.
     """
 
     rows: Any
-    index: Sequence[int]
+    indices: Sequence[int]
 
 
 class Batch(Protocol):

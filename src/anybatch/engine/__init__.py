@@ -21,7 +21,14 @@ from anybatch.engine.plan import Plan, check_micro_batch
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.task import Signature, Task, admit, check_parts, gather
-from anybatch.engine.update import TornUpdateError, check_optimizers, check_schedulers, clip, owned, step_optimizers
+from anybatch.engine.update import (
+    TornUpdateError,
+    check_optimizers,
+    check_schedulers,
+    clip,
+    owned,
+    step_optimizers,
+)
 
 __all__ = [
     "Accumulator",

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,7 @@ from anybatch.core import (
     OpenBatch,
     all_finite,
 )
-from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype, power_of_two
+from anybatch.engine.gradients import Apart, InPlace, Sums, accumulation_dtype, power_of_two
 from anybatch.engine.plan import Plan
 from anybatch.engine.task import Task
 from anybatch.losses import Evaluated, Loss
@@ -124,14 +123,14 @@ class Accumulator:
 
     def evaluate(self, micro: Micro) -> Evaluated:
         """Forward: the model and the loss on the rows of a micro-batch."""
-        loss = self.share(micro.index)
+        loss = self.share(micro.indices)
         if self._computing is None:
             terms = loss.evaluate(self.task.model, micro.rows)
         else:
             with self._computing():
                 terms = loss.evaluate(self.task.model, micro.rows)
         if not self._is_open:
-            self._open(loss, terms, len(micro.index))
+            self._open(loss, terms, len(micro.indices))
         elif terms.sums.keys() != self._coefficients.keys():
             raise LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
@@ -163,7 +162,7 @@ class Accumulator:
         self._sums.append({name: _kept(value) for name, value in sums.items()})
         if weights is not None:
             self._weights.append({name: _kept(value) for name, value in weights.items()})
-        self.rows.append(len(self._micro.index) if self._micro is not None else 0)
+        self.rows.append(len(self._micro.indices) if self._micro is not None else 0)
 
     def _flow(self, flowing: Mapping[str, Tensor]) -> None:
         gradients, scale = self.gradients, self.task.scale.value
@@ -176,9 +175,7 @@ class Accumulator:
         elif self._divisors is None and len(cotangents) > 1:
             gradients.add_each(flowing, cotangents, 1 / scale)
         else:
-            gradients.add(
-                [*flowing.values()], [cotangents[name] for name in flowing], unscale=1 / scale
-            )
+            gradients.add([*flowing.values()], [cotangents[name] for name in flowing], unscale=1 / scale)
 
     def _set_cotangents(self, scale: float) -> None:
         self._scale = scale
@@ -195,7 +192,7 @@ class Accumulator:
     def _open(self, loss: Loss, terms: Evaluated, rows: int) -> None:
         """After the first forward: what divides which term, and when; how gradients are accumulated."""
         names = list(terms.sums)
-        self._is_open, plan, task = True, self.plan, self.task
+        self._is_open, plan = True, self.plan
         self._like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
         self._is_divided = loss.divided
         if self._window is not None and self._window._is_open:
@@ -265,28 +262,50 @@ class Accumulator:
             if not self._is_open:
                 self._is_open, self._is_divided = True, other._is_divided
                 self._go_on_like(other)
-                self._like = other._like
-            if self.gradients is None:
-                self.gradients = Apart(
-                    self.task.parameters,
-                    dtype=self.plan.accumulation_dtype,
-                    names=[*self._coefficients],
-                    compensated=self.plan.compensated,
-                    is_looked_at=False,
-                    is_whole=True,
-                )
             sums = other.gradients.gradients()
             other.gradients.close()
             for parameter in self.task.parameters:
                 parameter.grad = None
-            assert isinstance(self.gradients, Apart)  # noqa: S101 - made here or restored
-            self.gradients.absorb(sums)
+            self._window_gradients().absorb(sums)
         self._sums += other._sums
         self._weights += other._weights
         self.rows += other.rows
         self.redone += other.redone
         self.dropped += other.dropped
         self._has_flowed = self._has_flowed or other._has_flowed
+
+    def fold(self) -> dict[str, Any]:
+        """Sums, weights and provisional divisors as plain values, for a checkpoint."""
+        return {
+            "coefficients": {name: float(value) for name, value in self._coefficients.items()},
+            "provisional": dict(self._provisional),
+            "sums": [_to_host(sums) for sums in self._sums],
+            "weights": [_to_host(weights) for weights in self._weights],
+            "is_divided": self._is_divided,
+            "has_flowed": self._has_flowed,
+        }
+
+    def restore(self, fold: Mapping[str, Any], banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
+        """Go on from what `fold` gave, and from sums of gradients."""
+        self._is_open = True
+        self._coefficients, self._provisional = dict(fold["coefficients"]), dict(fold["provisional"])
+        self._sums, self._weights = [*map(dict, fold["sums"])], [*map(dict, fold["weights"])]
+        self._is_divided, self._has_flowed = bool(fold["is_divided"]), bool(fold["has_flowed"])
+        self._window_gradients().restore(banks, errors)
+
+    def _window_gradients(self) -> Apart:
+        """The sums of a window, into which those of each `add` are merged."""
+        if self.gradients is None:
+            self.gradients = Apart(
+                self.task.parameters,
+                dtype=self.plan.accumulation_dtype,
+                names=[*self._coefficients],
+                compensated=self.plan.compensated,
+                is_looked_at=False,
+                is_whole=True,
+            )
+        assert isinstance(self.gradients, Apart)  # noqa: S101 - a window has no others
+        return self.gradients
 
     def weights(self) -> dict[str, float]:
         """The weight of each term over all micro-batches; promised and added-up weights must agree."""
@@ -343,8 +362,8 @@ class Accumulator:
             for name, sums in hosted.items()
         }
 
-    def loss(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
-        """The loss of all rows, and the value of each term."""
+    def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
+        """The loss of all rows, and that of each term."""
         used = [self._coefficients[name] * value for name, value in self._values.items() if weights[name]]
         return (math.fsum(used) if used else math.nan), self._values
 
@@ -360,9 +379,7 @@ def _size(weight: Number, rows: int) -> float:
     return rows if is_far else float(weight) or rows
 
 
-def _cotangent(
-    coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _cotangent(coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
     """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
     if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
         divisor = divisor.item()  # no device has to stop for it

@@ -162,7 +162,7 @@ def accumulate(schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
                 schedule.done()
                 before.look()
                 for listener in listeners:
-                    listener(MicroBatchDone(index=len(sums.rows) - 1, rows=len(micro.index)))
+                    listener(MicroBatchDone(index=len(sums.rows) - 1, rows=len(micro.indices)))
         except Exception as error:
             recover(error, schedule, sums, before)
 
@@ -175,9 +175,7 @@ def observe(gradient: Sums, task: Task) -> None:
             observer.update({names[parameter]: value for parameter, value in gradient.items()})
 
 
-def update(
-    gradient: Sums, weights: Mapping[str, float], sums: Accumulator, before: Snapshot
-) -> StepReport:
+def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, before: Snapshot) -> StepReport:
     """Add gradients found before, look, clip once, update optimizers and schedulers.
 
     The gradients stay in `.grad`, so that they can be looked at, until `finish`.
@@ -297,7 +295,7 @@ def _undo(before: Snapshot, task: Task, said: str, kind: type[AnybatchError]) ->
     """Undo the micro-batch at hand; whether everything is as it was before it.
 
     Raises:
-        AnybatchError: the forward has changed what was not noted and cannot be put back; the message says what.
+        AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
     written = before.written()
     if written:
@@ -367,7 +365,7 @@ def report_of(
     sums: Accumulator, weights: Mapping[str, float], norm: float, *, updated: bool, rows: int | None = None
 ) -> StepReport:
     """What is reported of these sums."""
-    loss, terms = sums.loss(weights)
+    loss, terms = sums.value(weights)
     return StepReport(
         loss=loss,
         terms=terms if weights else {},
@@ -396,7 +394,7 @@ def too_large(redone: Sequence[Redone]) -> int:
 
 def snapshot(task: Task, batch: Batch) -> Snapshot:
     """All noted that surrounds the step; with caches freed, where there is no room otherwise."""
-    rows: Sequence[Tensor] = tensors_in(batch.whole)
+    rows: Sequence[Tensor] = list(tensors_in(batch.whole))
     said = ""
     for _ in range(2):
         try:
@@ -417,7 +415,7 @@ def snapshot(task: Task, batch: Batch) -> Snapshot:
 
 
 def finish(sums: Accumulator, before: Snapshot) -> None:
-    """The step is over: drop the gradients; those found come back where no update was made or none is ours."""
+    """The step is over: drop the gradients; those that were found and not used come back."""
     task = sums.task
     if sums.is_updated:
         clear(task.parameters)

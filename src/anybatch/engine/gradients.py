@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -203,7 +203,9 @@ class Apart:
         self._backward(values, cotangents)
         self.commit(values)
 
-    def add_each(self, values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], unscale: float) -> None:
+    def add_each(
+        self, values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], unscale: float
+    ) -> None:
         """One backward per term, each into its own bank; all are added at the end."""
         self._unscale = unscale
         last = len(values) - 1
@@ -282,7 +284,7 @@ class Apart:
             self.commit()
 
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor], *, is_owned: bool = False) -> None:
-        """Add gradients of one kind at once; first whatever takes memory, so that a failure changes nothing."""
+        """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
         sums, errors = self._banks[name], self._errors[name]
         fresh = {p: self._first(p, g, is_owned=is_owned) for p, g in bank.items() if p not in sums}
         later = [(p, g.resolve_conj()) for p, g in bank.items() if p in sums]
@@ -349,5 +351,3 @@ def _call(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Ten
     bound = method()
     if bound is not None:
         bound(parameter)
-
-

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class Strategy(Protocol):
-    """How the partial sums of several processes become one. Every method is called in the same order by all."""
+    """How the partial sums of several processes become one. All call each method in one order."""
 
     def gather(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs of the rows of all processes, for a loss in which rows meet."""

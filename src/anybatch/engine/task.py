@@ -1,4 +1,4 @@
-"""What a plan is carried out on: model, loss, optimizers and batch, checked, and gathered anew if they change."""
+"""What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager

@@ -100,8 +100,8 @@ def step_optimizers(
         free_caches()
         failed = OutOfMemoryError(
             f"Expected the update by {type(optimizer).__name__} to fit into memory, got none left ({said}). "
-            f"{torn or 'No update was made.'} Take an optimizer with a smaller state, train fewer parameters, "
-            "or free memory."
+            f"{torn or 'No update was made.'} Take an optimizer with a smaller state, train fewer "
+            "parameters, or free memory."
         )
         raise TornUpdateError(failed) if torn else failed
     # Inside of an autocast of the caller's own torch would go on with weights that were cast before.

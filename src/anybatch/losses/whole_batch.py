@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, tree
 from anybatch.losses.cotangents import Pull, flows_of
 from anybatch.losses.inputs import call
-from anybatch.losses.loss import Evaluated, Plain, Share
+from anybatch.losses.loss import Evaluated, Plain, Share, rows_of
 from anybatch.losses.seen import Seen, joined, part
 from anybatch.state import rng
 
@@ -160,7 +160,7 @@ class WholeBatch(Plain):
         versions = _versions(model)
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
-        micros = zip(batch.parts(sizes), sizes, strict=True)
+        micros = zip(rows_of(batch, sizes), sizes, strict=True)
         whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # of what belongs to graphs that are gone

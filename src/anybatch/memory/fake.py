@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import PlanError, TraceError
-from anybatch.state import Remembered, Surroundings, rng
+from anybatch.state import ModuleState, Remembered, Snapshot, rng
 
 # ---- likely values
 
@@ -409,7 +409,7 @@ def undisturbed(
     """
     known = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
     noted = Remembered(roots, but_for=known if is_real else None)
-    buffers = Surroundings([*modules, *(noted.modules if is_real else ())])
+    buffers = Snapshot(ModuleState([*modules, *(noted.modules if is_real else ())]))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
-from anybatch.engine import Before, Plan, Task, accumulation_dtype, execute
-from anybatch.engine import update as optimize
+from anybatch.engine import Plan, Task, accumulation_dtype, carry_out, clip, owned, snapshot, step_optimizers
 from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, stand_ins, undisturbed
 from anybatch.planner.trace import (
     CUDA_GRANULE,
@@ -65,9 +64,9 @@ def trace_update(
                 held=list(gradients.values()),
             )
             with meter:
-                optimize.clip(gradients, plan.clip_norm)
+                clip(gradients, plan.clip_norm)
                 with fake.masters.raised(gradients, fake.optimizers):
-                    optimize.update(gradients, task.optimizers)
+                    step_optimizers(gradients, task.optimizers)
             state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
         found = frozenset(p for p in task.parameters if fakes.of(p) in made)
     return meter.recording, state, found
@@ -87,7 +86,7 @@ class Watcher(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
         """Look, and leave all as it is."""
-        self.idle = frozenset(p for p in optimize.owned([self]) if p.grad is None)
+        self.idle = frozenset(p for p in owned([self]) if p.grad is None)
 
 
 # ---- bytes
@@ -141,13 +140,13 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         )
         alone = replace(quiet(task), optimizers=(watcher,))
         with meter:
-            report = execute(small, alone, head)
+            report = carry_out(small, alone, head)
         if report.too_large:  # it went on in smaller parts, and those are what was measured
             raise OutOfMemoryError(
                 f"Expected {small.micro_batch} rows that can be measured, got out of memory with "
                 f"{report.too_large}. Free memory, or allow more."
             )
-        task.streams.write(alone.streams.written)
+        task.effects.writes(alone.effects.parameters)
     if watcher.idle & made:
         return probe(plan, task, batch, idle=watcher.idle)
     device = device_of(task, None)
@@ -240,11 +239,11 @@ def _once(plan: Plan, task: Task, batch: Batch) -> float:
     rows = min(plan.rows, 2 * plan.micro_batch)
     few = _copied(repeated(batch, rows))
     short = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
-    before, random = Before(task), rng.capture_process()
+    before, random = snapshot(task, few), rng.capture_process()
     try:
         _wait(task)
         start = time.perf_counter()
-        execute(short, task, few)
+        carry_out(short, task, few)
         _wait(task)
         return (time.perf_counter() - start) / rows
     finally:

@@ -196,10 +196,10 @@ class Snapshot:
         if micro is not None:
             _put_streams_back(micro.random, micro.streams)
             _put_values_back(micro.copies)
-        if micro is None or micro.random is None:  # it was taken to draw nothing
-            if not rng.is_same(self._random, rng.capture()):
-                self._effects.draws = True
-                return False
+        is_noted = micro is not None and micro.random is not None
+        if not is_noted and not rng.is_same(self._random, rng.capture()):  # it was taken to draw nothing
+            self._effects.draws = True
+            return False
         known = micro.copies if micro is not None else {}
         return not any(
             not _is_same(one, value) for one, value in self._copies.items() if one not in known
@@ -344,6 +344,8 @@ def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
             inner = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
             found += [stream for one in inner if type(one) not in _PLAIN for stream in _stream(one)]
     return tuple(found)
+
+
 def _stream(value: Any) -> list[Stream]:
     """How to read and set it, if it is a generator."""
     if isinstance(value, torch.Generator):
@@ -398,7 +400,9 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
         >>> model.training
         True
     """
-    everything = Snapshot(ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)])
+    everything = Snapshot(
+        ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]
+    )
     process = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
     try:
         for module in modules:

@@ -48,7 +48,7 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
         184
     """
 
-    def carry_out(plan: Plan, fake: Task, logical: Batch) -> None:
+    def look(plan: Plan, fake: Task, logical: Batch) -> None:
         compare_cuts(fake.loss, fake.model, fake.modules, logical)
 
     target = device_of(task, None)
@@ -64,7 +64,7 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
             target=target,
             modules=list(dict.fromkeys((*task.modules, *noted.modules))),
             idle=frozenset(),
-            carry_out=carry_out,
+            run=look,
         )
         noted.put_back()
         drop_left_fakes()
