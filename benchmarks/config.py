@@ -119,10 +119,10 @@ class Config:
 
 FULL = Config(
     name="full",
-    effort=Effort(least_blocks=20, most_blocks=400, seconds=190.0, warm_up=5, peers_every=4),
+    effort=Effort(least_blocks=20, most_blocks=400, seconds=400.0, warm_up=5, peers_every=4),
 )
 QUICK = Config(
     name="quick",
     heads=(HeadCase(tokens=1_024, width=64),),
-    effort=Effort(least_blocks=6, most_blocks=100, seconds=14.0, warm_up=1, peers_every=10, decided=True),
+    effort=Effort(least_blocks=6, most_blocks=100, seconds=40.0, warm_up=1, peers_every=10, decided=True),
 )
