@@ -42,9 +42,9 @@ format: env ## format the code and mend what lint can mend by itself
 	@$(BIN)/ruff check --quiet --fix . $(call or_say,mend by hand what is named above)
 	@$(BIN)/ruff format --quiet . $(call or_say,mend the syntax named above)
 
-bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric
-	@echo "bench: measuring, some minutes; leave the machine alone meanwhile"
-	@$(BIN)/python -m benchmarks $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
+bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric; ONLY="mlp gpt" for some
+	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY)) $(call or_say,a ratio is over its limit or a run broke: see above; repeat on an idle machine)
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
 	@echo "clean: deleting .venv, caches and build outputs"
