@@ -1,4 +1,4 @@
-"""Where memory runs out a step collects garbage; what was there before the first test need not be walked."""
+"""Where memory runs out a step collects garbage; what was there before the test need not be walked again."""
 
 import gc
 from collections.abc import Iterator
@@ -6,9 +6,8 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def frozen() -> Iterator[None]:
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

@@ -65,7 +65,7 @@ class Recovers:
     Attributes:
         place: where the fault is.
         what: the fault.
-        step, window, passes: how the rows come in a step, in a window, in two passes: "same", "rest halved", "halved", "even".
+        step, window, passes: how the rows come there: "same", "rest halved", "halved", or "even" parts.
     """
 
     place: str
