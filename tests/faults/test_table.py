@@ -117,6 +117,16 @@ def test_memory_that_runs_out_in_an_uncut_step_cuts_it(kind: str, place: str) ->
     assert_as_unfaulted(step, report, twin, make_batch())
 
 
+@pytest.mark.parametrize("place", ["forward", "end", "mid"])
+@pytest.mark.parametrize("way", ["step", "window", "passes"])
+def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> None:
+    step = build("dropout", **(WHOLE_BATCH if way == "passes" else {}))
+    step.model.fault.arm(place, 1, NO_MEMORY)
+    assert take(step, way, make_batch()).too_large == SIZE
+    report = take(step, way, make_batch())
+    assert (report.cut, report.redone, report.too_large) == (HALVES, 0, 0)
+
+
 @pytest.mark.parametrize("at", [4, 6])
 @pytest.mark.parametrize("kind", ZOO)
 def test_memory_that_runs_out_in_the_forward_of_a_second_pass(kind: str, at: int) -> None:
@@ -221,12 +231,12 @@ def test_an_add_that_raises_loses_only_itself(row: str, kind: str, place: str, a
 BAD = 2 * SIZE + 1  # a row of the third micro-batch
 
 
-def spoiled(step: ab.Step, where: str, rows: int = ROWS) -> Any:
+def spoiled(step: ab.Step, where: str, rows: int = ROWS, bad: int = BAD) -> Any:
     """A batch with a bad row, whose loss is not finite or only its gradient."""
-    x, y = make_batch(rows=rows, marked=[BAD])
+    x, y = make_batch(rows=rows, marked=[bad])
     step.model.fault.spoils = where == "gradient"
     if where == "loss":
-        x[BAD, 0] = math.nan
+        x[bad, 0] = math.nan
     return x, y
 
 
@@ -275,9 +285,10 @@ def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_not_finite_is_skipped(kind: str, way: str, where: str) -> None:
+@pytest.mark.parametrize("bad", [0, BAD])
+def test_not_finite_is_skipped(bad: int, kind: str, way: str, where: str) -> None:
     step = build(kind, non_finite="skip")
-    batch, before = spoiled(step, where), everything(step)
+    batch, before = spoiled(step, where, bad=bad), everything(step)
     report = take(step, way, batch)
     assert (report.updated, report.rows) == (False, ROWS)
     changed = set(changes(before, everything(step)))
