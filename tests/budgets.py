@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from anybatch import Plan, Step
 from anybatch.core.batch import TensorBatch
-from anybatch.engine.execute import execute
+from anybatch.engine import admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.candidates import Question
 from anybatch.recompute.blocks import find_blocks
-from anybatch.step.admit import admit
 from tests.snapshots import changes, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24
@@ -152,7 +151,7 @@ def metered(step: Step, run: Callable[[], object], batch: Any) -> int:
 def carried_out(step: Step, plan: Plan, batch: Any) -> None:
     """A plan, obeyed without any planning."""
     task = step.task()
-    execute(plan, task, admit(batch, task, step.collate))
+    carry_out(plan, task, admit(batch, task, step.collate))
 
 
 def streams() -> list[Any]:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from anybatch import Step
-from anybatch.engine.execute import execute
-from anybatch.step.admit import admit
+from anybatch.engine import admit, carry_out
 
 ROWS, WIDTH = 64, 2048
 
@@ -35,7 +34,7 @@ def main(spare_bytes: int, cut: tuple[int, ...]) -> None:
     if cut:
         task = step.task()
         plan = replace(step.plan(ROWS), cut=cut)
-        report = execute(plan, task, admit(batch, task, None))
+        report = carry_out(plan, task, admit(batch, task, None))
     else:
         report = step(batch)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

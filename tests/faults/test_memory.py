@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from anybatch.engine.course import Course
+from anybatch.engine.run import Run
 from torch import Tensor, nn
 
 from anybatch import Step, Total, WholeBatch
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.core.report import Event, MicroBatchDone, MicroBatchRedone
-from anybatch.engine import course
-from anybatch.engine.course import Course
+from anybatch.engine import admit, course
 from anybatch.engine.gradients import Gradients
-from anybatch.engine.run import Run
 from anybatch.state.snapshot import Surroundings
-from anybatch.step.admit import admit
 from tests.faults.scarce import scarce
 from tests.faults.starved import (
     CLASSES,

@@ -7,7 +7,7 @@ from torch import nn
 from anybatch import Step, Total
 from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import BatchError
-from anybatch.step.admit import admit
+from anybatch.engine import admit
 
 
 def task(loss: Any = None) -> Any:
