@@ -253,6 +253,12 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def separate_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Give a module a table of buffers of its own, with the same buffers, and return it. No substitute."""
+    buffers = module.__dict__["_buffers"] = {**module._buffers}
+    return buffers
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own table of parameters, which may be written to. No substitute."""
     return module._parameters
