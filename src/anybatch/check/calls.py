@@ -141,6 +141,7 @@ def tensors(value: Any) -> list[Tensor]:
     """The tensors of any nested value, whatever else stands in it.
 
     Example:
+        >>> import torch
         >>> len(tensors({"a": torch.ones(1), "b": (1, [torch.ones(2)])}))
         2
     """
