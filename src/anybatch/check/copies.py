@@ -173,10 +173,10 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
         twin = memo.get(id(parameter), parameter)
         if twin is parameter:
             continue
-        on_gradient, once_accumulated = private.hook_tables(parameter)
-        for hook in (on_gradient or {}).values():
+        on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
+        for hook in on_gradient.values():
             twin.register_hook(hook)
-        for hook in (once_accumulated or {}).values():
+        for hook in once_accumulated.values():
             twin.register_post_accumulate_grad_hook(hook)
 
 

@@ -138,7 +138,7 @@ class _Walk:
         if not tensor.is_leaf:
             return
         self.undo.append(partial(_put_gradient_back, tensor, tensor.grad, tensor.requires_grad))
-        tables = vars(tensor), *private.hook_tables(tensor)
+        tables = vars(tensor), *private.hooks_of_tensor(tensor)
         self._push(table for table in tables if table)
         if tensor.grad is not None:
             self._push([tensor.grad])
