@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
@@ -223,7 +222,7 @@ class Nature:
         )
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(private.TorchDispatchMode):
     """Counts draws from torch's streams."""
 
     def __init__(self) -> None:

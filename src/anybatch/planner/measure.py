@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
 from anybatch.engine import Plan, Task, accumulation_dtype, carry_out, clip, owned, snapshot, step_optimizers
@@ -38,7 +37,7 @@ def trace_update(
     """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
     mode = FakeMode()
     with (
-        _disable_current_modes(),  # as in `trace`
+        private.disable_current_modes(),  # as in `trace`
         undisturbed([*task.parameters, *task.others]),
         stand_ins(mode, task.modules, task.optimizers) as fakes,
     ):

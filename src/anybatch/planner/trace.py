@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms
@@ -237,7 +237,7 @@ def trace(
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
     with (
-        _disable_current_modes(),  # whoever measures real tensors has nothing to see here
+        private.disable_current_modes(),  # whoever measures real tensors has nothing to see here
         undisturbed(parameters, roots=roots_of(task, batch)) as noted,
         dense_only(parameters),
     ):
