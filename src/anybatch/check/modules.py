@@ -16,6 +16,7 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
+from anybatch.core import torch_private as private
 
 BY_TURNS = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them), which "

@@ -15,6 +15,7 @@ from anybatch.check.draws import Draws, plain_kernels
 from anybatch.check.rows import Axis, Cut, Part
 from anybatch.core import AnybatchError, Batch, Event, Micro, StepReport, Total
 from anybatch.core import Cut as RowCut
+from anybatch.core import torch_private as private
 from anybatch.engine import carry_out
 from anybatch.losses import Terms, call_loss, resolve
 from anybatch.step import Step

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, accumulation_dtype, carry_out, clip, owned, snapshot, step_optimizers
 from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, stand_ins, undisturbed
 from anybatch.planner.trace import (

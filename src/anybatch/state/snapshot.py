@@ -130,8 +130,11 @@ class Snapshot:
         self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
         self._parameters, self._rows = parameters, rows
         self._gradients = [parameter.grad for parameter in parameters]
-        self._watched = [*rows, *parameters, *state.tensors]
-        self._versions = [*map(private.version, self._watched)]
+        self._versions = [
+            *map(private.version, rows),
+            *private.versions(parameters),
+            *map(private.version, state.tensors),
+        ]
         # What is noted of each micro-batch besides.
         self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
         self._notes = self._notes or bool(effects.parameters)
