@@ -99,7 +99,7 @@ def known(tensor: object) -> Any:
         (3, False, None)
     """
     each, version = getattr(tensor, _EACH, (None, 0))
-    return each if each is not None and private.version(tensor) == version else None
+    return each if isinstance(tensor, Tensor) and private.version(tensor) == version else None
 
 
 def _truth(func: Any, args: Sequence[Any]) -> bool | None:
