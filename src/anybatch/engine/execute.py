@@ -136,7 +136,7 @@ def execute(
             return report
         except (Skipped, NonFiniteLossError) as error:
             reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
-            put_back(before, sums)
+            put_back(before, sums, error)
             if plan.non_finite != "skip":
                 raise
             rng.restore_process(reached)  # or the next step would draw what made this one bad
@@ -144,9 +144,9 @@ def execute(
         except TornUpdateError as torn:  # nothing can be put back
             finish(sums, before)
             raise torn.error from None
-        except BaseException:
+        except BaseException as error:
             if not sums.is_updated:
-                put_back(before, sums)
+                put_back(before, sums, error)
             raise
         finally:
             sums.close()
@@ -357,9 +357,17 @@ def _context(plan: Plan, task: Task) -> Generator[None]:
         yield
 
 
-def put_back(before: Snapshot, sums: Accumulator) -> None:
-    """Put back all that a step may have changed, its loss scale too."""
+def put_back(before: Snapshot, sums: Accumulator, error: BaseException | None = None) -> None:
+    """Put back all that a step may have changed, its loss scale too; the error names what cannot be."""
     sums.close()
+    lost = [
+        *before.written_tensors(),
+        *[sums.task.names().get(one, "a parameter") for one in before.written()],
+    ]
+    if lost and error is not None:
+        error.add_note(
+            f"All is as before the step but for {lost}, which the forward has written to in place."
+        )
     before.put_back()
     sums.task.scale.load(sums.scale_before)
 

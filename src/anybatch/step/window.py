@@ -33,6 +33,7 @@ from anybatch.engine import (
     context,
     finish,
     observe,
+    put_back,
     report_of,
     snapshot,
     too_large,
@@ -142,22 +143,20 @@ class Window:
                     accumulate(Schedule(plan, part, before, stack), part, before)
             except (Skipped, NonFiniteLossError) as error:
                 reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
-                self._undo(before, part)
+                self._undo(before, part, error)
                 if plan.non_finite != "skip":
                     raise
                 rng.restore_process(reached)
                 self._is_skipped = True  # what else comes in this window is not even looked at
                 return None
-            except BaseException:
-                self._undo(before, part)
+            except BaseException as error:
+                self._undo(before, part, error)
                 raise
         return part
 
-    def _undo(self, before: Snapshot, part: Accumulator) -> None:
-        part.close()
-        before.put_back()
+    def _undo(self, before: Snapshot, part: Accumulator, error: BaseException) -> None:
+        put_back(before, part, error)
         clear(self._task.everyone)
-        self._task.scale.load(part.scale_before)
 
     def state(self) -> dict[str, Any]:
         """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
