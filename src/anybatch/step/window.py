@@ -31,7 +31,6 @@ from anybatch.engine import (
     admit,
     clear,
     context,
-    finish,
     observe,
     put_back,
     report_of,
@@ -92,7 +91,7 @@ class Window:
         if found is not None:
             found.into(self._sums, task)
             self.rows, self._is_skipped = found.rows, found.is_skipped
-        clear(task.everyone)
+        clear(task.parameters)
 
     def add(self, micro: Any) -> None:
         """Forward, backward, accumulate one micro-batch.
@@ -139,8 +138,10 @@ class Window:
             before = snapshot(task, batch)
             part = Accumulator(plan, task, batch, window=self._sums, **again)
             try:
+                clear(task.reached)
                 with ExitStack() as stack:
                     accumulate(Schedule(plan, part, before, stack), part, before)
+                before.put_gradients_back(task.reached)
             except (Skipped, NonFiniteLossError) as error:
                 reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
                 self._undo(before, part, error)
@@ -156,7 +157,7 @@ class Window:
 
     def _undo(self, before: Snapshot, part: Accumulator, error: BaseException) -> None:
         put_back(before, part, error)
-        clear(self._task.everyone)
+        clear(self._task.parameters)
 
     def state(self) -> dict[str, Any]:
         """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
@@ -274,8 +275,10 @@ class Window:
         if self._phase == "open":
             self._before.put_back()
             self._task.scale.load(self._sums.scale_before)
+        elif self._sums.is_updated:
+            clear(self._task.parameters)
         else:
-            finish(self._sums, self._before)
+            self._before.put_gradients_back(self._task.parameters)
         self._phase = "closed"
         self._step.open_window = None
 
