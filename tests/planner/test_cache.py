@@ -1,4 +1,4 @@
-"""One plan for each shape of rows: rounded up, remembered, and never one that is too small."""
+"""One plan for each shape of rows, and the race between plans."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.batch import SampleBatch
-from anybatch.core.errors import BudgetError, PlanError
+from anybatch import Plan
+from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
-from anybatch.planner.cache import Budget, aimed, answer, device_of
+from anybatch.planner.cache import (
+    ROUNDS,
+    Budget,
+    Contest,
+    aimed,
+    answer,
+    device_of,
+    longest,
+    round_up,
+    row_shape,
+    shaped,
+)
 from anybatch.planner.search import choose
 from tests.budgets import (
     Net,
@@ -273,3 +285,80 @@ def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.Mo
     answer(asked, None, None, measure=False)
     answer(asked, "20MB", "cuda:a100", measure=False)
     assert kept == [[10**7], ["20MB"], [], []]
+
+
+# ---- race
+
+
+PLANS = [Plan(rows=12, micro_batch=size) for size in (12, 6, 4, 3)]
+
+
+def run(seconds: dict[Plan, float], *, warm_up: float = 0.0) -> tuple[Contest, list[Plan]]:
+    """The contest until it is settled, and what was carried out."""
+    contest, made = Contest(PLANS), list[Plan]()
+    while not contest.is_settled:
+        plan = contest.plan
+        contest.note(plan, seconds[plan] + warm_up * (plan not in made))
+        made.append(plan)
+    return contest, made
+
+
+def test_the_fastest_stays_and_all_are_tried() -> None:
+    contest, made = run(dict(zip(PLANS, (1.0, 0.9, 1.1, 1.15), strict=True)))
+    assert contest.plan == contest.fastest == PLANS[1]
+    assert made[:4] == PLANS
+    assert len(made) == 4 * ROUNDS
+
+
+def test_the_first_step_of_each_does_not_count() -> None:
+    contest, _ = run(dict(zip(PLANS, (1.0, 0.9, 1.1, 1.2), strict=True)), warm_up=100.0)
+    assert contest.plan == PLANS[1]
+
+
+def test_the_hopeless_are_not_tried_to_the_end() -> None:
+    contest, made = run(dict(zip(PLANS, (1.0, 9.0, 9.0, 9.0), strict=True)))
+    assert contest.plan == PLANS[0]
+    assert max(made.count(plan) for plan in PLANS[1:]) == 2
+
+
+def test_one_plan_needs_no_contest() -> None:
+    contest = Contest(PLANS[:1])
+    assert contest.is_settled
+    contest.note(PLANS[1], 0.0)  # of another
+    assert contest.plan == PLANS[0]
+
+
+def test_the_likeliest_leads_while_nothing_is_known() -> None:
+    assert Contest(PLANS).fastest == PLANS[0]
+
+
+# ---- shapes
+
+
+def test_sizes_are_rounded_up_in_steps_of_a_quarter_at_most() -> None:
+    for size in range(1, 2000):
+        assert size <= round_up(size) <= max(size * 5 // 4, 1)
+        assert round_up(round_up(size)) == round_up(size)
+    assert len({round_up(size) for size in range(65, 129)}) == 4
+
+
+def test_rows_of_another_shape() -> None:
+    found = shaped(
+        (("torch.float32", (9, 3)), ("torch.int64", ())), TensorBatch((torch.zeros(4, 2, 3), torch.arange(4)))
+    )
+    x, y = found.whole
+    assert (x.shape, y.shape, x.dtype, y.dtype) == ((1, 9, 3), (1,), torch.float32, torch.int64)
+    assert x.device.type == y.device.type == "cpu"
+
+
+def test_samples_of_other_kinds_are_refused() -> None:
+    batch = SampleBatch([0] * 9, lambda rows: torch.zeros([1] * len(rows)))
+    with pytest.raises(BatchError, match="tensors of the same kinds"):
+        longest(batch)
+
+
+def test_shape_of_a_row() -> None:
+    assert row_shape({"x": torch.zeros(4, 2, 3), "y": torch.arange(4)}) == (
+        ("torch.float32", (2, 3)),
+        ("torch.int64", ()),
+    )

@@ -23,25 +23,15 @@ FILLS = (-100, 0, -1)  # what fills up targets most often: torch's and Hugging F
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Candidate:
-    """Something that might be the denominator.
+    """Something that might be the denominator."""
 
-    Attributes:
-        words: what it counts.
-        code: how it is counted, of a micro-batch called `micro`.
-        count: counts it, given the leaves of a micro-batch.
-    """
-
-    words: str
-    code: str
-    count: Callable[[Sequence[Tensor]], float]
+    words: str  # what it counts
+    code: str  # how it is counted, of a micro-batch called `micro`
+    count: Callable[[Sequence[Tensor]], float]  # counts it, given the leaves of a micro-batch
 
 
 def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     """What a loss of this batch may have to be divided by, the plainest first.
-
-    Args:
-        batch: nested tensors.
-        weights: tensors of one axis that the loss or the model holds, by their names.
 
     Example:
         >>> for candidate in candidates({"y": torch.tensor([3, -100])}, {}):
@@ -241,17 +231,11 @@ _EPSILON = 1e-4  # what an epsilon in a denominator may leave of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A denominator that makes whole and parts agree.
+    """A denominator that makes whole and parts agree."""
 
-    Attributes:
-        words: what it counts.
-        code: how it is counted, of a micro-batch called `micro`.
-        is_near: whether something small is left, as an epsilon leaves it.
-    """
-
-    words: str
-    code: str
-    is_near: bool
+    words: str  # what it counts
+    code: str  # how it is counted, of a micro-batch called `micro`
+    is_near: bool  # whether something small is left, as an epsilon leaves it
 
 
 def fit(
@@ -263,16 +247,7 @@ def fit(
     tolerance: float,
     error: float,
 ) -> Fit | None:
-    """The candidate that makes the whole's value the weighted mean of its parts' in every cut.
-
-    Args:
-        options: candidates.
-        readings: what may be the mean of a micro-batch.
-        whole: all rows.
-        parted: the micro-batches of each cut.
-        tolerance: relative error that counts as rounding.
-        error: that of the weights that the term has now.
-    """
+    """The candidate that makes the whole's value the weighted mean of its parts' in every cut."""
     found = [
         (min(max(_misfit_of(one, read, whole, parts) for parts in parted) for read in readings), one)
         for one in options
@@ -316,20 +291,8 @@ def row_weights(values: Values, rows: int) -> tuple[list[float], list[float]] | 
     A mean of parts that add up gives its weights away: two rows by themselves and together have
     `w_j / w_i = (m_ij - m_i) / (m_j - m_ij)`.
 
-    Args:
-        values: gives the mean of each of some groups of rows.
-        rows: how many there are.
-
     Returns:
         Weights, of which the least is 1, and values; None where it is no mean, or all rows are alike.
-
-    Example:
-        >>> def mean(rows):
-        ...     return sum(row * (row + 1) for row in rows) / sum(row + 1 for row in rows)
-        >>> def values(groups):
-        ...     return [mean(rows) for rows in groups]
-        >>> [round(weight, 9) for weight in row_weights(values, 3)[0]]
-        [1.0, 2.0, 3.0]
     """
     alone = list(values([[row] for row in range(rows)]))
     known = [row for row in range(rows) if math.isfinite(alone[row])]
@@ -388,7 +351,7 @@ def in_words(weights: Sequence[float]) -> str:
     return ", ".join(f"{weight:.4g}" for weight in weights)
 
 
-def pulls_add_up(
+def gradients_add_up(
     name: str,
     whole: Evaluation,
     parts: Sequence[Evaluation],
@@ -397,10 +360,10 @@ def pulls_add_up(
 ) -> bool:
     """The gradient of a sum is, row by row, that of the parts' sums, times something for each of them."""
     difference = size = 0.0
-    for index, wanted in enumerate(whole.pulled[name]):
-        if any(len(part.pulled[name]) != len(whole.pulled[name]) for part in parts):
+    for index, wanted in enumerate(whole.gradients[name]):
+        if any(len(part.gradients[name]) != len(whole.gradients[name]) for part in parts):
             return True  # outputs that cannot be told apart
-        pieces = [part.pulled[name][index] * scale for part, scale in zip(parts, scales, strict=True)]
+        pieces = [part.gradients[name][index] * scale for part, scale in zip(parts, scales, strict=True)]
         shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
         if any(share is None for share in shares):
             continue
@@ -415,19 +378,19 @@ def pulls_add_up(
 
 def left_out(name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> list[int]:
     """Rows into whose outputs no gradient flows in one cut, while it does in another."""
-    silent: set[int] = set()
-    heard: set[int] = set()
+    unused: set[int] = set()
+    used: set[int] = set()
     first = parted[0][0] if parted and parted[0] else whole
     for one in (whole, *[part for parts in parted for part in parts]):
-        for index, pulled in enumerate(one.pulled[name]):
-            peers = first.pulled[name], whole.pulled[name]
+        for index, gradients in enumerate(one.gradients[name]):
+            peers = first.gradients[name], whole.gradients[name]
             if any(index >= len(peer) for peer in peers):
                 continue
             axis = find_axis(peers[1][index].shape, peers[0][index].shape, first.part)
             if axis is None:
                 continue
-            there = pulled.unflatten(axis.place, (len(one.part.rows), axis.per_row))
+            there = gradients.unflatten(axis.place, (len(one.part.rows), axis.per_row))
             flows = there.movedim(axis.place, 0).flatten(1).any(1).tolist()
-            heard |= {row for row, flow in zip(one.part.rows, flows, strict=True) if flow}
-            silent |= {row for row, flow in zip(one.part.rows, flows, strict=True) if not flow}
-    return sorted(silent & heard)
+            used |= {row for row, flow in zip(one.part.rows, flows, strict=True) if flow}
+            unused |= {row for row, flow in zip(one.part.rows, flows, strict=True) if not flow}
+    return sorted(unused & used)

@@ -95,15 +95,8 @@ class Finding:
         }
 
 
-def told(findings: Iterable[Finding]) -> list[str]:
-    """Findings in words, where those that say the same of modules of one class are told once.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> found = [module_finding("meeting", f"norm{i}", norm, "Rows meet.") for i in range(5)]
-        >>> told(found)[0].splitlines()[0]
-        'meeting: norm0, norm1, norm2 and 2 more (BatchNorm1d)'
-    """
+def summaries(findings: Iterable[Finding]) -> list[str]:
+    """Findings in words, where those that say the same of modules of one class are told once."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         name, _, rest = finding.culprit.rpartition(" (")

@@ -12,11 +12,11 @@ from anybatch.check.denominators import (
     Reading,
     candidates,
     fit,
+    gradients_add_up,
     held_weights,
     in_words,
     left_out,
     misfit,
-    pulls_add_up,
     row_weights,
 )
 from anybatch.check.finding import WAYS_OUT, Finding
@@ -29,27 +29,17 @@ _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Audit:
-    """Looks at a loss by itself: the model's outputs are those of the whole batch, in every cut.
+class TermTest:
+    """Looks at a loss by itself: the model's outputs are those of the whole batch, in every cut."""
 
-    Args:
-        bench: where the loss is run.
-        whole: all rows in one micro-batch.
-        outermost: the calls of the model in a pass over the whole batch.
-        tolerance: relative error that counts as rounding.
-        name: what the caller's loss is called.
-        bare: the terms that are means which have lost their denominators.
-        pooled: whether the model's outputs that belong to no row are given too.
-        deadline: when rows are looked at one by one no more, on the clock of `time.perf_counter`.
-    """
-
-    bench: Bench
-    whole: Cut
-    outermost: Sequence[Call]
-    tolerance: float
-    name: str
-    bare: Collection[str]
-    pooled: bool
+    bench: Bench  # where the loss is run
+    whole: Cut  # all rows in one micro-batch
+    outermost: Sequence[Call]  # the calls of the model in a pass over the whole batch
+    tolerance: float  # relative error that counts as rounding
+    name: str  # what the caller's loss is called
+    bare: Collection[str]  # the terms that are means which have lost their denominators
+    pooled: bool  # whether the model's outputs that belong to no row are given too
+    # when rows are looked at one by one no more, on the clock of `time.perf_counter`
     deadline: float = math.inf
 
     def find(self, cuts: Sequence[Cut]) -> list[Finding]:
@@ -62,7 +52,7 @@ class Audit:
         except Exception:  # the pass over all rows came to its end, so this one has outputs that do not fit
             return []
         parted = [evaluations for cut in cuts if (evaluations := self._try(cut))]
-        found = [self._judge(name, reference, parted) for name in reference.sums]
+        found = [self._check_term(name, reference, parted) for name in reference.sums]
         return [finding for finding in found if finding is not None]
 
     def _try(self, cut: Cut) -> list[Evaluation]:
@@ -77,13 +67,17 @@ class Audit:
 
     # ---- one term
 
-    def _judge(self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> Finding | None:
+    def _check_term(
+        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]
+    ) -> Finding | None:
         ours = [[part for part in parts if name in part.sums] for parts in parted]
         sums = all(self._adds_up([p.sums[name] for p in parts], whole.sums[name]) for parts in ours)
         weights = all(self._adds_up([p.weights[name] for p in parts], whole.weights[name]) for parts in ours)
         culprit = f"term {name!r} of {self.name}"
         if sums and weights and name not in self.bare:
-            if all(pulls_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours):
+            if all(
+                gradients_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours
+            ):
                 return None
             what = "The sums of micro-batches add up, but the gradients that flow into the model do not."
             return Finding(kind="detached", culprit=culprit, what=what, ways_out=WAYS_OUT["detached"])
@@ -93,7 +87,7 @@ class Audit:
     def _classify(
         self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], sums: bool, weights: bool
     ) -> tuple[str, str, tuple[str, ...]]:
-        if any(part.strangers for part in (whole, *[p for parts in parted for p in parts])):
+        if any(part.unreplayed for part in (whole, *[p for parts in parted for p in parts])):
             what = "It draws random numbers by position: by its own generator, or after setting a seed."
             return "position", what, WAYS_OUT["position"]
         if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
@@ -125,9 +119,9 @@ class Audit:
         if rows:
             return "denominator", *self._in_words(name, whole, rows, sums, weights)
         if not self._is_same(name, *self._either_way()):
-            silent = left_out(name, whole, parted)
-            if silent:
-                what = f"Rows {silent} are left out in some cuts and not in others, by their place."
+            unused = left_out(name, whole, parted)
+            if unused:
+                what = f"Rows {unused} are left out in some cuts and not in others, by their place."
                 return "dropped rows", what, WAYS_OUT["dropped rows"]
             what = "The same rows in another order give another value."
             return "position", what, WAYS_OUT["position"]
@@ -175,7 +169,7 @@ class Audit:
         self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
     ) -> Fit | None:
         """What makes the whole's value the weighted mean of its parts' in every cut."""
-        batch = self.whole.given if self.whole.collate is None else self.whole.collate(self.whole.given)
+        batch = self.whole.data if self.whole.collate is None else self.whole.collate(self.whole.data)
         with self.bench.fresh() as (model, loss):
             held = held_weights(loss.function if isinstance(loss, Terms) else loss, model)
         options = candidates(batch, held)
@@ -226,7 +220,7 @@ class Audit:
                 continue
             means = [sum(weigh(one)) / (1.0 if is_sum else one.weights[name]) for one in (whole, *ours)]
             scales = [mean / means[0] for mean in means[1:]]
-            if not pulls_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
+            if not gradients_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
                 return False
         return True
 
@@ -235,14 +229,14 @@ class Audit:
         total = len(self.whole.part.rows)
         everything = self._of(name, range(total))[1]
         for size in (1, 2, 3):
-            silent: set[int] = set()
+            unused: set[int] = set()
             for start in range(0, total, size):
                 rows = range(start, min(start + size, total))
                 rest = [row for row in range(total) if row not in rows]
                 if rest and not any(self._of(name, rows)) and self._of(name, rest)[1] != everything:
-                    silent |= set(rows)
-            if silent:
-                return len(silent)
+                    unused |= set(rows)
+            if unused:
+                return len(unused)
         return 0
 
     def _of(self, name: str, rows: Sequence[int]) -> tuple[float, float]:

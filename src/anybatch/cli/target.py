@@ -54,10 +54,6 @@ class Target:
 def find(name: str, data_name: str) -> Target:
     """Read a target.
 
-    Args:
-        name: `package.module:function`, importable from the current directory too, or a recipe.
-        data_name: for a recipe, the rows that it sees: as for `anybatch train --data`.
-
     Raises:
         PlanError: there is no such module, function or recipe, or the function returns something else.
         Exception: whatever the function raises.

@@ -62,13 +62,7 @@ _EACH = (
 
 
 def note(func: Any, args: Sequence[Any], result: object) -> None:
-    """Keep in mind what a result is likely to be, if something is known of what it was made of.
-
-    Args:
-        func: the operation.
-        args: what it was given.
-        result: what it gave, or anything else where that is no tensor.
-    """
+    """Keep in mind what a result is likely to be, if something is known of what it was made of."""
     if (
         func is _LOOK and not args[1].is_inference()
     ):  # it writes there whether one of many numbers is not finite, and counts no version
@@ -90,15 +84,7 @@ def _keep(tensor: Tensor, each: float, version: int) -> None:
 
 
 def known(tensor: object) -> Any:
-    """What each element is likely to be; None where nobody knows.
-
-    Example:
-        >>> from anybatch.memory.fake import FakeMode
-        >>> with FakeMode():
-        ...     x = torch.ones(3)
-        ...     known((x > 0).sum()), known(x.isnan().any()), known(x.max())
-        (3, False, None)
-    """
+    """What each element is likely to be; None where nobody knows."""
     each, version = getattr(tensor, _EACH, (None, 0))
     return each if each is not None and _version(tensor) == version else None
 

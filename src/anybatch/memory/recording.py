@@ -142,13 +142,6 @@ def find_owners(
     Made in a forward or a loss: an activation if it is alive when a backward begins. Made in a backward: a
     gradient if it is alive after it. Made in a rebuilt forward: an activation if it outlives that. What is
     gone before is workspace.
-
-    Args:
-        storages: number of the storage of each event.
-        after: its bytes after the event.
-        marks: where phases change.
-        backward_ends: events at which a backward was over.
-        known: owners that are known, by number.
     """
     begins: list[int] = []
     ends: dict[int, int] = {}
@@ -198,10 +191,6 @@ def _ceil(size: int, granule: int) -> int:
 
 def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:
     """The module at work when each storage began.
-
-    Args:
-        births: event of each storage, rising.
-        marks: as of a recording.
 
     Example:
         >>> marks = [Mark(0, "start", -1, "", 0, 0, 0), Mark(2, "forward", 0, "head", 1, 0, 0)]

@@ -13,16 +13,8 @@ FORMATS = (".png", ".svg", ".html", ".pdf")
 def new_figure(width: float, height: float) -> Any:
     """An empty figure of matplotlib's.
 
-    Args:
-        width: in inches.
-        height: in inches.
-
     Raises:
         PlanError: matplotlib is not installed.
-
-    Example:
-        >>> new_figure(8, 3).get_size_inches().tolist()
-        [8.0, 3.0]
     """
     try:
         from matplotlib.figure import Figure  # not pyplot: it keeps figures, and chooses a window system
@@ -38,10 +30,6 @@ def checked(path: str | Path) -> Path:
 
     Raises:
         PlanError: one of them is not so.
-
-    Example:
-        >>> checked("memory.SVG").name
-        'memory.SVG'
     """
     path = Path(path)
     if path.suffix.lower() not in FORMATS:

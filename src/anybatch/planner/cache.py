@@ -95,15 +95,6 @@ class Contest:
 
     Args:
         plans: at least one, the likeliest first.
-
-    Example:
-        >>> slow, fast = Plan(rows=8, micro_batch=1), Plan(rows=8, micro_batch=4)
-        >>> contest = Contest([slow, fast])
-        >>> while not contest.is_settled:
-        ...     plan = contest.plan
-        ...     contest.note(plan, 8.0 / plan.micro_batch)
-        >>> contest.plan == fast
-        True
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
@@ -127,12 +118,7 @@ class Contest:
         return min(self._left, key=self._typical)
 
     def note(self, plan: Plan, seconds: float) -> None:
-        """How long a step took.
-
-        Args:
-            plan: of this contest; others are ignored.
-            seconds: for each row.
-        """
+        """How long a step took."""
         if plan in self._seconds:
             self._seconds[plan].append(seconds)
 
@@ -327,12 +313,6 @@ def aimed(
     question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> Question:
     """A question about a device, which need not be here, and a budget of it.
-
-    Args:
-        question: what is to be planned.
-        memory: as for `anybatch.memory.device.parse_memory`; None for no limit, and then nothing is chosen.
-        device: None for where the model is.
-        measure: whether the fastest plans may be raced.
 
     Raises:
         PlanError: a module's shapes are not known yet.

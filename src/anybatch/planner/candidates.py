@@ -182,12 +182,7 @@ class Survey:
         return self._question.device.seconds(last.operations, last.flops, last.moved, half=self._half)
 
     def may_run(self, plan: Plan, peak: int) -> bool:
-        """Whether a plan may be looked at, where that means a real run, only to say how many bytes it takes.
-
-        Args:
-            plan: more rows than the fewest that are run anyway.
-            peak: what it takes, as far as is known.
-        """
+        """Whether a plan may be run only to say how many bytes it takes."""
         within = self._question.budget is None or peak <= self._question.budget
         return within or not self.is_measured or plan.micro_batch <= LOW or plan in self._traces
 

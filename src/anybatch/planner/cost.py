@@ -22,24 +22,9 @@ def resized(recording: Recording, here: Recording, there: Recording) -> Recordin
     grows with the rows need not be recorded once more for each policy: two recordings of the kept step tell.
     What a policy does only with large storages it is taken to do with their like at the other size, too.
 
-    Args:
-        recording: of a step under any policies.
-        here: of the same step, all blocks kept, with micro-batches of the same size.
-        there: the same with micro-batches of the size that is wanted, event by event like `here`.
-
     Returns:
         The recording; None where sizes do not tell, because the kept step has no such size, or has two that
         are equal in one recording and not in the other.
-
-    Example:
-        >>> def step(rows, *sizes):
-        ...     kinds = {"marks": (Mark(0, "start", -1, "", 0, 0, 0),), "owners": (6,), "places": ("",)}
-        ...     sizes = {"before": array("q", [0, *sizes]), "after": array("q", [*sizes, 0])}
-        ...     return Recording(storages=array("q", [0] * len(sizes["after"])), **sizes, **kinds)
-        >>> resized(step(5, 50, 20), here=step(5, 20, 50), there=step(2, 8, 20)).after
-        array('q', [20, 8, 0])
-        >>> resized(step(5, 60), here=step(5, 50), there=step(2, 20)) is None
-        True
     """
     sizes: dict[int, set[int]] = defaultdict(set)
     for one, other in ((here.before, there.before), (here.after, there.after)):
@@ -111,12 +96,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
-    """A recording cut where one block hands over to another, or one phase to the next.
-
-    Args:
-        recording: of one step.
-        blocks: names of the modules that count as blocks; what is inside belongs to them.
-    """
+    """A recording cut where one block hands over to another, or one phase to the next."""
     inside: dict[str, str] = {}
 
     def block_of(module: str) -> str:
@@ -162,18 +142,13 @@ class Born(NamedTuple):
 class Recorded:
     """Two recordings of a step of two micro-batches, alike but for their size.
 
-    Attributes:
-        sizes: rows of a micro-batch in each.
-        recordings: what happened.
-        blocks: names of the blocks.
-
     Raises:
         ValueError: the two recordings are not of the same step.
     """
 
-    sizes: tuple[int, int]
-    recordings: tuple[Recording, Recording]
-    blocks: tuple[str, ...]
+    sizes: tuple[int, int]  # rows of a micro-batch in each
+    recordings: tuple[Recording, Recording]  # what happened
+    blocks: tuple[str, ...]  # names of the blocks
     parts: tuple[list[Stretch], list[Stretch]] = field(init=False)
     changes: tuple[list[int], list[int]] = field(init=False)  # in bytes, of each event
 
@@ -193,9 +168,6 @@ class Recorded:
 
     def beside(self, recording: Recording) -> "Recorded | None":
         """The same step under another policy, of which only the second size was recorded.
-
-        Args:
-            recording: of micro-batches of the second size.
 
         Returns:
             None where the sizes of storages here do not tell those at the first size.
@@ -242,15 +214,7 @@ class Recorded:
         ends: Mapping[int, Mapping[Shared, Born]] | None = None,
         others: Mapping[int, Sequence[tuple[str, Born]]] | None = None,
     ) -> list[Segment]:
-        """The segments at another size: each storage's bytes are a line in the rows of a micro-batch.
-
-        Args:
-            micro_batch: rows of a micro-batch.
-            device: whose seconds are estimated.
-            half: whether its arithmetic is in 16 bits.
-            ends: outputs of blocks that end in a stretch and are told apart there.
-            others: storages that come or go in a stretch for the sake of another block.
-        """
+        """The segments at another size: each storage's bytes are a line in the rows of a micro-batch."""
         share = self.share(micro_batch)
         found: list[Segment] = []
         for index, (one, other) in enumerate(zip(*self.parts, strict=True)):
@@ -347,15 +311,7 @@ class Family:
         self._find_what_comes_back()
 
     def mix(self, rows: int, micro_batch: int, device: Device, *, half: bool, input_bytes: int) -> Mix:
-        """The step of a batch of so many rows, whose blocks may each have one of the recorded policies.
-
-        Args:
-            rows: of the batch.
-            micro_batch: rows of each micro-batch.
-            device: whose seconds are estimated.
-            half: whether its arithmetic is in 16 bits.
-            input_bytes: of the batch, beyond what the recordings hold at their start.
-        """
+        """The step of a batch of so many rows, whose blocks may each have one of the recorded policies."""
         # The second micro-batch finds gradients; all later ones are like it. An uncut batch has none.
         later = (rows - micro_batch) / micro_batch
         spare = [] if self._update is None else self._update.segments(micro_batch, device, half=half)

@@ -99,27 +99,10 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
     Forward, loss and backward are real, of two micro-batches at most, so take a plan of small ones; the
     update is run on fake tensors, as no update can be undone. Everything is as before afterwards.
 
-    Args:
-        plan: what is carried out.
-        task: what it is carried out on.
-        batch: real rows, of which the first ones are taken.
-        idle: as for `trace`.
-
     Raises:
         AnybatchError: whatever such a step raises.
         OutOfMemoryError: memory ran out.
         PlanError: there are sparse gradients.
-
-    Example:
-        >>> from anybatch import Step
-        >>> from anybatch.planner.trace import trace
-        >>> model = nn.Linear(3, 2)
-        >>> step = Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
-        >>> from anybatch.core.batch import TensorBatch
-        >>> batch = TensorBatch((torch.zeros(4, 3), torch.zeros(4, 2)))
-        >>> measured = probe(Plan(rows=4, micro_batch=2), step._task(), batch)
-        >>> measured.source, measured.peak == trace(Plan(rows=4, micro_batch=2), step._task(), batch).peak
-        ('measured', True)
     """
     rows = min(plan.rows, 2 * plan.micro_batch, batch.rows)
     small = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
@@ -183,12 +166,7 @@ ROUNDS = 5
 
 
 def repeated(batch: Batch, rows: int) -> Batch:
-    """A batch of so many rows: the first ones, from the start again where there are not enough.
-
-    Example:
-        >>> repeated(TensorBatch(torch.arange(3)), 5).whole
-        tensor([0, 1, 2, 0, 1])
-    """
+    """A batch of so many rows: the first ones, from the start again where there are not enough."""
     if rows <= batch.rows:
         return batch.head(rows)
     if isinstance(batch, SampleBatch):
@@ -203,12 +181,6 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     A cut plan is timed on two micro-batches, so that adding to gradients which are there already is part of
     it. The plans take turns, so that a busy moment of the machine hits all of them. They run on copies of
     the rows. Model, buffers, gradients, random streams and what else a forward reaches are as before.
-
-    Args:
-        plans: of any number of rows; only their first micro-batches are run.
-        task: what they are carried out on.
-        batch: rows to run; repeated where there are too few.
-        limit_s: no round begins after so many seconds.
 
     Returns:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.

@@ -154,14 +154,7 @@ _LITTLE = 0.01  # of the peak: what frees less is not worth a choice that change
 
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
-    """The error that says why nothing fits.
-
-    Args:
-        least: the plan that takes fewest bytes; with its ledger, unless it could not be run to measure it.
-        budget: what there is.
-        batch_norms: modules in which rows meet.
-        cut_refused: why the batch may not be cut; "" where it may.
-    """
+    """The error that says why nothing fits."""
     held = least.ledger.largest(4) if least.ledger else ()
     holders = ", ".join(f"{format_bytes(one.bytes)} {one.owner} of {_quoted(one.module)}" for one in held)
     ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
@@ -185,14 +178,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
 def suggestions(
     ledger: Ledger | None, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
 ) -> list[str]:
-    """What would free bytes but changes the result, and so is the caller's to choose.
-
-    Args:
-        ledger: of the smallest plan; None where nobody knows.
-        batch_norms: modules in which rows meet.
-        cut_refused: why the batch may not be cut; "" where it may.
-        precision: in which it is made.
-    """
+    """What would free bytes but changes the result, and so is the caller's to choose."""
     held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
     if cut_refused:

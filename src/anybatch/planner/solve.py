@@ -27,21 +27,8 @@ def fastest(mix: Mix, budget: int) -> dict[str, str] | None:
     Minimize the sum of each block's seconds, subject to one inequality for the highest moment of each
     segment: both are linear in the choices, one policy for each block.
 
-    Args:
-        mix: bytes and seconds of each segment under each policy.
-        budget: the most bytes alive at any moment.
-
     Returns:
         The policy of each block that is not kept.
-
-    Example:
-        >>> from anybatch.planner.mixture import Segment
-        >>> def step(net, seconds):
-        ...     forward = Segment(block="a", place=("forward", 0), net=net, peak=8, seconds=seconds)
-        ...     return [forward, Segment(block="", place=("loss", 0), net=0, peak=4)]
-        >>> mix = Mix(start=0, segments={"keep": step(8, 1.0), "recompute": step(1, 2.0)})
-        >>> fastest(mix, 12), fastest(mix, 9), fastest(mix, 5)
-        ({}, {'a': 'recompute'}, None)
     """
     if mix.peak({}) <= budget:
         return {}
@@ -75,16 +62,7 @@ def added_up(mix: Mix, choice: Mapping[str, str]) -> int:
 
 
 def smallest(mix: Mix) -> dict[str, str]:
-    """The policies with which the peak is least.
-
-    Example:
-        >>> from anybatch.planner.mixture import Segment
-        >>> def step(net):
-        ...     forward = Segment(block="a", place=("forward", 0), net=net, peak=8)
-        ...     return [forward, Segment(block="", place=("loss", 0), net=0, peak=4)]
-        >>> smallest(Mix(start=0, segments={"keep": step(8), "recompute": step(1)}))
-        {'a': 'recompute'}
-    """
+    """The policies with which the peak is least."""
     found = _solve(mix, None) or {}
     uniform = [dict.fromkeys(mix.blocks, policy) for policy in mix.policies if policy != KEEP]
     return min([{}, *uniform, found], key=lambda choice: (mix.peak(choice), mix.seconds(choice)))
@@ -186,10 +164,5 @@ def _seconds(mix: Mix, choice: tuple[str, str]) -> float:
 
 
 def as_choice(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """As a plan holds it.
-
-    Example:
-        >>> as_choice({"b": "recompute", "a": "selective"})
-        (('b', 'recompute'), ('a', 'selective'))
-    """
+    """As a plan holds it."""
     return tuple(found.items())

@@ -40,15 +40,7 @@ def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
 
 @contextmanager
 def rows_kept(batch: Batch) -> Generator[None]:
-    """Afterwards the tensors of a batch or its samples hold what they did: a model may work in place on them.
-
-    Example:
-        >>> batch = TensorBatch(torch.ones(2))
-        >>> with rows_kept(batch):
-        ...     _ = batch.whole.zero_()
-        >>> batch.whole
-        tensor([1., 1.])
-    """
+    """Put the tensors of a batch or its samples back afterwards: a model may write to them."""
     values = [(leaf, leaf.detach().clone()) for leaf in tree.tensors_in(batch.given)]
     try:
         yield
@@ -156,24 +148,15 @@ CUDA_GRANULE = 512  # bytes that CUDA's caching allocator rounds every size up t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """All bytes of one step, event by event.
+    """All bytes of one step, event by event."""
 
-    Attributes:
-        plan: what was carried out.
-        recording: what the meter saw.
-        device: what the bytes are for.
-        source: "predicted" or "measured".
-        granule: what the device's allocator rounds sizes up to, in bytes.
-        micro_batches: how many were really run; the others are like the last but one of them.
-        idle: parameters of the optimizers that got no gradient, and so have no state.
-    """
-
-    plan: Plan
-    recording: Recording
-    device: str
-    source: str
-    granule: int
-    micro_batches: int
+    plan: Plan  # what was carried out
+    recording: Recording  # what the meter saw
+    device: str  # what the bytes are for
+    source: str  # "predicted" or "measured"
+    granule: int  # what the device's allocator rounds sizes up to, in bytes
+    micro_batches: int  # how many were really run; the others are like the last but one of them
+    # parameters of the optimizers that got no gradient, and so have no state
     idle: frozenset[nn.Parameter] = frozenset()
 
     @property
@@ -211,27 +194,9 @@ def trace(
     all parameters at once (foreach) where they would there, and the kernels are the CPU's. Attention is the
     flash kernel's, and workspaces of cuBLAS and cuDNN are not counted.
 
-    Args:
-        plan: what is carried out; its rows count, not the batch's.
-        task: what it is carried out on. Nothing of it is changed.
-        batch: gives shapes and dtypes of the rows, so a few rows are enough.
-        device: where the step is to run; None for where the model is.
-        idle: parameters known from another trace to get no gradient; where it turns out that there are
-            more, and that they were given state of the optimizer, the step is run once more.
-
     Raises:
         TraceError: it cannot be run without values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
-
-    Example:
-        >>> from anybatch import Step
-        >>> from anybatch.core.batch import TensorBatch
-        >>> model = nn.Linear(3, 2)
-        >>> step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> head = TensorBatch((torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)))
-        >>> traced = trace(Plan(rows=10_000, micro_batch=100), step._task(), head)
-        >>> traced.ledger.at_peak["parameters"], traced.ledger.at_peak["input"]
-        (32, 200000)
     """
     target = device_of(task, device)
     sizes = run_sizes(plan, task.loss, task.model)
