@@ -26,10 +26,10 @@ from anybatch.memory.fake import (
     Fakes,
     dense_only,
     drop_left_fakes,
-    known,
-    note,
+    likely_value,
+    replaced_by_fakes,
+    set_likely_value,
     sparse_refused,
-    stand_ins,
     undisturbed,
 )
 from anybatch.memory.meter import Meter
@@ -73,7 +73,7 @@ def test_modules_are_as_before(fails: bool) -> None:
     before = contents(model)
     mode = FakeMode()
     try:
-        with stand_ins(mode, model.modules(), []):
+        with replaced_by_fakes(mode, model.modules(), []):
             assert model.one.weight is model.other.weight
             assert isinstance(model.one.weight, FakeTensor)
             assert isinstance(model.one.weight, nn.Parameter)
@@ -99,7 +99,7 @@ def test_optimizers_are_as_before() -> None:
     groups, state = optimizer.param_groups, optimizer.state
     steps = [slots["step"].item() for slots in state.values()]
     mode = FakeMode()
-    with stand_ins(mode, [model], [optimizer]), mode:
+    with replaced_by_fakes(mode, [model], [optimizer]), mode:
         assert optimizer.param_groups[0]["params"][0] is model.weight
         assert isinstance(optimizer.param_groups[0]["lr"], FakeTensor)
         for parameter in model.parameters():
@@ -119,7 +119,7 @@ def test_scalars_of_optimizers_keep_their_values() -> None:
     optimizer.step()
     products = [slots["mu_product"].item() for slots in optimizer.state.values()]
     mode = FakeMode()
-    with stand_ins(mode, [model], [optimizer]) as fakes, mode:
+    with replaced_by_fakes(mode, [model], [optimizer]) as fakes, mode:
         assert optimizer.param_groups[0]["lr"].item() == 0.25
         assert [slots["mu_product"].item() for slots in optimizer.state.values()] == products
         assert products[0] not in (0.0, 1.0)
@@ -135,13 +135,13 @@ def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
     first, second = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
     called: list[int] = []
     first.register_hook(lambda gradient: called.append(1))
-    first.note = "mine"  # pyright: ignore
+    first.set_likely_value = "mine"  # pyright: ignore
     mode = FakeMode()
     fakes = Fakes(mode)
     one, other = fakes.of(first), fakes.of(second)
     assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
     assert one.untyped_storage().nbytes() == flat.nbytes
-    assert one.note == "mine"  # pyright: ignore
+    assert one.set_likely_value == "mine"  # pyright: ignore
     with mode:
         (one * 2).sum().backward()
     assert called == [1]
@@ -277,7 +277,7 @@ def test_sparse_gradients_are_refused_for_a_while(is_fake: bool) -> None:
         if not is_fake:
             layer(ids).sum().backward()
             return
-        with stand_ins(mode, [layer], []), mode.explained(), mode:
+        with replaced_by_fakes(mode, [layer], []), mode.explained(), mode:
             layer(torch.zeros(3, 2, dtype=torch.long)).sum().backward()
 
     with dense_only(layer.parameters()), pytest.raises(PlanError, match=r"sparse ones of shape \(5, 2\)"):
@@ -384,11 +384,11 @@ def written(x: Tensor) -> Tensor:
 def test_what_was_written_to_is_not_known_any_more(write: Callable[[Tensor], Tensor]) -> None:
     with FakeMode():
         changed = write(torch.ones(3, 4))
-        assert known(changed) is None
+        assert likely_value(changed) is None
         assert changed.any()
         total = torch.zeros(())
         total += torch.ones(3).sum()
-        assert known(total + torch.ones(2).sum()) == known(total) + 2
+        assert likely_value(total + torch.ones(2).sum()) == likely_value(total) + 2
 
 
 def test_rows_without_labels_weigh_as_much_as_others() -> None:
@@ -412,8 +412,8 @@ def test_rows_without_labels_weigh_as_much_as_others() -> None:
 def test_what_is_not_known_stays_so() -> None:
     with FakeMode():
         x = torch.ones(3)
-        assert known(x.max()) is known(x > 0) is known(x.isnan() & (x > 0)) is None
+        assert likely_value(x.max()) is likely_value(x > 0) is likely_value(x.isnan() & (x > 0)) is None
         result = torch.ones(())
-        note(torch.ops.aten.sum.default, [x], result)
-    assert known(result) == 3
-    assert known(7) is None
+        set_likely_value(torch.ops.aten.sum.default, [x], result)
+    assert likely_value(result) == 3
+    assert likely_value(7) is None

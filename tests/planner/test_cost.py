@@ -13,7 +13,7 @@ from anybatch import Plan, Step, Total
 from anybatch.core.batch import TensorBatch
 from anybatch.memory.device import find_device
 from anybatch.memory.recording import OTHER, Mark, Recording
-from anybatch.planner.cost import Family, Recorded, resized, stretches
+from anybatch.planner.cost import PolicyRecordings, Recorded, resized, stretches
 from anybatch.planner.mixture import KEEP
 from anybatch.planner.trace import trace
 from anybatch.recompute import offload
@@ -129,27 +129,27 @@ class Setting:
     def recording(self, rows: int, size: int, choice: dict[str, str], device: str = "cpu") -> Recording:
         return trace(self.plan(rows, size, choice), self.task, self.batch, device=device).recording
 
-    def family(self, policies: tuple[str, ...] = POLICIES, device: str = "cpu") -> Family:
+    def recordings(self, policies: tuple[str, ...] = POLICIES, device: str = "cpu") -> PolicyRecordings:
         recorded: dict[str, Recorded] = {}
         for policy in policies:
             choice = {} if policy == KEEP else dict.fromkeys(self.blocks, policy)
             one, other = [self.recording(2 * size, size, choice, device) for size in SIZES]
             recorded[policy] = Recorded(sizes=SIZES, recordings=(one, other), blocks=self.blocks)
-        return Family(recorded)
+        return PolicyRecordings(recorded)
 
 
 @pytest.mark.parametrize("name", ["resnet50", "unet", "bert", "gpt2", "vit"])
 def test_mixtures_are_composed_to_a_scalar(name: str) -> None:
     setting = Setting(name)
-    family, draw = setting.family(), random.Random(0)
+    recordings, draw = setting.recordings(), random.Random(0)
     uniform = [dict.fromkeys(setting.blocks, policy) for policy in POLICIES[1:]]
     drawn = [{block: draw.choice(POLICIES) for block in setting.blocks} for _ in range(3)]
     for choice in ({}, *uniform, *drawn):
         named = {block: policy for block, policy in choice.items() if policy != KEEP}
         size = draw.choice([1, 4, 7])
         whole = trace(setting.plan(2 * size, size, named), setting.task, setting.batch)
-        mix = family.mix(2 * size, size, find_device("cpu"), half=False, input_bytes=0)
-        composed = mix.peak(named)
+        mixture = recordings.mixture(2 * size, size, find_device("cpu"), half=False, input_bytes=0)
+        composed = mixture.peak(named)
         assert abs(composed - whole.peak) <= 0.005 * whole.peak, (size, named)
 
 
@@ -157,10 +157,10 @@ def test_what_is_moved_takes_as_long_as_the_link(monkeypatch: pytest.MonkeyPatch
     """Where that is longer than computing; a short one is hidden behind it."""
     monkeypatch.setattr(offload, "SMALLEST", 0)
     setting, card = Setting("gpt2"), find_device("cuda:a100")
-    family = setting.family((KEEP, "offload"), "cuda")
+    recordings = setting.recordings((KEEP, "offload"), "cuda")
     moved = dict.fromkeys(setting.blocks, "offload")
     fast, slow = [
-        family.mix(12, 4, replace(card, link=link), half=False, input_bytes=0) for link in (1e15, 1e6)
+        recordings.mixture(12, 4, replace(card, link=link), half=False, input_bytes=0) for link in (1e15, 1e6)
     ]
     times = {0: 1, 1: 2}  # the second micro-batch stands for the third, too
     copied = (
@@ -177,7 +177,7 @@ def test_what_is_moved_is_composed_whatever_becomes_of_its_neighbours(
     monkeypatch.setattr(offload, "SMALLEST", 0)
     setting, draw = Setting(name), random.Random(0)
     policies = (*POLICIES, "offload")
-    family, size = setting.family(policies, "cuda"), 7
+    recordings, size = setting.recordings(policies, "cuda"), 7
     some = [["offload", KEEP], [KEEP, "offload"], [KEEP, KEEP, "offload", "offload"], ["offload"]]
     patterns = [list(itertools.islice(itertools.cycle(one), len(setting.blocks))) for one in some]
     patterns += [[draw.choice(policies) for _ in setting.blocks] for _ in range(3)]
@@ -186,8 +186,8 @@ def test_what_is_moved_is_composed_whatever_becomes_of_its_neighbours(
             block: policy for block, policy in zip(setting.blocks, pattern, strict=True) if policy != KEEP
         }
         exact = setting.recording(2 * size, size, choice, "cuda").peak()
-        mix = family.mix(2 * size, size, find_device("cuda:a100"), half=False, input_bytes=0)
-        over = mix.peak(choice) - exact
+        mixture = recordings.mixture(2 * size, size, find_device("cuda:a100"), half=False, input_bytes=0)
+        over = mixture.peak(choice) - exact
         assert over >= -0.005 * exact, pattern
         # A neighbour that runs again may do so before anything has come back.
         assert over <= (0.05 if {"recompute", "selective"} & {*pattern} else 0.005) * exact, pattern
@@ -196,26 +196,26 @@ def test_what_is_moved_is_composed_whatever_becomes_of_its_neighbours(
 def test_what_many_blocks_read_is_held_by_those_that_run_again() -> None:
     """T5's first layer hands its position bias to all others; only a rebuilt one keeps it as an argument."""
     setting = Setting("t5")
-    family = setting.family()
+    recordings = setting.recordings()
     for block in ("encoder.block.1", "decoder.block.1"):
         exact = setting.recording(12, 6, {block: "recompute"}).peak()
-        mix = family.mix(12, 6, find_device("cpu"), half=False, input_bytes=0)
-        assert abs(mix.peak({block: "recompute"}) - exact) <= 0.0005 * exact
+        mixture = recordings.mixture(12, 6, find_device("cpu"), half=False, input_bytes=0)
+        assert abs(mixture.peak({block: "recompute"}) - exact) <= 0.0005 * exact
 
 
 def test_uncut_batch_has_no_second_micro_batch() -> None:
     setting = Setting("gpt2")
-    mix = setting.family().mix(4, 4, find_device("cpu"), half=False, input_bytes=0)
+    mixture = setting.recordings().mixture(4, 4, find_device("cpu"), half=False, input_bytes=0)
     whole = trace(Plan(rows=4, micro_batch=4), setting.task, setting.batch)
-    assert abs(mix.peak({}) - whole.peak) <= 0.005 * whole.peak
+    assert abs(mixture.peak({}) - whole.peak) <= 0.005 * whole.peak
 
 
 def test_seconds_grow_with_what_is_rebuilt() -> None:
     setting = Setting("gpt2")
-    mix = setting.family().mix(8, 2, find_device("cpu"), half=False, input_bytes=0)
-    kept, rebuilt = mix.seconds({}), mix.seconds(dict.fromkeys(setting.blocks, "recompute"))
+    mixture = setting.recordings().mixture(8, 2, find_device("cpu"), half=False, input_bytes=0)
+    kept, rebuilt = mixture.seconds({}), mixture.seconds(dict.fromkeys(setting.blocks, "recompute"))
     assert kept < rebuilt < 2 * kept
-    assert kept < mix.seconds(dict.fromkeys(setting.blocks, "selective")) < 2 * kept
+    assert kept < mixture.seconds(dict.fromkeys(setting.blocks, "selective")) < 2 * kept
 
 
 def test_a_loss_that_does_more_at_some_sizes_leaves_the_blocks_in_line() -> None:
@@ -243,6 +243,8 @@ def test_a_loss_that_does_more_at_some_sizes_leaves_the_blocks_in_line() -> None
     recorded = Recorded(sizes=SIZES, recordings=(one, other), blocks=("0", "1"))
     assert not recorded.is_aligned
     beyond = -512 * (64 + 64) * 4  # the recordings are of two micro-batches
-    mix = Family({KEEP: recorded}).mix(512, 512, find_device("cpu"), half=False, input_bytes=beyond)
+    mixture = PolicyRecordings({KEEP: recorded}).mixture(
+        512, 512, find_device("cpu"), half=False, input_bytes=beyond
+    )
     whole = trace(Plan(rows=512, micro_batch=512), task, batch)
-    assert abs(mix.peak({}) - whole.peak) <= 0.005 * whole.peak
+    assert abs(mixture.peak({}) - whole.peak) <= 0.005 * whole.peak

@@ -11,7 +11,14 @@ from anybatch import Plan, Step, Total
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.core.errors import OutOfMemoryError, PlanError, TraceError
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import Watcher, has_state, probe, repeated, seconds_per_row, trace_update
+from anybatch.planner.measure import (
+    NoUpdate,
+    has_state,
+    measure_step,
+    repeated,
+    seconds_per_row,
+    trace_update,
+)
 from anybatch.planner.trace import trace
 from tests.planner.test_trace import OPTIMIZERS, ROWS, mlp, task_of, vectors
 from tests.snapshots import changes, snapshot
@@ -23,7 +30,7 @@ def test_a_probe_before_the_first_step_counts_the_state_to_come(name: str, micro
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS[name](model.parameters()), check=False)
     plan, batch = Plan(rows=ROWS, micro_batch=micro_batch), TensorBatch(vectors())
-    measured, predicted = probe(plan, task_of(step), batch), trace(plan, task_of(step), batch)
+    measured, predicted = measure_step(plan, task_of(step), batch), trace(plan, task_of(step), batch)
     state = predicted.ledger.phases()["backward"].bytes[2]
     assert measured.ledger.phases()["backward"].bytes[2] == state > 0
     assert measured.ledger.phases()["backward"].total == predicted.ledger.phases()["backward"].total
@@ -47,7 +54,7 @@ def test_weights_that_a_forward_writes_to_are_as_before() -> None:
     model = Forgetful()
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.layer.weight.detach().clone()
-    probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
+    measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
     assert torch.equal(model.layer.weight, before)
     assert [one is model.layer.weight for one in step.guard.streams.written] == [True]
 
@@ -69,14 +76,14 @@ def test_rows_that_a_forward_writes_to_are_as_before() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     x, y = vectors()
     before = x.clone()
-    probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch((x, y)))
+    measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch((x, y)))
     assert torch.equal(x, before)
 
 
 def test_parameters_without_gradient_get_no_state() -> None:
     model = Overwriting()
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), check=False)
-    found = probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
+    found = measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
     assert found.idle == {*model.idle.parameters()}
     count = 4 + 4  # bytes of the step counters of weight and bias
     numbers = sum(p.numel() for p in model.layer.parameters())
@@ -88,7 +95,7 @@ def test_sparse_gradients_are_refused() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     batch = TensorBatch((torch.randint(50, (ROWS, 9)), torch.randint(10, (ROWS,))))
     with pytest.raises(PlanError, match="dense"):
-        probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+        measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -106,9 +113,9 @@ def test_rows_that_are_too_many_are_not_measured_in_parts() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     before = model.layer.weight.detach().clone()
     batch = TensorBatch(vectors())
-    assert probe(Plan(rows=ROWS, micro_batch=3), task_of(step), batch).source == "measured"
+    assert measure_step(Plan(rows=ROWS, micro_batch=3), task_of(step), batch).source == "measured"
     with pytest.raises(OutOfMemoryError, match="Expected 6 rows that can be measured, got out of memory"):
-        probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+        measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
     assert torch.equal(model.layer.weight, before)
     assert model.layer.weight.grad is None
 
@@ -149,9 +156,9 @@ def test_state_that_is_there_is_seen() -> None:
 def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:
     one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
     one.grad = torch.ones(2)
-    watcher = Watcher([one, other])
-    watcher.step()
-    assert watcher.idle == {other}
+    no_update = NoUpdate([one, other])
+    no_update.step()
+    assert no_update.idle == {other}
     assert torch.equal(one, torch.ones(2))
 
 

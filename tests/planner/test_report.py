@@ -13,7 +13,7 @@ from anybatch.engine.plan import FLOAT32, Plan
 from anybatch.memory.ledger import Holding, Ledger, Moment
 from anybatch.planner.report import Option, PlanReport, refusal, single_rows, suggestions
 from anybatch.recompute.blocks import find_blocks
-from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, question, rows_of
+from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, request, rows_of
 
 LEDGER = Ledger(
     moments=(Moment(phase="forward", micro_batch=0, module="a", bytes=(1024, 0, 0, 1024, 0, 0, 0)),),
@@ -172,7 +172,7 @@ def test_ways_out_of_a_cut_that_is_refused() -> None:
 @pytest.mark.parametrize("blocks", [(), (("blocks.1", "selective"),)])
 def test_single_rows_are_those_of_a_real_step(blocks: tuple[tuple[str, str], ...]) -> None:
     step, batch = make(), rows_of(6, 5, 8)
-    asked = question(step, batch)
+    asked = request(step, batch)
     ledger = single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0, blocks=blocks))
     every = tuple((name, "recompute") for name in find_blocks(step.model))
     plan = Plan(rows=6, micro_batch=1, blocks=blocks or every)
@@ -182,10 +182,10 @@ def test_single_rows_are_those_of_a_real_step(blocks: tuple[tuple[str, str], ...
 
 
 def test_nobody_knows_of_what_cannot_be_traced() -> None:
-    asked = question(make(Untraceable), rows_of(4))
+    asked = request(make(Untraceable), rows_of(4))
     assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
     words = make(lambda: nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten()), torch.optim.SGD)
-    asked = question(words, (torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)))
+    asked = request(words, (torch.zeros(4, 1, dtype=torch.long), torch.zeros(4, dtype=torch.long)))
     assert single_rows(asked.task, asked.batch, Plan(rows=0, micro_batch=0)) is None
 
 

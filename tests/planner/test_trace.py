@@ -20,7 +20,7 @@ from anybatch.engine.plan import Plan
 from anybatch.engine.task import Task
 from anybatch.losses.resolve import resolve
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import probe
+from anybatch.planner.measure import measure_step
 from anybatch.planner.trace import Trace, fake_batch, leaves_of, rows_kept, run_sizes, trace
 from benchmarks.zoo import ZOO
 from tests.snapshots import changes, make_batch, make_step, snapshot
@@ -312,7 +312,7 @@ def test_what_cannot_be_traced_is_named_and_measured() -> None:
     with pytest.raises(TraceError, match=r"aten\.(nonzero|index)\.\w+ in 1"):
         trace(step.plan(8), task_of(step), batch)
     assert not changes(before, snapshot(step))
-    measured = probe(step.plan(8), task_of(step), batch)
+    measured = measure_step(step.plan(8), task_of(step), batch)
     assert not changes(before, snapshot(step))
     assert measured.ledger.source == "measured"
     assert {"forward", "loss", "backward", "update"} <= measured.ledger.phases().keys()
@@ -354,7 +354,7 @@ def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_ba
 
     model = mlp()
     step = Step(model, loss, OPTIMIZERS["adamw"](model.parameters()), check=False, micro_batch=micro_batch)
-    for run in (trace, probe):
+    for run in (trace, measure_step):
         run(step.plan(ROWS), task_of(step), TensorBatch(vectors()))
         assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
         assert all(parameter.grad is None for parameter in judge.parameters())
@@ -382,7 +382,12 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     optimizer, batch = OPTIMIZERS[name](model.parameters()), vectors()
     step = Step(model, nn.CrossEntropyLoss(), optimizer, check=False)
     idle = frozenset([model.unused])
-    runs = [trace, probe, functools.partial(trace, idle=idle), functools.partial(probe, idle=idle)]
+    runs = [
+        trace,
+        measure_step,
+        functools.partial(trace, idle=idle),
+        functools.partial(measure_step, idle=idle),
+    ]
     found = [run(step.plan(ROWS), task_of(step), TensorBatch(batch)) for run in runs]
     assert {one.idle for one in found} == {idle}
     _, meter = compare(model, nn.CrossEntropyLoss(), optimizer, batch)

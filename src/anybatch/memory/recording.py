@@ -159,7 +159,7 @@ def find_owners(
     return [
         known[number]
         if number in known
-        else _told(
+        else _owner_of(
             marks[bisect_right(places, begin) - 1].phase,
             crosses_backward=_is_between(begin, backwards, ends.get(number)),
             outlives_backward=_is_between(begin, backward_ends, ends.get(number)),
@@ -169,7 +169,7 @@ def find_owners(
     ]
 
 
-def _told(phase: str, *, crosses_backward: bool, outlives_backward: bool, ends_in: str | None) -> int:
+def _owner_of(phase: str, *, crosses_backward: bool, outlives_backward: bool, ends_in: str | None) -> int:
     if phase in ("forward", "loss"):
         return ACTIVATIONS if crosses_backward else OTHER if ends_in is None else WORKSPACE
     if phase == "recompute":

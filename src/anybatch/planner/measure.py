@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
 from anybatch.engine import Before, Plan, Task, accumulation_dtype, execute
 from anybatch.engine import update as optimize
-from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, stand_ins, undisturbed
+from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, replaced_by_fakes, undisturbed
 from anybatch.planner.trace import (
     CUDA_GRANULE,
     Trace,
@@ -41,7 +41,7 @@ def trace_update(
     with (
         _disable_current_modes(),  # as in `trace`
         undisturbed([*task.parameters, *task.others]),
-        stand_ins(mode, task.modules, task.optimizers) as fakes,
+        replaced_by_fakes(mode, task.modules, task.optimizers) as fakes,
     ):
         fake = faked(task, fakes)
         lacks = {fakes.of(parameter) for parameter in idle}
@@ -78,7 +78,7 @@ def has_state(task: Task) -> bool:
     return any(True for one in task.optimizers for _ in tensors_in(list(one.state.values())))
 
 
-class Watcher(Optimizer):
+class NoUpdate(Optimizer):
     """Updates nothing, but sees which parameters got no gradient."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -93,7 +93,7 @@ class Watcher(Optimizer):
 # ---- bytes
 
 
-def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
+def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
     """Measure a step that cannot be traced: really run, on the device of the model, and taken back.
 
     Forward, loss and backward are real, of two micro-batches at most, so take a plan of small ones; the
@@ -108,7 +108,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
     small = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
     head = batch if rows == batch.rows else batch.head(rows)
     update, state, made = trace_update(plan, task, idle, leaves_of(head))
-    parameters, watcher = [*task.parameters, *task.others], Watcher(task.parameters)
+    parameters, no_update = [*task.parameters, *task.others], NoUpdate(task.parameters)
     with (
         rows_kept(head),
         _weights_kept(parameters),
@@ -122,7 +122,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
             batch_leaves=leaves_of(head),
             state=(*task.masters.tensors, *(() if has_state(task) else state)),
         )
-        alone = replace(quiet(task), optimizers=(watcher,))
+        alone = replace(quiet(task), optimizers=(no_update,))
         with meter:
             report = execute(small, alone, head)
         if report.too_large:  # it went on in smaller parts, and those are what was measured
@@ -131,8 +131,8 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
                 f"{report.too_large}. Free memory, or allow more."
             )
         task.streams.write(alone.streams.written)
-    if watcher.idle & made:
-        return probe(plan, task, batch, idle=watcher.idle)
+    if no_update.idle & made:
+        return measure_step(plan, task, batch, idle=no_update.idle)
     device = device_of(task, None)
     return Trace(
         plan=plan,
@@ -141,7 +141,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         source="measured",
         granule=CUDA_GRANULE if device.type == "cuda" else 1,
         micro_batches=small.micro_batches,
-        idle=watcher.idle,
+        idle=no_update.idle,
     )
 
 
@@ -185,8 +185,8 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     Returns:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.
     """
-    quiet = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
-    noted = _noted(quiet, batch)
+    alone = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
+    snapshot = _snapshot(alone, batch)
     times: list[list[float]] = [[] for _ in plans]
     failed: set[int] = set()
     start = time.perf_counter()
@@ -196,11 +196,11 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
             if enough or index in failed or time.perf_counter() - start > 2 * limit_s:
                 continue
             try:
-                times[index].append(_once(plan, quiet, batch))
+                times[index].append(_timed_run(plan, alone, batch))
             except Exception:  # the step meets it again, and says what is to be said
                 failed.add(index)
             finally:
-                noted.put_back()
+                snapshot.put_back()
     # The first run warms caches up; where there are more it is no measure.
     return [
         None if index in failed or not found else statistics.median(found[1:] or found)
@@ -208,7 +208,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     ]
 
 
-def _once(plan: Plan, task: Task, batch: Batch) -> float:
+def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
     rows = min(plan.rows, 2 * plan.micro_batch)
     few = _copied(repeated(batch, rows))
     short = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
@@ -225,7 +225,7 @@ def _once(plan: Plan, task: Task, batch: Batch) -> float:
         rng.restore_process(random)
 
 
-def _noted(task: Task, batch: Batch) -> Remembered:
+def _snapshot(task: Task, batch: Batch) -> Remembered:
     """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]

@@ -62,7 +62,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Mix:
+class Mixture:
     """Steps that differ only in the policy of all their blocks, segment by segment.
 
     A block evaluates on its own: what it leaves alive for its backward, and what its backward needs for a
@@ -76,8 +76,8 @@ class Mix:
     Example:
         >>> def of(net, peak):
         ...     return [Segment(block="a", place=("forward", 0), net=net, peak=peak)]
-        >>> mix = Mix(start=10, segments={"keep": of(5, 6), "recompute": of(1, 6)})
-        >>> mix.peak({}), mix.blocks
+        >>> mixture = Mixture(start=10, segments={"keep": of(5, 6), "recompute": of(1, 6)})
+        >>> mixture.peak({}), mixture.blocks
         (16, ('a',))
     """
 

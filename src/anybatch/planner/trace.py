@@ -26,8 +26,8 @@ from anybatch.memory import (
     continued,
     dense_only,
     drop_left_fakes,
+    replaced_by_fakes,
     sparse_refused,
-    stand_ins,
     undisturbed,
 )
 from anybatch.state import Streams
@@ -69,13 +69,13 @@ def is_one_pass(loss: Loss, model: nn.Module) -> bool:
     return isinstance(loss, SummedLoss | Terms)
 
 
-def grows_in_lines(loss: Loss, model: nn.Module) -> bool:
+def is_linear_in_rows(loss: Loss, model: nn.Module) -> bool:
     """Whether the bytes of a micro-batch are a straight line in its rows, so that two sizes tell all others.
 
     Not where rows meet in the loss; nor in recurrent layers, whose workspace only their kernel knows.
 
     Example:
-        >>> grows_in_lines(Terms(print), nn.LSTM(2, 2)), grows_in_lines(Terms(print), nn.Linear(2, 2))
+        >>> is_linear_in_rows(Terms(print), nn.LSTM(2, 2)), is_linear_in_rows(Terms(print), nn.Linear(2, 2))
         (False, True)
     """
     return is_one_pass(loss, model) and not any(isinstance(one, nn.RNNBase) for one in model.modules())
@@ -204,10 +204,10 @@ def trace(
     parameters = [*task.parameters, *task.others]
     with (
         _disable_current_modes(),  # whoever measures real tensors has nothing to see here
-        undisturbed(parameters, roots=roots_of(task, batch)) as noted,
+        undisturbed(parameters, roots=roots_of(task, batch)) as snapshot,
         dense_only(parameters),
     ):
-        modules = list(dict.fromkeys((*task.modules, *noted.modules)))
+        modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
         run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
@@ -215,7 +215,7 @@ def trace(
             recording, found, wrongly = run(plan, idle=idle)
         if wrongly:
             recording, found, _ = run(reduced, idle=found)
-        noted.put_back()
+        snapshot.put_back()
         drop_left_fakes()
     if reduced is not plan:
         recording = continued(recording, len(sizes), plan.micro_batches)
@@ -254,7 +254,7 @@ def run_on_fakes(
         carry_out: a step, or what else is to be seen.
     """
     mode = FakeMode()
-    with stand_ins(mode, modules, task.optimizers) as fakes:
+    with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
         everyone = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
         lacks = {fakes.of(parameter) for parameter in idle}

@@ -12,7 +12,7 @@ from anybatch.core import StepReport, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunInfo:
     """What lies ahead when training starts or goes on.
 
     Attributes:
@@ -67,7 +67,7 @@ class EpochReport:
 class Watcher(Protocol):
     """Looks on while a trainer works; changes nothing."""
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Training starts or goes on."""
         ...
 
@@ -94,10 +94,10 @@ class TextLog:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Note how much lies ahead."""
         self._write(
-            f"start at update {course.done_updates} of {course.total_updates}, {format_count(course.rows)} "
+            f"start at update {info.done_updates} of {info.total_updates}, {format_count(info.rows)} "
             "rows an epoch"
         )
 
@@ -136,9 +136,9 @@ class JsonLog:
         self._lines: list[str] = []
         self._flushed = time.monotonic()
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Write what lies ahead."""
-        self._add("start", asdict(course))
+        self._add("start", asdict(info))
         self._flush()
 
     def step(self, report: StepReport) -> None:
