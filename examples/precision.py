@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch import find
-from anybatch.data.load import load
+from anybatch.data import load
 from anybatch.observe.exponents import draw, gradient_exponents
+from anybatch.recipes import find_recipe
 
 PICTURE = Path("runs/precision.png")
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 def make(precision: str, non_finite: str = "raise") -> ab.Step:
     """LeNet-5 in a step that takes 64 rows at a time."""
-    model = find("lenet5").build_model(load("digits").train, torch.Generator().manual_seed(0))
+    model = find_recipe("lenet5").build_model(load("digits").train, torch.Generator().manual_seed(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     loss = nn.CrossEntropyLoss()
     return ab.Step(model, loss, optimizer, micro_batch=64, precision=precision, non_finite=non_finite)

@@ -1,5 +1,5 @@
 """The command line: train, eval, plan and check."""
 
-from anybatch.cli.main import main
+from anybatch.cli import main
 
 __all__ = ["main"]
