@@ -67,19 +67,9 @@ class CheckReport:
 
     def to_json(self) -> str:
         """One JSON object; what is infinite is null."""
-        errors = {"error": self.error, "loss_error": self.loss_error}
-        values: dict[str, Any] = {
-            "exact": self.exact,
-            **{name: value if math.isfinite(value) else None for name, value in errors.items()},
-            "rows": self.rows,
-            "cuts": list(self.cuts),
-            "dtype": self.dtype,
-            "limit": self.limit,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "notes": list(self.notes),
-            "seconds": self.seconds,
-        }
-        return json.dumps(values)
+        values = {name: getattr(self, name) for name in CheckReport.__slots__}
+        values |= {name: None for name in ("error", "loss_error") if not math.isfinite(values[name])}
+        return json.dumps(values | {"findings": [finding.to_dict() for finding in self.findings]})
 
     def __str__(self) -> str:
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
@@ -199,11 +189,7 @@ def check(
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
-    """Refuse what has shapes only: there is nothing to compare.
-
-    Raises:
-        PlanError: a parameter or buffer is on the meta device.
-    """
+    """Refuse what has shapes only: there is nothing to compare."""
     held = [one for one in (model, loss) if isinstance(one, nn.Module)]
     named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
     empty = [name for name, tensor in named if tensor.is_meta]
@@ -406,9 +392,8 @@ def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], 
         comparison, comparison.reference.calls, worst.result.calls, worst.cut.parts
     ):
         return False
-    without_dropout = replace(
-        comparison, bench=replace(comparison.bench, draws=draws.restarted(without_dropout=True))
-    )
+    bench = replace(comparison.bench, draws=draws.restarted(without_dropout=True))
+    without_dropout = Comparison(bench=bench, whole=comparison.whole, reference=comparison.reference)
     try:
         with without_dropout.bench.draws.until(deadline):
             return agree_in_forward(without_dropout, worst.cut)

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -79,15 +79,11 @@ def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
     return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Comparison:
-    """Holds passes against a reference."""
+    """Compares passes on a bench with a reference, the pass over all rows uncut."""
 
-    bench: Bench  # where passes are made
-    whole: Cut  # all rows, uncut
-    reference: PassResult  # what came of them
-    _scales: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    _noise: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    def __init__(self, *, bench: Bench, whole: Cut, reference: PassResult) -> None:
+        self.bench, self.whole, self.reference = bench, whole, reference
 
     @property
     def limit(self) -> float:
@@ -110,7 +106,7 @@ class Comparison:
         is_plain = error > PLAIN and 0 < largest < 10 * size
         if max(error, loss_error) > self.limit and not is_plain:
             # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
-            error, loss_error = self._errors(result, reference, self._scale())
+            error, loss_error = self._errors(result, reference, self._scale)
         if max(error, loss_error) > self.limit and (max(error, loss_error) < PLAIN or size < _TINY):
             error, loss_error = self._errors(result, reference, self._noise_scale(size))
         if max(error, loss_error) <= self.limit and not reference.bare:
@@ -129,42 +125,38 @@ class Comparison:
             loss_apart = 0.0
         return _ratio(apart, size), _ratio(loss_apart, loss_size)
 
+    @cached_property
     def _scale(self) -> tuple[float, float]:
         """The size of gradient and loss of either half of the rows."""
-        if not self._scales:
-            rows = range(len(self.whole.part.rows))
-            middle = len(rows) // 2
-            halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
-            sound = [half for half in halves if half.error is None and half.weighed]
-            self._scales.append(
-                (
-                    max((norm(half.gradients.values()) for half in sound), default=0.0),
-                    max((half.scale for half in sound), default=0.0),
-                )
-            )
-        return self._scales[0]
+        rows = range(len(self.whole.part.rows))
+        middle = len(rows) // 2
+        halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
+        sound = [half for half in halves if half.error is None and half.weighed]
+        size = max((norm(half.gradients.values()) for half in sound), default=0.0)
+        return size, max((half.scale for half in sound), default=0.0)
+
+    @cached_property
+    def _noise(self) -> tuple[float, float]:
+        """How far gradient and loss move when all parameters move to a neighbouring number, over epsilon."""
+        named = self.bench.subject.named
+        with perturbed(named.values()):
+            result = self.bench.run(self.whole)
+        if result.error is not None:
+            return 0.0, 0.0
+        names = result.gradients.keys() | self.reference.gradients.keys()
+        apart = norm(_difference(result.gradients, self.reference.gradients, name) for name in names)
+        epsilon = max((torch.finfo(value.dtype).eps for value in named.values()), default=1.0)
+        return apart / epsilon, abs(result.loss - self.reference.loss) / epsilon
 
     def _noise_scale(self, size: float) -> tuple[float, float]:
         """Of what size gradient and loss behave as if they were: rounding moves them by that times epsilon.
 
         Where numbers cancel inside of the model or the loss (a perfect fit, two equal distributions), what is
-        left is rounding. One more pass, after all parameters have moved to a neighbouring number, tells.
+        left is rounding.
         """
-        if not self._noise:
-            named = self.bench.subject.named
-            with perturbed(named.values()):
-                result = self.bench.run(self.whole)
-            noise = (0.0, 0.0)
-            if result.error is None:
-                names = result.gradients.keys() | self.reference.gradients.keys()
-                apart = norm(_difference(result.gradients, self.reference.gradients, n) for n in names)
-                noise = apart, abs(result.loss - self.reference.loss)
-            epsilon = max((torch.finfo(value.dtype).eps for value in named.values()), default=1.0)
-            # What falls on the other side of a threshold moves far, and is no excuse for what is not small.
-            most = math.inf if size < _TINY else _NOISE * size
-            self._noise.append((min(noise[0] / epsilon, most), noise[1] / epsilon))
-        scale = self._scale()
-        return max(scale[0], self._noise[0][0]), max(scale[1], self._noise[0][1])
+        # What falls on the other side of a threshold moves far, and is no excuse for what is not small.
+        most = math.inf if size < _TINY else _NOISE * size
+        return max(self._scale[0], min(self._noise[0], most)), max(self._scale[1], self._noise[1])
 
 
 def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> Tensor:

@@ -214,12 +214,7 @@ def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A real floating tensor in another dtype; any other as it is.
-
-    Example:
-        >>> widen(torch.ones(1), torch.float64).dtype
-        torch.float64
-    """
+    """A real floating tensor in another dtype; any other as it is."""
     return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 

@@ -21,7 +21,7 @@ MASKS = 4  # as many are tried in pairs
 FILLS = (-100, 0, -1)  # what fills up targets most often: torch's and Hugging Face's, zero, scikit-learn's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
     """Something that might be the denominator."""
 
@@ -43,13 +43,13 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     """
     nest = tree.flatten(batch)
     names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
-    found = [Candidate(words="the rows", code=f"len({names[0]})", count=lambda leaves: float(len(leaves[0])))]
+    found = [Candidate("the rows", f"len({names[0]})", lambda leaves: float(len(leaves[0])))]
     for index, name in enumerate(names):
         found.append(
             Candidate(
-                words=f"the elements of {name}",
-                code=f"{name}.numel()",
-                count=lambda leaves, index=index: float(leaves[index].numel()),
+                f"the elements of {name}",
+                f"{name}.numel()",
+                lambda leaves, index=index: float(leaves[index].numel()),
             )
         )
     # Targets are what is counted most often: by their name, or because they come last.
@@ -65,55 +65,45 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
 
 
 def _of_leaf(index: int, name: str, leaf: Tensor) -> Iterator[Candidate]:
-    views: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [(name, name, lambda value: value)]
+    yield from _of_view(index, leaf, name, name, lambda value: value)
     if leaf.dim() > 1 and leaf.shape[1] > 1:
-        views.append((f"{name} (shifted by one)", f"{name}[:, 1:]", lambda value: value[:, 1:]))
-    for words, code, view in views:
-        if _is_class(leaf):
-            last = [int(value) for value in leaf.reshape(-1)[-1:]]
-            for fill in dict.fromkeys((*FILLS, *last)):
-                yield Candidate(
-                    words=f"the entries of {words} that are not {fill}",
-                    code=f"({code} != {fill}).sum()",
-                    count=lambda leaves, view=view, fill=fill: float((view(leaves[index]) != fill).sum()),
-                )
-        if leaf.dtype == torch.bool:
-            yield Candidate(
-                words=f"the entries of {words} that are not set",
-                code=f"(~{code}).sum()",
-                count=lambda leaves, view=view: float((~view(leaves[index])).sum()),
-            )
-        if bool((leaf >= 0).all()) if not leaf.is_complex() else False:
-            yield Candidate(
-                words=f"the sum of {words}",
-                code=f"{code}.sum()",
-                count=lambda leaves, view=view: float(view(leaves[index]).double().sum()),
-            )
-        if code != name:
-            yield Candidate(
-                words=f"the elements of {words}",
-                code=f"{code}.numel()",
-                count=lambda leaves, view=view: float(view(leaves[index]).numel()),
-            )
+        words, code = f"{name} (shifted by one)", f"{name}[:, 1:]"
+        yield from _of_view(index, leaf, words, code, lambda value: value[:, 1:])
+        yield Candidate(
+            f"the elements of {words}", f"{code}.numel()", lambda leaves: float(leaves[index][:, 1:].numel())
+        )
     if leaf.is_floating_point() and bool(leaf.isnan().any()):
-        yield Candidate(
-            words=f"the entries of {name} that are not NaN",
-            code=f"(~{name}.isnan()).sum()",
-            count=lambda leaves: float((~leaves[index].isnan()).sum()),
-        )
+        words, code = f"the entries of {name} that are not NaN", f"(~{name}.isnan()).sum()"
+        yield Candidate(words, code, lambda leaves: float((~leaves[index].isnan()).sum()))
     if _is_class(leaf) and leaf.dim() == 1 and bool((leaf >= 1).all()):
-        yield Candidate(
-            words=f"the sum of {name}, less one for each row",
-            code=f"({name} - 1).sum()",
-            count=lambda leaves: float((leaves[index] - 1).sum()),
-        )
+        words, code = f"the sum of {name}, less one for each row", f"({name} - 1).sum()"
+        yield Candidate(words, code, lambda leaves: float((leaves[index] - 1).sum()))
     if _is_class(leaf) and leaf.dim() > 1:
         for fill in FILLS:
             yield Candidate(
-                words=f"the rows of {name} with an entry that is not {fill}",
-                code=f"({name} != {fill}).flatten(1).any(1).sum()",
-                count=lambda leaves, fill=fill: float((leaves[index] != fill).flatten(1).any(1).sum()),
+                f"the rows of {name} with an entry that is not {fill}",
+                f"({name} != {fill}).flatten(1).any(1).sum()",
+                lambda leaves, fill=fill: float((leaves[index] != fill).flatten(1).any(1).sum()),
             )
+
+
+def _of_view(
+    index: int, leaf: Tensor, words: str, code: str, view: Callable[[Tensor], Tensor]
+) -> Iterator[Candidate]:
+    def counted(what: str, code: str, count: Callable[[Tensor], Tensor]) -> Candidate:
+        return Candidate(what, code, lambda leaves: float(count(view(leaves[index]))))
+
+    if _is_class(leaf):
+        last = [int(value) for value in leaf.reshape(-1)[-1:]]
+        for fill in dict.fromkeys((*FILLS, *last)):
+            what = f"the entries of {words} that are not {fill}"
+            yield counted(what, f"({code} != {fill}).sum()", lambda value, fill=fill: (value != fill).sum())
+    if leaf.dtype == torch.bool:
+        yield counted(
+            f"the entries of {words} that are not set", f"(~{code}).sum()", lambda value: (~value).sum()
+        )
+    if not leaf.is_complex() and bool((leaf >= 0).all()):
+        yield counted(f"the sum of {words}", f"{code}.sum()", lambda value: value.double().sum())
 
 
 def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candidate]:
@@ -122,9 +112,9 @@ def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candid
     for one, other in itertools.combinations(masks[:MASKS], 2):
         if leaves[one].shape == leaves[other].shape:
             yield Candidate(
-                words=f"the entries that both {names[one]} and {names[other]} count",
-                code=f"({names[one]} * {names[other]}).sum()",
-                count=lambda leaves, one=one, other=other: float((leaves[one] * leaves[other]).sum()),
+                f"the entries that both {names[one]} and {names[other]} count",
+                f"({names[one]} * {names[other]}).sum()",
+                lambda leaves, one=one, other=other: float((leaves[one] * leaves[other]).sum()),
             )
 
 
@@ -137,7 +127,7 @@ def _of_classes(index: int, name: str, key: str, weight: Tensor, leaf: Tensor) -
         return float(torch.where(valid, values[torch.where(valid, labels, 0)], 0).double().sum())
 
     code = f"{key}[{name}].sum()" if int(leaf.min()) >= 0 else f"{key}[{name}[{name} >= 0]].sum()"
-    return Candidate(words=f"the sum of the class weights {key}[{name}]", code=code, count=count)
+    return Candidate(f"the sum of the class weights {key}[{name}]", code, count)
 
 
 def _is_mask(leaf: Tensor) -> bool:
@@ -153,12 +143,7 @@ def _is_class(leaf: Tensor) -> bool:
 
 
 def held_weights(*holders: Any) -> dict[str, Tensor]:
-    """Real tensors of one axis held by functions, modules and partial losses: class weights, perhaps.
-
-    Example:
-        >>> list(held_weights(partial(nn.functional.cross_entropy, weight=torch.ones(3))))
-        ['weight']
-    """
+    """Real tensors of one axis held by functions, modules and partial losses: class weights, perhaps."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for holder in holders:
@@ -223,6 +208,7 @@ def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> 
 
 
 Reading = Callable[[Evaluation], float]
+Cuts = Sequence[Sequence[Evaluation]]  # the micro-batches of each cut
 Values = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # of some groups of rows
 
 _EXACT = 1e-13  # float64 on few terms
@@ -242,7 +228,7 @@ def fit(
     options: Iterable[Candidate],
     readings: Sequence[Reading],
     whole: Evaluation,
-    parted: Sequence[Sequence[Evaluation]],
+    parted: Cuts,
     *,
     tolerance: float,
     error: float,
@@ -263,12 +249,7 @@ def fit(
 
 
 def misfit(weights: Sequence[float], values: Sequence[float], wanted: float) -> float:
-    """How far a weighted mean is from what it should be, relative to what is added up.
-
-    Example:
-        >>> misfit([1, 3], [2.0, 4.0], 3.5), misfit([1, 1], [2.0, 4.0], 4.0)
-        (0.0, 0.3333333333333333)
-    """
+    """How far a weighted mean is from what it should be, relative to what is added up."""
     used = [(weight, value) for weight, value in zip(weights, values, strict=True) if weight]
     total = math.fsum(weight for weight, _ in used)
     size = math.fsum(abs(weight * value) for weight, value in used)
@@ -352,11 +333,7 @@ def in_words(weights: Sequence[float]) -> str:
 
 
 def gradients_add_up(
-    name: str,
-    whole: Evaluation,
-    parts: Sequence[Evaluation],
-    scales: Sequence[float],
-    tolerance: float,
+    name: str, whole: Evaluation, parts: Sequence[Evaluation], scales: Sequence[float], tolerance: float
 ) -> bool:
     """The gradient of a sum is, row by row, that of the parts' sums, times something for each of them."""
     difference = size = 0.0
@@ -376,7 +353,7 @@ def gradients_add_up(
     return difference**0.5 <= tolerance * size**0.5
 
 
-def left_out(name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> list[int]:
+def left_out(name: str, whole: Evaluation, parted: Cuts) -> list[int]:
     """Rows into whose outputs no gradient flows in one cut, while it does in another."""
     unused: set[int] = set()
     used: set[int] = set()

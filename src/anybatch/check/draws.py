@@ -101,11 +101,7 @@ class Draws(TorchDispatchMode):
 
     @contextmanager
     def until(self, deadline: float) -> Generator[None]:
-        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`.
-
-        Raises:
-            OutOfTime: from the first operation of torch after the deadline.
-        """
+        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`."""
         before = self._deadline
         self._deadline = min(before, deadline)
         try:

@@ -1,7 +1,7 @@
 """What a check found: a kind, a culprit, a plain sentence, and the ways out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -87,12 +87,7 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "kind": self.kind,
-            "culprit": self.culprit,
-            "what": self.what,
-            "ways_out": list(self.ways_out),
-        }
+        return asdict(self)
 
 
 def summaries(findings: Iterable[Finding]) -> list[str]:
@@ -117,12 +112,7 @@ def _as_one(group: Sequence[Finding]) -> Finding:
 def module_finding(
     kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
 ) -> Finding:
-    """A finding about a module, with the ways out of its kind if it has none of its own.
-
-    Example:
-        >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
-        'layers.1 (BatchNorm1d)'
-    """
+    """A finding about a module, with the ways out of its kind if it has none of its own."""
     is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     culprit = f"{name or 'the model'} ({type(module).__name__})"

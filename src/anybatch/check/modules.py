@@ -273,12 +273,7 @@ class ModuleSearch:
     deadline: float  # when to look no further, on the clock of `time.perf_counter`
 
     def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
-        """A finding for each innermost module that differs, in the order in which they run.
-
-        Returns:
-            Those whose rows differ, and those that only return a value for all rows which differs: that may
-            be meant so.
-        """
+        """A finding for each innermost module that differs, in the order in which they run."""
         calls = list(outermost)
         tested = [one for call in calls for one in self._innermost(call, gradients=False)]
         if all(one.fault == "pooled" for one in tested):  # else enough is found, and backward costs the most

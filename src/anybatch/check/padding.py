@@ -34,10 +34,6 @@ def find_padding(batch: Any, model: nn.Module) -> Padding | None:
 
     A mask counts where it ends every row (or, turned round, begins with nothing), as padding does; one that
     picks places here and there means something else.
-
-    Example:
-        >>> find_padding({"x": torch.ones(2, 3), "mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}, nn.Identity())
-        Padding(length=3, valid=(3, 1), source="batch['mask']")
     """
     nest = tree.flatten(batch)
     is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2

@@ -307,11 +307,7 @@ class Bench:
             torch.set_default_dtype(default)
 
     def run(self, cut: Cut, watch: Watch = lambda model: lambda part: None) -> PassResult:
-        """Make a pass.
-
-        Returns:
-            What came of it, which may be an error.
-        """
+        """Make a pass."""
         try:
             batch = cut.batch(self.subject.dtype)
         except AnybatchError as error:
@@ -354,11 +350,6 @@ class Bench:
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all entries.
-
-    Example:
-        >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
-        5.0
-    """
+    """The 2-norm of all entries."""
     dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
     return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,45 +134,32 @@ class _Search:
     raised: list[Exception] = field(default_factory=list[Exception])  # by copies that were made
 
     def first(self, cuts: Sequence[Cut], *, is_short: bool) -> _Found:
-        """The first that runs on one of these cuts.
-
-        Raises:
-            Exception: why the last one did not.
-        """
-        widest, own = self._makers()
+        """The first that runs on one of these cuts."""
+        wide = partial(Copied, self.model, self.loss, torch.float64)
+        copied, itself = partial(Copied, self.model, self.loss, None), partial(Itself, self.model, self.loss)
+        own: list[tuple[_Make, str]] = [
+            (copied, "it does not run in float64"),
+            (itself, "it does not run as a copy, so the model itself was run and put back"),
+        ]
         errors: list[Exception] = []
         is_wide_already = all(p.dtype == torch.float64 for p in self.model.parameters())
         limit = WIDE_S if is_short and not is_wide_already else math.inf
         slow = ""
-        for make, is_wide in widest:
+        for is_wide in (True, False):
             try:
-                found = self._try(make, is_wide, cuts, limit, errors)
+                found = self._try(wide, is_wide, cuts, limit, errors)
             except OutOfTime:
                 slow = "float64 would take too long, so errors are those of the model's own dtype"
                 break
             if found is not None:
                 return found
         for make, note in own:
-            if make is own[-1][0] and len(self.raised) > 1 and len({_line(one) for one in self.raised}) == 1:
+            if make is itself and len(self.raised) > 1 and len({_line(one) for one in self.raised}) == 1:
                 break  # every copy fails on the same, so the model itself is spared
             found = self._try(make, False, cuts, math.inf, errors)
             if found is not None:
                 return replace(found, notes=(slow or f"{note} ({_line(errors[0])})",))
         raise errors[-1]
-
-    def _makers(self) -> tuple[list[tuple[_Make, bool]], list[tuple[_Make, str]]]:
-        model, loss = self.model, self.loss
-
-        def wide() -> Subject:
-            return Copied(model, loss, torch.float64)
-
-        return [(wide, True), (wide, False)], [
-            (lambda: Copied(model, loss, None), "it does not run in float64"),
-            (
-                lambda: Itself(model, loss),
-                "it does not run as a copy, so the model itself was run and put back",
-            ),
-        ]
 
     def _try(
         self, make: _Make, is_wide: bool, cuts: Sequence[Cut], seconds: float, errors: list[Exception]

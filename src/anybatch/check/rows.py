@@ -57,12 +57,7 @@ def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | 
 
 
 def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
-    """The entries of some rows; all of them where rows lie on no axis.
-
-    Example:
-        >>> select(torch.arange(6), Axis(0, 2), Part((2, 0), 3))
-        tensor([4, 5, 0, 1])
-    """
+    """The entries of some rows; all of them where rows lie on no axis."""
     if axis is None:
         return value
     rows = torch.tensor(part.rows, device=value.device)
@@ -74,9 +69,6 @@ def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
     """What of a whole batch's tensor belongs to a part that has this shape.
 
     Other axes that are longer in the whole (rows padded to a longer row) are cut short at their end.
-
-    Returns:
-        A tensor of that shape, or None where the shapes do not say what belongs together.
     """
     if value.dim() != len(shape):
         return None
@@ -147,10 +139,6 @@ def choose(signatures: Mapping[int, Sequence[float]], rows: int) -> list[int]:
 
     Each next one is the farthest from those that were taken (Gonzalez 1985, "Clustering to minimize the
     maximum intercluster distance").
-
-    Example:
-        >>> choose({0: [3.0], 10: [3.0], 20: [1.0], 30: [2.0]}, 3)
-        [0, 20, 30]
     """
     places = list(signatures)
     table = torch.tensor(list(signatures.values()), dtype=torch.float64).view(len(places), -1)
@@ -166,21 +154,12 @@ def choose(signatures: Mapping[int, Sequence[float]], rows: int) -> list[int]:
 
 
 def rows_of(batch: Any, collate: Collate | None) -> int:
-    """How many rows a batch has.
-
-    Raises:
-        BatchError: it is no batch.
-    """
+    """How many rows a batch has."""
     return (TensorBatch(batch) if collate is None else SampleBatch(batch, collate)).rows
 
 
 def signatures(batch: Any, collate: Collate | None, at_least: int = 0) -> dict[int, list[float]]:
-    """A few numbers for rows all over the batch: how much of each is valid, masked, zero; its class.
-
-    Example:
-        >>> signatures((torch.zeros(2, 9), torch.tensor([[5, -100], [5, 6]])), None)
-        {0: [9.0, 0.0, 1.0, 0.0, -95.0, 2.0], 1: [9.0, 0.0, 2.0, 0.0, 11.0, 2.0]}
-    """
+    """A few numbers for rows all over the batch: how much of each is valid, masked, zero; its class."""
     if collate is not None:
         places = _spread(len(batch), max(CANDIDATES, at_least))
         found = [

@@ -178,10 +178,6 @@ class FakeMode(FakeTensorMode):
     def explained(self, what: str = "a step", instead: str = "it is measured instead") -> Generator[None]:
         """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
 
-        Args:
-            what: runs here.
-            instead: what is done, or what to do, where it cannot.
-
         Raises:
             TraceError: something failed.
             PlanError: as it came; a real step would not do better.
@@ -342,11 +338,6 @@ def replaced_by_fakes(
 
     Everything a module or an optimizer holds is put back, whatever a forward or an update puts there.
 
-    Args:
-        mode: what the fakes belong to.
-        modules: all modules, children too.
-        optimizers: whose parameters and state are replaced.
-
     Example:
         >>> model = nn.Linear(2, 2)
         >>> weight = model.weight
@@ -387,11 +378,7 @@ def undisturbed(
 ) -> Generator[Remembered]:
     """Random streams, gradients, buffers, warnings and collector as before; nothing is compiled meanwhile.
 
-    Args:
-        parameters: whose gradients are put back.
-        modules: whose buffers are put back.
-        roots: all that can be reached from here is put back too.
-        is_real: values may be written to, so those of small tensors that can be reached are put back.
+    So is all that `roots` reach; with `is_real`, values too, as far as tensors are small.
     """
     own = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
     snapshot = Remembered(roots, but_for=own if is_real else None)
@@ -424,12 +411,6 @@ def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
     Nobody can foretell its bytes: each micro-batch and, in the state of optimizers, each step adds to them
     as many rows as it has met, and when they are merged depends on which ones these are.
 
-    Args:
-        parameters: real ones; fakes take their hooks over.
-
-    Raises:
-        PlanError: one does.
-
     Example:
         >>> layer = nn.Embedding(3, 2, sparse=True)
         >>> with dense_only(layer.parameters()):
@@ -452,11 +433,7 @@ def _look_at_layout(parameter: Tensor) -> None:
 
 
 def sparse_refused(what: str) -> PlanError:
-    """The error that says why no bytes are foreseen of steps with sparse gradients.
-
-    Args:
-        what: came.
-    """
+    """The error that says why no bytes are foreseen of steps with sparse gradients."""
     return PlanError(
         f"Expected dense gradients, got {what}: nobody can foretell their bytes. Make layers with "
         "sparse=False, or choose micro_batch= yourself, without memory=."
@@ -467,9 +444,6 @@ def drop_left_fakes() -> None:
     """Take fakes that outlived their trace out of what holds them.
 
     The collector must have been off since the trace began, so that they are all young and quickly found.
-
-    Raises:
-        TraceError: something holds them that they cannot be taken out of.
     """
     if not _young_fakes(0):
         return

@@ -11,11 +11,7 @@ FORMATS = (".png", ".svg", ".html", ".pdf")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib's.
-
-    Raises:
-        PlanError: matplotlib is not installed.
-    """
+    """An empty figure of matplotlib's."""
     try:
         from matplotlib.figure import Figure  # not pyplot: it keeps figures, and chooses a window system
     except ImportError as error:
@@ -26,11 +22,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def checked(path: str | Path) -> Path:
-    """The path of a picture, if its ending is one of `FORMATS` and its folder is there.
-
-    Raises:
-        PlanError: one of them is not so.
-    """
+    """The path of a picture, if its ending is one of `FORMATS` and its folder is there."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise PlanError(

@@ -151,9 +151,6 @@ class Budget:
 
     Args:
         memory: as for `anybatch.memory.device.parse_memory`.
-
-    Raises:
-        PlanError: no amount of memory.
     """
 
     def __init__(self, memory: str | int) -> None:
@@ -167,10 +164,8 @@ class Budget:
     def plan(self, request: Request, first: Request | None = None) -> Plan:
         """The plan of a batch: made now, or remembered for rows like these.
 
-        Args:
-            request: about this batch; device and budget are filled in here.
-            first: another request about it, whose answer is preferred if there is one. Where the other one
-                is answered already there was none.
+        If `first`, another request about the same batch, can be met, its plan is returned. It is not tried
+        where `request` has been answered before: then there was none.
 
         Raises:
             BudgetError: nothing fits.
@@ -297,11 +292,7 @@ class Budget:
 def find_plan(
     request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> PlanReport:
-    """The planner's answer to an aimed request; see `for_device`.
-
-    Raises:
-        BudgetError: nothing fits.
-    """
+    """The planner's answer to an aimed request; see `for_device`."""
     request = for_device(request, memory, device, measure=measure)
     if memory is None or not request.device.is_here:
         return choose(request)
@@ -312,11 +303,7 @@ def find_plan(
 def for_device(
     request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> Request:
-    """A request about a device, which need not be here, and a budget of it.
-
-    Raises:
-        PlanError: a module's shapes are not known yet.
-    """
+    """A request about a device, which need not be here, and a budget of it."""
     _refuse_lazy(request.task)
     target = device_of(request.task) if device is None else find_device(device)
     here = {one.type for one in request.task.devices} == {target.kind}
@@ -377,11 +364,7 @@ def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
 
 
 def device_of(task: Task) -> Device:
-    """The device whose memory counts: the one that the model is on.
-
-    Raises:
-        PlanError: the model is spread over several.
-    """
+    """The device whose memory counts: the one that the model is on."""
     kinds = {device for device in task.devices if device.type != "meta"}
     if len(kinds) > 1:
         raise PlanError(

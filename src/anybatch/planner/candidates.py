@@ -18,38 +18,25 @@ from anybatch.recompute import POLICIES
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """What is to be planned.
+    """What is to be planned."""
 
-    Attributes:
-        task: what a step is carried out on.
-        batch: the logical batch, or a few of its rows.
-        like: a plan of all rows of the batch with every setting that is not to be chosen.
-        budget: the most bytes alive at any moment; None for as many as there are.
-        device: where the step will run.
-        cut_refused: why the batch may not be cut; "" where it may.
-        blocks: names of the blocks whose policy may be chosen; none where it is settled in `like`.
-        sizes: the only micro-batch there may be; empty where it is to be chosen.
-        parts: micro-batches that these rows come in at least, all alike but the last: 1 where they may stay
-            whole, more where they stand for a micro-batch that finds the sums of others there already.
-        fewest: rows that a micro-batch has at least.
-        without: policies that are not to be chosen, because a block did not run again as it did under them.
-        measure: whether the fastest plans are raced for a moment, where the device is here.
-        rivals: whether plans to be raced in real steps are asked for.
-    """
-
-    task: Task
-    batch: Batch
-    like: Plan
-    budget: int | None = None
-    device: Device = field(default_factory=lambda: find_device("cpu"))
-    cut_refused: str = ""
+    task: Task  # what a step is carried out on
+    batch: Batch  # the logical batch, or a few of its rows
+    like: Plan  # a plan of all rows of the batch with every setting that is not to be chosen
+    budget: int | None = None  # the most bytes alive at any moment; None for as many as there are
+    device: Device = field(default_factory=lambda: find_device("cpu"))  # where the step will run
+    cut_refused: str = ""  # why the batch may not be cut; "" where it may
+    # names of the blocks whose policy may be chosen; none where it is settled in `like`
     blocks: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # the only micro-batch there may be; empty where it is to be chosen
+    # micro-batches that these rows come in at least, all alike but the last: 1 where they may stay whole,
+    # more where they stand for a micro-batch that finds the sums of others there already
     parts: int = 1
-    fewest: int = 1
+    fewest: int = 1  # rows that a micro-batch has at least
+    # policies that are not to be chosen, because a block did not run again as it did under them
     without: tuple[str, ...] = ()
-    measure: bool = True
-    rivals: bool = False
+    measure: bool = True  # whether the fastest plans are raced for a moment, where the device is here
+    rivals: bool = False  # whether plans to be raced in real steps are asked for
 
     @property
     def policies(self) -> tuple[str, ...]:

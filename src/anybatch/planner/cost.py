@@ -140,11 +140,7 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """Two recordings of a step of two micro-batches, alike but for their size.
-
-    Raises:
-        ValueError: the two recordings are not of the same step.
-    """
+    """Two recordings of a step of two micro-batches, alike but for their size."""
 
     sizes: tuple[int, int]  # rows of a micro-batch in each
     recordings: tuple[Recording, Recording]  # what happened
@@ -298,9 +294,6 @@ class PolicyRecordings:
     Args:
         recorded: of each policy, "keep" among them.
         update: where the update is to be taken from, if not from each recording itself.
-
-    Raises:
-        ValueError: the recordings are not of the same step.
     """
 
     def __init__(self, recorded: Mapping[str, Recorded], update: Recorded | None = None) -> None:

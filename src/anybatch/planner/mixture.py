@@ -70,9 +70,6 @@ class Mixture:
     of the pure steps, but for outputs, which the block itself or the next one holds, or both: they are
     counted one by one.
 
-    Raises:
-        ValueError: the segments of two policies are not those of the same step.
-
     Example:
         >>> def of(net, peak):
         ...     return [Segment(block="a", place=("forward", 0), net=net, peak=peak)]
@@ -146,9 +143,6 @@ class Mixture:
         Who frees all that a block leaves for its backward does its forward again, but for products that may
         be kept: what is cheap in it, at least, or what a policy takes that is known. Bytes are freed where
         that costs least, down to the last one, as in the continuous knapsack problem.
-
-        Returns:
-            seconds; infinity where it is not enough to free all that blocks leave.
         """
         left = dict.fromkeys(self.blocks, 0)  # bytes, of one micro-batch
         spent = dict.fromkeys(self.blocks, 0.0)  # seconds, of all of them

@@ -43,6 +43,11 @@ class Option:
     measured: bool = False
     ledger: Ledger | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; without the ledger."""
+        names = ("peak", "seconds", "source", "measured")
+        return {"plan": json.loads(self.plan.to_json())} | {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
@@ -88,19 +93,12 @@ class PlanReport:
 
     def to_json(self) -> str:
         """The report as one JSON object; `Plan.from_json` and `Ledger.from_json` read its parts."""
-        return json.dumps(
-            {
-                "plan": json.loads(self.plan.to_json()),
-                "peak": self.peak,
-                "seconds": self.seconds,
-                "measured": self.measured,
-                "budget": self.budget,
-                "device": self.device,
-                "ledger": json.loads(self.ledger.to_json()),
-                "options": [_as_dict(option) for option in self.options],
-                "notes": list(self.notes),
-            }
-        )
+        names = ("peak", "seconds", "measured", "budget", "device")
+        values: dict[str, Any] = {"plan": json.loads(self.plan.to_json())}
+        values |= {name: getattr(self, name) for name in names}
+        values |= {"ledger": json.loads(self.ledger.to_json())}
+        values |= {"options": [option.to_dict() for option in self.options], "notes": self.notes}
+        return json.dumps(values)
 
     def __str__(self) -> str:
         how = "measured" if self.measured else "estimated"
@@ -119,16 +117,6 @@ class PlanReport:
             parts += ["", "next best", *_table(self.options)]
         parts += [f"note: {note}" for note in self.notes]
         return "\n".join(parts)
-
-
-def _as_dict(option: Option) -> dict[str, Any]:
-    return {
-        "plan": json.loads(option.plan.to_json()),
-        "peak": option.peak,
-        "seconds": option.seconds,
-        "source": option.source,
-        "measured": option.measured,
-    }
 
 
 def _blocks(plan: Plan) -> list[str]:
@@ -200,13 +188,7 @@ def _quoted(module: str) -> str:
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
-    """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows.
-
-    Args:
-        task: what a step is carried out on.
-        batch: the logical batch.
-        settings: a plan without rows.
-    """
+    """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
     every = tuple((name, "recompute") for name in find_blocks(task.model))
     plan = replace(settings, rows=batch.rows, micro_batch=1, cut=(), blocks=settings.blocks or every)
     try:

@@ -26,9 +26,6 @@ def fastest(mixture: Mixture, budget: int) -> dict[str, str] | None:
 
     Minimize the sum of each block's seconds, subject to one inequality for the highest moment of each
     segment: both are linear in the choices, one policy for each block.
-
-    Returns:
-        The policy of each block that is not kept.
     """
     if mixture.peak({}) <= budget:
         return {}

@@ -241,18 +241,7 @@ def run_on_fakes(
     idle: Set[nn.Parameter],
     carry_out: Callable[[Plan, Task, Batch], object] = execute,
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
-    """What was seen, who got no gradient, and whether state was made for any of those.
-
-    Args:
-        plan: of the rows that are run.
-        rows: of the logical batch.
-        task: what it is carried out on.
-        batch: gives shapes and dtypes of the rows.
-        target: the device that is planned for.
-        modules: all that may hold tensors.
-        idle: parameters that get no gradient, and so have no state.
-        carry_out: a step, or what else is to be seen.
-    """
+    """What was seen, who got no gradient, and whether state was made for any of those."""
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)

@@ -13,19 +13,12 @@ from anybatch.core import StepReport, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What lies ahead when training starts or goes on.
+    """What lies ahead when training starts or goes on."""
 
-    Attributes:
-        epochs: the last epoch's number.
-        done_updates: updates made already, before this start.
-        total_updates: updates when all epochs are done.
-        rows: rows of an epoch.
-    """
-
-    epochs: int
-    done_updates: int
-    total_updates: int
-    rows: int
+    epochs: int  # the last epoch's number
+    done_updates: int  # updates made already, before this start
+    total_updates: int  # updates when all epochs are done
+    rows: int  # rows of an epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
