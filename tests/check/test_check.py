@@ -410,7 +410,7 @@ def fit(model: nn.Module, micro: Any) -> Total:
 
 def explained(model: nn.Module, loss: Any) -> list[Finding]:
     ours = comparison(model, loss, BATCH)
-    return explain(ours, [ours.cut_by(size) for size in (3, 5)], "mine", bare=ours.reference.bare)
+    return explain(ours, [ours.cut_by(size) for size in (3, 5)], "mine")
 
 
 def test_modules_and_terms_are_both_found() -> None:

@@ -161,9 +161,7 @@ def check(
         findings: list[Finding] = []
         notes = list(prepared.notes)
         if comparison.reference.bare or differ:
-            findings += explain(
-                comparison, verdicts, name_of(loss), bare=comparison.reference.bare, deadline=start + CHECK_S
-            )
+            findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
         loss_is_found = any(finding.kind == "denominator" for finding in findings)
         try:
             with comparison.bench.draws.until(start + CHECK_S):
@@ -282,12 +280,7 @@ CLOSER = 1e-6  # how exactly sums of float32 add up, if they do
 
 
 def explain(
-    comparison: Comparison,
-    verdicts: Sequence[Verdict],
-    loss_name: str,
-    *,
-    bare: frozenset[str],
-    deadline: float = math.inf,
+    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, *, deadline: float = math.inf
 ) -> list[Finding]:
     """Where split and whole part."""
     worst = worst_of(comparison, verdicts)
@@ -300,7 +293,7 @@ def explain(
     draws = comparison.bench.draws
     try:
         with draws.until(deadline):
-            terms = _terms(comparison, verdicts, loss_name, bare, deadline, is_sound=is_sound)
+            terms = _terms(comparison, verdicts, loss_name, deadline, is_sound=is_sound)
             if terms and is_sound:
                 return terms  # to take a sound model apart costs the most
             found = [] if is_sound else _batch_norms(comparison, worst, has_terms=bool(terms))
@@ -322,13 +315,7 @@ def explain(
 
 
 def _terms(
-    comparison: Comparison,
-    verdicts: Sequence[Verdict],
-    loss_name: str,
-    bare: frozenset[str],
-    deadline: float,
-    *,
-    is_sound: bool,
+    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, deadline: float, *, is_sound: bool
 ) -> list[Finding]:
     whole = comparison.whole
     sizes = cut_sizes_to_try(len(whole.part.rows), None)
@@ -344,7 +331,7 @@ def _terms(
             outermost=comparison.reference.calls.parts.get(whole.part, []),
             tolerance=limit,
             name=loss_name,
-            bare=bare,
+            bare=comparison.reference.bare,
             pooled=not is_sound,
             deadline=deadline,
         )

@@ -43,7 +43,7 @@ class ComparedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleTest:
-    """Tells how a module differs, by running it on other inputs."""
+    """Finds out why a module differs, by running it on other inputs."""
 
     bench: Bench  # where it is run
     total: int  # rows of the batch
@@ -233,6 +233,11 @@ def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Par
     return [select(value, axis, part) for value, axis in zip(inputs, axes, strict=True)]
 
 
+def _pattern(like: Tensor) -> Tensor:
+    """Numbers that differ from entry to entry."""
+    return torch.cos(torch.arange(like.numel(), device=like.device)).view(like.shape).to(like.dtype)
+
+
 def _change_row(
     inputs: Sequence[Tensor], axes: Sequence[Axis | None], row: int, shift: int, total: int
 ) -> list[Tensor]:
@@ -245,10 +250,7 @@ def _change_row(
         if axis is None or (real and not value.is_floating_point()):
             changed.append(value)
         elif real:
-            wave = (
-                torch.cos(torch.arange(value.numel(), device=value.device)).view(value.shape).to(value.dtype)
-            )
-            perturbed = value + wave * (1 + value.abs().mean())
+            perturbed = value + _pattern(value) * (1 + value.abs().mean())
             rows = torch.zeros(total, device=value.device, dtype=torch.bool)
             rows[row] = True
             shape = [1] * value.dim()
@@ -405,7 +407,7 @@ def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -
     """
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):
-        pattern = torch.cos(torch.arange(like.numel(), device=like.device)).view(like.shape).to(like.dtype)
+        pattern = _pattern(like)
         is_row_wise = piece.shape != like.shape
         found.append(
             take(pattern, pattern.shape if part.is_whole else piece.shape, part) if is_row_wise else None

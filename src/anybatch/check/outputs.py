@@ -1,4 +1,4 @@
-"""A loss by itself: evaluated while every row's output of the model is given, so only the loss can differ."""
+"""A loss by itself: evaluated on the outputs of the whole batch, so that only the loss can differ."""
 
 import math
 from collections import Counter, defaultdict

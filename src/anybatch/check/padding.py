@@ -142,9 +142,9 @@ def _is_of_target(path: str, is_pair: bool) -> bool:
 def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         return None
-    seen = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
-    ends = bool((seen.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
-    return _as_lengths(seen.sum(1)) if ends and bool(seen[:, 0].all()) and not bool(seen.all()) else None
+    valid = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
+    ends = bool((valid.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
+    return _as_lengths(valid.sum(1)) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
 
 
 def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[int, ...]] | None:

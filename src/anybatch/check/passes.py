@@ -102,24 +102,16 @@ class Returned:
 
 
 class Call:
-    """One call of a module.
-
-    Attributes:
-        key: the module, and which of its calls in this micro-batch.
-        values: what it was given, taken apart: tensors and all else.
-        form: how that is put together again.
-        states: where the random streams stood.
-        outputs: the tensors it gave back.
-        inner: calls made while this one ran, in the order in which they ended.
-        returned: what else is needed to give the same back without running the module.
-        axes: on which axes rows lie in what it was given and gave back, where that has been made sure of.
-    """
+    """One call of a module."""
 
     def __init__(self, *, key: Key, values: list[Any], form: Any, states: Mapping[str, Tensor]) -> None:
-        self.key, self.values, self.form, self.states = key, values, form, states
+        self.key = key  # the module, and which of its calls in this micro-batch
+        self.values, self.form = values, form  # its arguments, flat, and how they are put together again
+        self.states = states  # where the random streams stood
         self.outputs: list[Tensor] = []
-        self.inner: list[Call] = []
-        self.returned: Returned | None = None
+        self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
+        self.returned: Returned | None = None  # what is needed to return the same without running the module
+        # On which axes rows lie in inputs and outputs, where that is certain.
         self.axes: tuple[Sequence[Axis | None], Sequence[Axis | None]] | None = None
 
     @property
@@ -278,9 +270,9 @@ class _WatchedBatch:
         for size in sizes:
             part = Part(tuple(rows[start : start + size]), self._parts[0].total)
             start += size
-            seen = set(self._draws.dtypes)
+            dtypes = set(self._draws.dtypes)
             micro = next(micros)
-            self._draws.dtypes = seen  # what a `collate` computes in is not the model's
+            self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
             self._draws.begin(part)
             self._notify(part)
             yield micro

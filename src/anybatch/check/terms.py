@@ -31,7 +31,7 @@ _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TermTest:
-    """Looks at a loss by itself: the model's outputs are those of the whole batch, in every cut."""
+    """Tests a loss by itself: in every cut the model's outputs are those of the whole batch."""
 
     bench: Bench  # where the loss is run
     whole: Cut  # all rows in one micro-batch
@@ -201,8 +201,8 @@ class TermTest:
         def weigh(one: Evaluation) -> list[float]:
             return [weights[row] for row in one.part.rows]
 
-        seen = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
-        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in seen)
+        weighed = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
+        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in weighed)
         share = 1e-4 if self.tolerance < 1e-9 else 1e-2  # a smooth meeting of like rows is nearly a mean
         if left > min(share * error, max(10 * _SMALL, self.tolerance)):
             return False

@@ -292,7 +292,7 @@ class Budget:
 def find_plan(
     request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> PlanReport:
-    """The planner's answer to an aimed request; see `for_device`."""
+    """Choose a plan for a request on a device within a budget; see `for_device`."""
     request = for_device(request, memory, device, measure=measure)
     if memory is None or not request.device.is_here:
         return choose(request)
@@ -303,7 +303,7 @@ def find_plan(
 def for_device(
     request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> Request:
-    """A request about a device, which need not be here, and a budget of it."""
+    """The request with device and budget filled in. The device need not be here."""
     _refuse_lazy(request.task)
     target = device_of(request.task) if device is None else find_device(device)
     here = {one.type for one in request.task.devices} == {target.kind}

@@ -95,7 +95,7 @@ LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row ma
 
 
 class Candidates:
-    """The bytes of one request's plans: traced as they are, or composed of a few that were.
+    """The bytes of the plans of one request: traced, or composed of a few traced steps.
 
     Args:
         request: what is to be planned.

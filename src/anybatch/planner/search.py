@@ -48,7 +48,7 @@ def choose(request: Request) -> PlanReport:
 
 
 class _Search:
-    """Options of one request, found, sorted and made sure of."""
+    """Finds the options of one request, sorts them and traces the best."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -169,7 +169,7 @@ class _Search:
         return option
 
     def _verified(self, option: Option) -> Option:
-        """The same option as a trace of exactly this plan knows it."""
+        """The same option with the bytes of a trace of exactly this plan."""
         try:
             found = self._candidates.trace(option.plan)
         except OutOfMemoryError:  # measured where the allocator keeps to the budget
