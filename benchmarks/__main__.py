@@ -4,13 +4,14 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
 import torch
 
-from benchmarks.config import FULL, QUICK, Config
-from benchmarks.contestants import PACKAGES, RIVALS, installed
+from benchmarks.config import FULL, QUICK, Config, RaceCase
+from benchmarks.contestants import PACKAGES, PEERS, RIVALS, Builders, installed
 from benchmarks.exactness import exactness
 from benchmarks.linear import head
 from benchmarks.machine import hardware, versions
@@ -18,7 +19,7 @@ from benchmarks.memory import memory
 from benchmarks.race import race
 from benchmarks.report import file_name, render
 from benchmarks.results import Head, Race, Raw
-from benchmarks.thresholds import judge, ratio
+from benchmarks.thresholds import judge, ratio, time_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,8 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--folder", type=Path, default=Path("runs/bench"), help="where raw results and reports go"
     )
     parser.add_argument("--raw", type=Path, help="report and judge these raw results, measure nothing")
+    cases = [case.name for case in FULL.races]
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=[*cases, *RIVALS, *PEERS],
+        metavar="NAME",
+        help=f"race only these: cases ({', '.join(cases)}) and peers ({', '.join(PEERS)})",
+    )
+    parser.add_argument("--rounds", type=int, help="so many pairs in every race, however long it takes")
     options = parser.parse_args(arguments)
-    raw = Raw.load(options.raw) if options.raw else measure(QUICK if options.quick else FULL)
+    config = chosen(QUICK if options.quick else FULL, only=options.only, rounds=options.rounds)
+    raw = Raw.load(options.raw) if options.raw else measure(config, only=options.only)
     verdicts = list(judge(raw))
     text = render(raw, verdicts)
     path = options.folder / file_name(raw)
@@ -46,14 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def measure(config: Config) -> Raw:
-    """Everything in `config`, in this process, on one thread."""
+def chosen(config: Config, *, only: Sequence[str], rounds: int | None) -> Config:
+    """The races that are named, or everything where no name is given; with so many pairs."""
+    if only:
+        races = tuple(case for case in config.races if case.name in only)
+        config = replace(config, races=races or config.races, memory=(), heads=())
+    if rounds:
+        config = replace(config, effort=replace(config.effort, least_blocks=rounds, most_blocks=rounds))
+    return config
+
+
+def measure(config: Config, *, only: Sequence[str] = ()) -> Raw:
+    """Everything in `config`, in this process, on one thread; with `only` no peers but those it names."""
     torch.set_num_threads(1)  # more threads wait busily for each other on a shared machine
     builders = installed()
     errors, peaks, races = [], [], []
     for case in config.races:
-        say(f"{case.task}: gradients in float64 against one whole-batch backward")
-        errors.append(exactness(case, builders, seed=config.seed))
+        if case.threshold is not None:
+            say(f"{case.name}: gradients in float64 against one whole-batch backward")
+            errors.append(exactness(case, entrants(case, builders, only=only), seed=config.seed))
     for case in config.memory:
         say(f"{case.task}: peak bytes at {case.few} and at {case.many} micro-batches")
         peaks.append(memory(case, RIVALS, seed=config.seed))
@@ -63,12 +86,14 @@ def measure(config: Config) -> Raw:
         heads.append(head(case, seed=config.seed))
     deadline = time.perf_counter() + config.effort.seconds
     for left, case in zip(range(len(config.races), 0, -1), config.races, strict=True):
-        say(f"{case.task}: racing {case.micro_batches} micro-batches of {case.rows} rows")
+        say(f"{case.name}: racing {case.micro_batches} micro-batches of {case.rows} rows")
         share = (
             deadline - time.perf_counter()
         ) / left  # what a steady race leaves over goes to the next ones
-        races.append(race(case, config.effort, builders, seconds=share, seed=config.seed))
-        say(f"{case.task}: {summary(races[-1])}")
+        contestants = entrants(case, builders, only=only)
+        found = race(case, config.effort, contestants, seconds=share, seed=config.seed)
+        races.append(found)
+        say(f"{case.name}: {summary(found)}")
     return Raw(
         config=config.name,
         date=date.today().isoformat(),
@@ -83,13 +108,23 @@ def measure(config: Config) -> Raw:
     )
 
 
+def entrants(case: RaceCase, builders: Builders, *, only: Sequence[str]) -> Builders:
+    """Peers take part only where the case asks for them, and where `only` names them or is empty."""
+    return {
+        name: build
+        for name, build in builders.items()
+        if name in RIVALS or (case.peers and (not only or name in only))
+    }
+
+
 def summary(result: Race) -> str:
     """One line while the rest is still running."""
-    wall, cpu = ratio(result, "anybatch", "wall"), ratio(result, "anybatch", "cpu")
-    verdict = "pass" if wall.median <= result.case.threshold else "FAIL"
+    wall, cpu, verdict = ratio(result, "anybatch", "wall"), ratio(result, "anybatch", "cpu"), time_of(result)
+    judged = "for information" if verdict is None else "pass" if verdict.holds else "FAIL"
+    limit = "" if verdict is None else f", at most {verdict.limit:g}"
     return (
-        f"anybatch / hand-written = {wall.median:.3f} wall, {cpu.median:.3f} CPU "
-        f"({wall.pairs} pairs, at most {result.case.threshold:g}: {verdict})"
+        f"anybatch / hand-written = {cpu.median:.3f} [{cpu.low:.3f}, {cpu.high:.3f}] CPU, "
+        f"{wall.median:.3f} wall ({cpu.pairs} pairs{limit}: {judged}; weights {result.difference:.1g} off)"
     )
 
 

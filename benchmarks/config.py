@@ -1,17 +1,31 @@
 """What is measured, how long, and which thresholds must hold: frozen values, nothing else."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Without torch's engine call a step goes through `torch.autograd.backward`; its Python shows in a tiny model.
+_HAS_ENGINE = hasattr(getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceCase:
     """A task, its cut, and the highest median ratio to the hand-written loop that passes."""
 
+    name: str
     task: str
     rows: int  # of one micro-batch
     micro_batches: int
-    threshold: float
+    threshold: float | None = None  # None: for information
+    or_equal: bool = False  # passes too where the interval of the median holds 1.00
     ragged: bool = False  # unequal weights: padded tokens, rows without a label
+    window: bool = False  # micro-batches are added to a window
+    options: Mapping[str, Any] = field(
+        default_factory=dict[str, Any]
+    )  # of `ab.Step`; by hand: clip and autocast
+    peers: bool = False  # accelerate and Fabric take part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +62,27 @@ class Effort:
     seconds: float  # of all races together
     warm_up: int  # updates of every contestant before the first block, twice
     peers_every: int  # peers join every so many blocks
-    interval: float = 0.01  # settled: the 95 % interval of the median ratio is narrower than this, relative
+    interval: float = (
+        0.01  # settled: the 95 % interval of the median is narrower than this; 3 times without a limit
+    )
     decided: bool = False  # settled too: the threshold lies outside that interval
     segment_s: float = 0.02  # a timed segment repeats the update until it lasts about this long
+
+
+def _mlp(name: str, **settings: Any) -> RaceCase:
+    return RaceCase(name=name, task="mlp", rows=8, micro_batches=16, **settings)
+
+
+def _lenet5(name: str, **settings: Any) -> RaceCase:
+    return RaceCase(name=name, task="lenet5", rows=32, micro_batches=4, **settings)
+
+
+_LARGER: dict[str, Any] = {"threshold": 1.03, "or_equal": True, "peers": True}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "memory": {"memory": "1GiB"},
+    "clip": {"clip_norm": 1.0},
+    "bf16": {"precision": "bf16-mixed"},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +93,19 @@ class Config:
     effort: Effort
     races: tuple[RaceCase, ...] = (
         # From the steadiest to the noisiest: a race that is over early leaves its time to the next ones.
-        RaceCase(task="mlp", rows=8, micro_batches=16, threshold=1.15),
-        RaceCase(task="lenet5", rows=32, micro_batches=4, threshold=1.03),
-        RaceCase(task="gpt", rows=4, micro_batches=8, threshold=1.03, ragged=True),
+        _mlp("mlp", threshold=1.00 if _HAS_ENGINE else 1.08, peers=True),
+        _mlp("mlp-window", threshold=1.25, window=True),
+        RaceCase(name="mlp-uncut", task="mlp", rows=128, micro_batches=1, threshold=1.45),
+        _lenet5("lenet5", threshold=1.02, peers=True),
+        _lenet5("lenet5-window", threshold=1.05, window=True),
+        *(
+            case(f"{task}-{name}", options=options)
+            for task, case in (("mlp", _mlp), ("lenet5", _lenet5))
+            for name, options in _OPTIONS.items()
+        ),
+        RaceCase(name="bert", task="bert", rows=4, micro_batches=8, **_LARGER),
+        RaceCase(name="resnet", task="resnet", rows=8, micro_batches=4, **_LARGER),
+        RaceCase(name="gpt", task="gpt", rows=4, micro_batches=8, ragged=True, **_LARGER),
     )
     memory: tuple[MemoryCase, ...] = (
         MemoryCase(task="lenet5", rows=32),
@@ -77,10 +119,10 @@ class Config:
 
 FULL = Config(
     name="full",
-    effort=Effort(least_blocks=20, most_blocks=400, seconds=190.0, warm_up=3, peers_every=4),
+    effort=Effort(least_blocks=20, most_blocks=400, seconds=400.0, warm_up=5, peers_every=4),
 )
 QUICK = Config(
     name="quick",
     heads=(HeadCase(tokens=1_024, width=64),),
-    effort=Effort(least_blocks=6, most_blocks=100, seconds=14.0, warm_up=1, peers_every=10, decided=True),
+    effort=Effort(least_blocks=6, most_blocks=100, seconds=40.0, warm_up=1, peers_every=10, decided=True),
 )

@@ -1,15 +1,18 @@
 """The contestants: one update, the same cut: a hand-written loop, anybatch, accelerate, Lightning Fabric."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 import anybatch as ab
-from benchmarks.tasks import IGNORE, Batch, Task
+from benchmarks.config import RaceCase
+from benchmarks.tasks import IGNORE, Batch, Task, split
 
 Update = Callable[[Batch], float]
 """One optimizer step on a whole logical batch; returns its loss as a float."""
@@ -24,18 +27,60 @@ class Entry:
     optimizer: Optimizer
     rows: int  # of one micro-batch
     micro_batches: int
+    window: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of `ab.Step`
+
+    @classmethod
+    def of(cls, case: RaceCase, task: Task, model: nn.Module, optimizer: Optimizer) -> "Entry":
+        """With the cut and the options of a case."""
+        return cls(
+            task=task,
+            model=model,
+            optimizer=optimizer,
+            rows=case.rows,
+            micro_batches=case.micro_batches,
+            window=case.window,
+            options=case.options,
+        )
 
 
 def hand(entry: Entry) -> Update:
     """The honest loop: count the valid labels of the whole batch first, sum, divide, add up."""
     model, optimizer, criterion, rows = entry.model, entry.optimizer, entry.task.criterion, entry.rows
+    if criterion is None:
+        return _hand_with_own_loss(entry)
+    clip_norm, is_mixed = entry.options.get("clip_norm"), entry.options.get("precision") == "bf16-mixed"
 
     def update(batch: Batch) -> float:
         inputs, target = batch
         weight = (target != IGNORE).sum()
         running = torch.zeros(())
         for x, y in zip(inputs.split(rows), target.split(rows), strict=True):
-            loss = criterion(model(x), y, reduction="sum") / weight
+            if is_mixed:
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = criterion(model(x), y, reduction="sum") / weight
+            else:
+                loss = criterion(model(x), y, reduction="sum") / weight
+            loss.backward()
+            running += loss.detach()
+        if clip_norm is not None:
+            clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return running.item()
+
+    return update
+
+
+def _hand_with_own_loss(entry: Entry) -> Update:
+    """Around a model that returns the mean over the valid labels of a micro-batch."""
+    model, optimizer, rows = entry.model, entry.optimizer, entry.rows
+
+    def update(batch: Batch) -> float:
+        weight = (batch["labels"] != IGNORE).sum()
+        running = torch.zeros(())
+        for micro in split(batch, rows):
+            loss = model(**micro).loss * (micro["labels"] != IGNORE).sum() / weight
             loss.backward()
             running += loss.detach()
         optimizer.step()
@@ -47,8 +92,18 @@ def hand(entry: Entry) -> Update:
 
 def anybatch(entry: Entry) -> Update:
     """What the README shows."""
-    step = ab.Step(entry.model, entry.task.loss, entry.optimizer, micro_batch=entry.rows)
-    return lambda batch: step(batch).loss
+    rows = None if entry.window else entry.rows
+    step = ab.Step(entry.model, entry.task.loss, entry.optimizer, micro_batch=rows, **entry.options)
+    if not entry.window:
+        return lambda batch: step(batch).loss
+
+    def update(batch: Batch) -> float:
+        window = step.window()
+        for micro in split(batch, entry.rows):
+            window.add(micro)
+        return window.close().loss
+
+    return update
 
 
 def accelerate(entry: Entry) -> Update:
@@ -57,13 +112,13 @@ def accelerate(entry: Entry) -> Update:
 
     accelerator = Accelerator(gradient_accumulation_steps=entry.micro_batches, cpu=True)
     model, optimizer = accelerator.prepare(entry.model, entry.optimizer)
-    criterion, rows, count = entry.task.criterion, entry.rows, entry.micro_batches
+    mean, rows, count = entry.task.mean, entry.rows, entry.micro_batches
 
     def update(batch: Batch) -> float:
         running = torch.zeros(())
-        for x, y in zip(batch[0].split(rows), batch[1].split(rows), strict=True):
+        for micro in split(batch, rows):
             with accelerator.accumulate(model):
-                loss = criterion(model(x), y, reduction="mean")
+                loss = mean(model, micro)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -79,14 +134,13 @@ def fabric(entry: Entry) -> Update:
 
     lightning = Fabric(accelerator="cpu", devices=1)
     model, optimizer = lightning.setup(entry.model, entry.optimizer)
-    criterion, rows, count = entry.task.criterion, entry.rows, entry.micro_batches
+    mean, rows, count = entry.task.mean, entry.rows, entry.micro_batches
 
     def update(batch: Batch) -> float:
         running = torch.zeros(())
-        cut = zip(batch[0].split(rows), batch[1].split(rows), strict=True)
-        for index, (x, y) in enumerate(cut, start=1):
+        for index, micro in enumerate(split(batch, rows), start=1):
             with lightning.no_backward_sync(model, enabled=index < count):
-                loss = criterion(model(x), y, reduction="mean") / count
+                loss = mean(model, micro) / count
                 lightning.backward(loss)
             running += loss.detach()
         optimizer.step()
@@ -95,6 +149,9 @@ def fabric(entry: Entry) -> Update:
 
     return update
 
+
+Builders = Mapping[str, Callable[[Entry], Update]]
+"""Contestants by name."""
 
 RIVALS: dict[str, Callable[[Entry], Update]] = {"hand": hand, "anybatch": anybatch}
 PEERS: dict[str, Callable[[Entry], Update]] = {"accelerate": accelerate, "fabric": fabric}

@@ -32,7 +32,7 @@ def exactness(case: RaceCase, builders: Mapping[str, Callable[[Entry], Update]],
     whole = whole_batch_gradient(case, seed=seed)
     ends = {name: _end(case, build, seed=seed) for name, build in builders.items()}
     return Exactness(
-        task=case.task,
+        task=case.name,
         gradient={
             name: relative_error(_gradient(case, build, seed=seed), whole) for name, build in builders.items()
         },
@@ -48,19 +48,17 @@ def relative_error(measured: Tensor, reference: Tensor) -> float:
 def whole_batch_gradient(case: RaceCase, *, seed: int) -> Tensor:
     """One forward and one backward of torch's own mean on the whole batch: slow and obvious."""
     task = TASKS[case.task]
-    model = make_model(task, seed=seed, dtype=torch.float64)
-    inputs, target = make_batch(
-        task, case.rows * case.micro_batches, seed=seed, ragged=True, dtype=torch.float64
-    )
-    task.criterion(model(inputs), target, reduction="mean").backward()
+    model = _make_model(task, seed=seed)
+    batch = make_batch(task, case.rows * case.micro_batches, seed=seed, ragged=True, dtype=torch.float64)
+    task.mean(model, batch).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def _gradient(case: RaceCase, build: Callable[[Entry], Update], *, seed: int) -> Tensor:
     task = TASKS[case.task]
-    model = make_model(task, seed=seed, dtype=torch.float64)
+    model = _make_model(task, seed=seed)
     recorder = GradientRecorder(model.parameters())
-    update = build(_entry(case, task, model, recorder))
+    update = build(Entry.of(case, task, model, recorder))
     update(make_batch(task, case.rows * case.micro_batches, seed=seed, ragged=True, dtype=torch.float64))
     return torch.cat([gradient.flatten() for gradient in recorder.recorded])
 
@@ -68,15 +66,14 @@ def _gradient(case: RaceCase, build: Callable[[Entry], Update], *, seed: int) ->
 def _end(case: RaceCase, build: Callable[[Entry], Update], *, seed: int) -> Tensor:
     """The parameters after a few updates with micro-batches of equal weight, where every loop is exact."""
     task = TASKS[case.task]
-    model = make_model(task, seed=seed, dtype=torch.float64)
-    update = build(_entry(case, task, model, task.optimizer(model.parameters())))
+    model = _make_model(task, seed=seed)
+    update = build(Entry.of(case, task, model, task.optimizer(model.parameters())))
     for index in range(UPDATES):
         rows = case.rows * case.micro_batches
         update(make_batch(task, rows, seed=seed + index, ragged=False, dtype=torch.float64))
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def _entry(case: RaceCase, task: Task, model: torch.nn.Module, optimizer: Optimizer) -> Entry:
-    return Entry(
-        task=task, model=model, optimizer=optimizer, rows=case.rows, micro_batches=case.micro_batches
-    )
+def _make_model(task: Task, *, seed: int) -> torch.nn.Module:
+    """In float64; without dropout, whose masks depend on the cut."""
+    return make_model(task, seed=seed, dtype=torch.float64).eval()

@@ -12,14 +12,13 @@ import anybatch as ab
 from anybatch.core import tree
 from anybatch.core.batch import Batch
 from anybatch.core.errors import TraceError
-from anybatch.engine.execute import execute
+from anybatch.engine import admit, carry_out
 from anybatch.engine.plan import Plan
 from anybatch.memory.meter import Meter
 from anybatch.planner.measure import measure_step
 from anybatch.planner.report import PlanReport
 from anybatch.planner.trace import Trace, trace
 from anybatch.recompute.blocks import choose_blocks
-from anybatch.step.admit import admit
 from benchmarks.race import quiet_collector
 from benchmarks.zoo import OPTIMIZERS, Entry, Made
 
@@ -127,7 +126,7 @@ class Subject:
         task, batch = self._prepared(plan.rows)
         self._wait()
         start = time.perf_counter()
-        execute(plan, task, batch)
+        carry_out(plan, task, batch)
         self._wait()
         return time.perf_counter() - start
 
@@ -145,12 +144,12 @@ class Subject:
         return seconds
 
     def _prepared(self, rows: int, batch: Any = None) -> tuple[Any, Batch]:
-        task = self.step._task()  # pyright: ignore[reportPrivateUsage]
+        task = self.step.task()  # pyright: ignore[reportPrivateUsage]
         return task, admit(self.batch(rows) if batch is None else batch, task, None)
 
     def _run(self, plan: Plan, batch: Any = None) -> None:
         task, logical = self._prepared(plan.rows, batch)
-        execute(plan, task, logical)
+        carry_out(plan, task, logical)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

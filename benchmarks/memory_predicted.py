@@ -102,7 +102,7 @@ class Forecast:
     def of(self, plan: Plan) -> dict[str, int]:
         """What there is for this plan."""
         found: dict[str, int] = {}
-        task = self._subject.step._task()  # pyright: ignore[reportPrivateUsage]
+        task = self._subject.step.task()  # pyright: ignore[reportPrivateUsage]
         if plan.micro_batch > max(SMALL_SIZES) and is_linear_in_rows(task.loss, task.model):
             with suppress(ValueError):  # steps of these sizes differ
                 found["composed"] = self._composed(plan)

@@ -1,11 +1,15 @@
-"""The three models that race: LeNet-5, a small GPT, and an MLP so small that Python dominates."""
+"""The models that race: LeNet-5, a small GPT, ResNet-18, BERT, and an MLP so small that Python dominates."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import anybatch as ab
+from benchmarks.nets import BasicBlock, ResNet
+
 VOCABULARY = 512
 CONTEXT = 64
+WORDS = 1_000  # of BERT; the published 30,522 would hide a step's cost behind the optimizer's
 
 
 class LeNet5(nn.Module):
@@ -70,3 +74,20 @@ class GPT(nn.Module):
 def mlp() -> nn.Module:
     """16-32-4: a micro-batch of 8 rows is a few microseconds of arithmetic."""
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def resnet18() -> nn.Module:
+    """ResNet-18 with GroupNorm and a quarter of its width, so that a step takes some tens of milliseconds."""
+    model = ResNet(block=BasicBlock, blocks=(2, 2, 2, 2), width=16, classes=10)
+    return ab.batch_norm_to_group_norm(model, groups=8)
+
+
+def bert_tiny() -> nn.Module:
+    """BERT-tiny, with random weights, dropout, and a loss of its own over the classes of a row.
+
+    Source: I. Turc et al., "Well-read students learn better" (2019), table 1.
+    """
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 512}
+    return BertForSequenceClassification(BertConfig(**sizes, vocab_size=WORDS, num_labels=3))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 class Bottleneck(nn.Module):
     """1x1 down to `width`, 3x3 (with the stride), 1x1 up to four times as many maps, added to the input."""
 
+    expansion = 4
+
     def __init__(self, maps: int, width: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(maps, width, 1, bias=False)
@@ -31,14 +33,46 @@ class Bottleneck(nn.Module):
         return self.relu(self.bn3(self.conv3(out)) + self.downsample(x))
 
 
+class BasicBlock(nn.Module):
+    """Twice 3x3 (the first with the stride), added to the input."""
+
+    expansion = 1
+
+    def __init__(self, maps: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(maps, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = nn.Sequential()  # the identity, where shapes agree
+        if stride > 1 or maps != width:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(maps, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        return self.relu(self.bn2(self.conv2(out)) + self.downsample(x))
+
+
 class ResNet(nn.Module):
-    """Residual network of bottlenecks; with `blocks` (3, 4, 6, 3) and width 64 it is ResNet-50.
+    """Residual network; with `blocks` (3, 4, 6, 3) and width 64 it is ResNet-50.
+
+    With BasicBlock, `blocks` (2, 2, 2, 2) and width 64 it is ResNet-18.
 
     Source: K. He et al., "Deep residual learning for image recognition", CVPR 2016, table 1; the stride sits
     on the 3x3 convolution, as in today's implementations.
     """
 
-    def __init__(self, *, blocks: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
+    def __init__(
+        self,
+        *,
+        block: type[Bottleneck] | type[BasicBlock] = Bottleneck,
+        blocks: Sequence[int] = (3, 4, 6, 3),
+        width: int = 64,
+        classes: int = 1000,
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
@@ -50,8 +84,8 @@ class ResNet(nn.Module):
             inner = width << stage
             layers: list[nn.Module] = []
             for index in range(count):
-                layers.append(Bottleneck(maps, inner, 2 if stage and not index else 1))
-                maps = 4 * inner
+                layers.append(block(maps, inner, 2 if stage and not index else 1))
+                maps = block.expansion * inner
             stages.append(nn.Sequential(*layers))
         self.layers = nn.ModuleList(stages)
         self.fc = nn.Linear(maps, classes)

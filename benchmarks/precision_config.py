@@ -30,7 +30,7 @@ class Lessons:
     worst: float = 2.0  # test error of float32, in percent: whoever learns nothing agrees with everybody
 
 
-GPT = RaceCase(task="gpt", rows=4, micro_batches=8, threshold=LIMITS["cost"], ragged=True)
+GPT = RaceCase(name="gpt", task="gpt", rows=4, micro_batches=8, threshold=LIMITS["cost"], ragged=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

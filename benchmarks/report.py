@@ -19,24 +19,28 @@ def render(raw: Raw, verdicts: Sequence[Verdict]) -> str:
         *("", "## Time of one update over the hand-written loop's, same cut", "", *_races(raw.races)),
         "",
         "Medians of paired ratios, measured in turn in one process, with the 95 % interval of the median.",
+        "Identical: after the race anybatch's weights are those of the hand-written loop, bit for bit.",
         "Garbage: objects per update that only the garbage collector frees (it is off while the clock runs).",
         *("", "## Relative error in float64", "", *_exactness(raw.exactness)),
         "",
         "Gradient: micro-batches of unequal weight, against one whole-batch backward. Parameters: a few",
         "updates with equal weights, against the hand-written loop: a fair race is one where all end alike.",
-        *("", "## Peak tensor bytes of one update", "", *_memory(raw.memory)),
-        "",
-        "Held: parameters and optimizer state, part of the peaks. The batch is the caller's and not in them.",
-        "Growth is that of the peak above what is held.",
-        *(
-            "",
-            "## Cross-entropy of a large vocabulary, in blocks over all logits at once",
-            "",
-            *_heads(raw.heads),
-        ),
-        "",
-        "Time, and peak bytes with hidden and weight, of forward and backward in float32; errors in float64.",
     ]
+    if raw.memory:
+        lines += [
+            *("", "## Peak tensor bytes of one update", "", *_memory(raw.memory)),
+            "",
+            "Held: parameters and optimizer state, part of the peaks. The batch is the caller's and not in",
+            "them. Growth is that of the peak above what is held.",
+        ]
+    if raw.heads:
+        title = "## Cross-entropy of a large vocabulary, in blocks over all logits at once"
+        lines += [
+            *("", title, "", *_heads(raw.heads)),
+            "",
+            "Time, and peak bytes with hidden and weight, of forward and backward in float32; errors in",
+            "float64.",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -65,7 +69,7 @@ def _thresholds(verdicts: Sequence[Verdict]) -> list[str]:
 
 def _races(races: Sequence[Race]) -> list[str]:
     header = (
-        "task",
+        "case",
         "rows x micro-batches",
         "contestant",
         "wall",
@@ -83,7 +87,7 @@ def _race_rows(race: Race) -> Iterator[tuple[str, ...]]:
     case = race.case
     cut = f"{case.rows} x {case.micro_batches}"
     yield (
-        case.task,
+        case.name,
         cut,
         "hand",
         f"{race.step_s * 1e3:.3g} ms",
@@ -98,10 +102,10 @@ def _race_rows(race: Race) -> Iterator[tuple[str, ...]]:
         if name == "hand":
             continue
         wall, cpu = ratio(race, name, "wall"), ratio(race, name, "cpu")
-        limit = f"{case.threshold:g}" if name == "anybatch" else ""
-        identical = " (identical)" if name == "anybatch" and race.identical else ""
+        limit = f"{case.threshold:g}" if name == "anybatch" and case.threshold else ""
+        identical = " (identical)" if name == "anybatch" and not race.difference else ""
         clocks = (f"{wall.median:.3f}", _interval(wall), f"{cpu.median:.3f}", _interval(cpu))
-        yield case.task, cut, name + identical, *clocks, str(wall.pairs), f"{race.garbage[name]:.2g}", limit
+        yield case.name, cut, name + identical, *clocks, str(wall.pairs), f"{race.garbage[name]:.2g}", limit
 
 
 def _interval(value: Ratio) -> str:
@@ -111,11 +115,11 @@ def _interval(value: Ratio) -> str:
 def _exactness(entries: Sequence[Exactness]) -> list[str]:
     contestants = names(entry.gradient for entry in entries)
     rows = [
-        (entry.task, what, *(f"{errors[name]:.1e}" for name in contestants))
+        (entry.task, what, *(f"{errors[name]:.1e}" if name in errors else "" for name in contestants))
         for entry in entries
         for what, errors in (("gradient", entry.gradient), ("parameters", entry.parameters))
     ]
-    return table(("task", "of the", *contestants), rows)
+    return table(("case", "of the", *contestants), rows)
 
 
 def _memory(entries: Sequence[Memory]) -> list[str]:

@@ -19,7 +19,10 @@ class Race:
     cpu: Mapping[str, list[float]]
     step_s: float  # one update of the hand-written loop, median wall time
     garbage: Mapping[str, float]  # objects per update that only the garbage collector could free
-    identical: bool  # anybatch's parameters equal the hand-written loop's, bit for bit, after the race
+    updates: int  # of the hand-written loop and of anybatch, warm-up included
+    difference: (
+        float  # relative, of anybatch's trained parameters to the hand-written loop's; 0: the same bits
+    )
 
     def paired(self, name: str, clock: str) -> tuple[list[float], list[float]]:
         """Seconds of `name` and of the hand-written loop in the blocks that both took part in."""
@@ -32,7 +35,7 @@ class Race:
 class Exactness:
     """Relative errors in float64, by contestant."""
 
-    task: str
+    task: str  # the name of a case
     gradient: Mapping[str, float]  # unequal weights, against one whole-batch backward
     parameters: Mapping[str, float]  # equal weights, a few updates, against the hand-written loop
 

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 
 from anybatch import Plan, Step
 from anybatch.core.batch import TensorBatch
-from anybatch.engine.execute import execute
+from anybatch.engine import admit, carry_out
 from anybatch.memory.meter import Meter
 from anybatch.planner.candidates import Request
 from anybatch.recompute.blocks import find_blocks
-from anybatch.step.admit import admit
 from tests.snapshots import changes, snapshot
 
 WIDTH, CLASSES, ROWS = 8, 4, 24
@@ -125,7 +124,7 @@ def images(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 def request(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Request:
     """What planning would ask, with nothing settled and nothing measured."""
-    task = step._task()
+    task = step.task()
     logical = admit(batch, task, step.collate)
     rows = logical.rows if rows is None else rows
     like = Plan(rows=rows, micro_batch=rows)
@@ -151,8 +150,8 @@ def metered(step: Step, run: Callable[[], object], batch: Any) -> int:
 
 def carried_out(step: Step, plan: Plan, batch: Any) -> None:
     """A plan, obeyed without any planning."""
-    task = step._task()
-    execute(plan, task, admit(batch, task, step.collate))
+    task = step.task()
+    carry_out(plan, task, admit(batch, task, step.collate))
 
 
 def streams() -> list[Any]:

@@ -22,7 +22,7 @@ SMALL = replace(
     effort=FEW,
     spare=FEW,
     lessons=replace(QUICK.lessons, epochs=2, rows=8, micro_batch=4, points=100.0, worst=100.0),
-    race=RaceCase(task="mlp", rows=2, micro_batches=3, threshold=1e9),
+    race=RaceCase(name="mlp", task="mlp", rows=2, micro_batches=3, threshold=1e9),
 )
 
 

@@ -8,7 +8,7 @@ from benchmarks.race import quiet_collector, race
 from benchmarks.results import Race
 from benchmarks.tasks import Batch
 
-CASE = RaceCase(task="mlp", rows=2, micro_batches=3, threshold=1e9)
+CASE = RaceCase(name="mlp", task="mlp", rows=2, micro_batches=3, threshold=1e9)
 EFFORT = Effort(least_blocks=5, most_blocks=5, seconds=0.0, warm_up=1, peers_every=4, segment_s=0.0)
 PEER = next(iter(PEERS))
 
@@ -62,9 +62,14 @@ def test_everyone_makes_the_same_number_of_updates() -> None:
     assert [contestant.updates for contestant in made] == [2 + 2 * 5, 2 + 2 * 5]  # warm-up, and two a block
 
 
-def test_a_race_says_whether_the_parameters_are_identical() -> None:
-    assert run().identical
-    assert not run(anybatch=halved).identical
+def test_a_race_says_how_far_the_parameters_are_off() -> None:
+    assert run().difference == 0
+    assert run(anybatch=halved).difference > 1e-5
+
+
+def test_everyone_draws_the_same_dropout() -> None:
+    case = RaceCase(name="bert", task="bert", rows=1, micro_batches=2)
+    assert race(case, EFFORT, {"hand": hand, "anybatch": hand}, seconds=0.0, seed=0).difference == 0
 
 
 def test_garbage_is_counted_for_the_one_who_leaves_it() -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import main
-from benchmarks.config import HeadCase, MemoryCase, RaceCase
+from benchmarks.__main__ import chosen, entrants, main
+from benchmarks.config import FULL, HeadCase, MemoryCase, RaceCase
+from benchmarks.contestants import PEERS, RIVALS, hand
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import growth, judge, ratio
 
+PEER = next(iter(PEERS))
 HAND = [1.0, 2.0, 1.5, 1.0, 1.0, 2.0, 1.0, 1.0]  # seconds by block
 
 
@@ -19,17 +21,20 @@ def times(factor: float) -> list[float]:
     return [factor * seconds for seconds in HAND]
 
 
-def race(factor: float = 1.02) -> Race:
-    seconds = {"hand": HAND, "anybatch": times(factor), "peer": [3.0, 4.0]}
+def race(factor: float = 1.02, *, luckiest: float | None = None, difference: float = 0.0) -> Race:
+    ours = times(factor)
+    ours[0] *= (luckiest or factor) / factor
+    seconds = {"hand": HAND, "anybatch": ours, "peer": [3.0, 4.0]}
     every = list(range(8))
     return Race(
-        case=RaceCase(task="mlp", rows=8, micro_batches=16, threshold=1.03),
+        case=RaceCase(name="mlp", task="mlp", rows=8, micro_batches=16, threshold=1.03, or_equal=True),
         blocks={"hand": every, "anybatch": every, "peer": [2, 6]},
         wall=seconds,
         cpu=seconds,
         step_s=0.1,
         garbage={"hand": 0.0, "anybatch": 0.0, "peer": 12.5},
-        identical=True,
+        updates=10,
+        difference=difference,
     )
 
 
@@ -77,7 +82,8 @@ def raw() -> Raw:
 
 
 BREACHES: dict[str, Callable[[Raw], Raw]] = {
-    "wall time": lambda raw: replace(raw, races=[race(1.04)]),
+    "CPU time": lambda raw: replace(raw, races=[race(1.04)]),
+    "trained weights": lambda raw: replace(raw, races=[race(difference=1e-3)]),
     "growth of the peak": lambda raw: replace(raw, memory=[memory(5_011)]),
     "gradient error of anybatch": lambda raw: replace(raw, exactness=[exactness(gradient=2e-12)]),
     "same parameters": lambda raw: replace(raw, exactness=[exactness(parameters=1e-8)]),
@@ -103,6 +109,40 @@ def test_one_breach_fails_the_run(what: str, tmp_path: Path, capsys: pytest.Capt
     broken.save(tmp_path / "raw.json")
     assert main(["--raw", str(tmp_path / "raw.json"), "--folder", str(tmp_path)]) == 1
     assert f"FAILED: {failed[0]}" in capsys.readouterr().out
+
+
+def test_an_interval_that_holds_one_passes_where_the_case_says_so() -> None:
+    found = race(1.04, luckiest=0.99)  # eight pairs: the interval is the whole range
+    assert ratio(found, "anybatch", "cpu").median > 1.03
+    assert all(verdict.holds for verdict in judge(replace(raw(), races=[found])))
+    strict = replace(found, case=replace(found.case, or_equal=False))
+    assert not all(verdict.holds for verdict in judge(replace(raw(), races=[strict])))
+
+
+def test_a_race_without_a_limit_is_judged_by_its_weights_only() -> None:
+    free = replace(race(9.0), case=replace(race().case, threshold=None))
+    whats = [
+        verdict.what for verdict in judge(replace(raw(), races=[free])) if verdict.what.startswith("mlp")
+    ]
+    assert whats == ["mlp: trained weights beside the hand-written loop's"]
+
+
+@pytest.mark.parametrize(
+    ("only", "cases", "names"),
+    [
+        (["lenet5-window"], ["lenet5-window"], {"hand", "anybatch"}),
+        (["mlp", PEER, "mlp-clip"], ["mlp", "mlp-clip"], {"hand", "anybatch", PEER}),
+    ],
+)
+def test_only_what_is_named_is_raced(only: list[str], cases: list[str], names: set[str]) -> None:
+    config = chosen(FULL, only=only, rounds=7)
+    assert [case.name for case in config.races] == cases
+    assert (config.effort.least_blocks, config.effort.most_blocks) == (7, 7)
+    assert not config.memory
+    assert not config.heads
+    builders = dict.fromkeys({*RIVALS, *PEERS}, hand)
+    assert set(entrants(config.races[0], builders, only=only)) == names
+    assert set(entrants(config.races[-1], builders, only=only)) == set(RIVALS)
 
 
 def test_a_peer_is_paired_with_the_blocks_it_ran_in() -> None:

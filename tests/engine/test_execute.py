@@ -13,7 +13,7 @@ from anybatch import Plan, Step, Terms, Total
 from anybatch.core.batch import TensorBatch, cut_sizes
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.core.report import Event, MicroBatchDone, StepReport
-from anybatch.engine.execute import execute
+from anybatch.engine import carry_out
 from anybatch.engine.task import Task
 from anybatch.losses.resolve import resolve
 from anybatch.state.snapshot import Surroundings
@@ -64,7 +64,7 @@ def make_task(loss: object, model: nn.Module | None = None, listeners: Any = ())
 def run(task: Task, batch: Any, micro_batch: int, **options: Any) -> tuple[StepReport, list[float | None]]:
     """The report and the gradients that the optimizer saw."""
     rows = len(batch)
-    report = execute(Plan(rows=rows, micro_batch=micro_batch, **options), task, TensorBatch(batch))
+    report = carry_out(Plan(rows=rows, micro_batch=micro_batch, **options), task, TensorBatch(batch))
     (optimizer,) = task.optimizers
     assert isinstance(optimizer, Keep)
     return report, optimizer.seen[-1] if optimizer.seen else []
@@ -169,7 +169,7 @@ def test_fully_masked_batch_of_a_torch_loss_is_no_update(micro_batch: int) -> No
     model = nn.Linear(2, 3)
     task = make_task(nn.CrossEntropyLoss(), model)
     batch = torch.randn(4, 2), torch.full((4,), -100)
-    report = execute(Plan(rows=4, micro_batch=micro_batch), task, TensorBatch(batch))
+    report = carry_out(Plan(rows=4, micro_batch=micro_batch), task, TensorBatch(batch))
     assert not report.updated
     assert math.isnan(report.loss)
 
@@ -178,7 +178,7 @@ def test_fully_masked_batch_of_a_torch_loss_is_no_update(micro_batch: int) -> No
 def test_sum_is_divided_by_nothing(micro_batch: int) -> None:
     task = make_task(nn.L1Loss(reduction="sum"))
     batch = X, torch.zeros(ROWS)
-    report = execute(Plan(rows=ROWS, micro_batch=micro_batch), task, TensorBatch(batch))
+    report = carry_out(Plan(rows=ROWS, micro_batch=micro_batch), task, TensorBatch(batch))
     assert report.loss == 2 * X.abs().sum().item()
     assert report.weights == {"loss": 1.0}
 
@@ -234,7 +234,7 @@ def test_the_cut_and_the_blocks_of_a_plan_are_obeyed() -> None:
         batch = TensorBatch((X / 9, torch.zeros(ROWS)))
         plan = Plan(rows=ROWS, micro_batch=5, cut=(1, 5, 4), blocks=blocks)
         with Calls() as calls:
-            report = execute(plan, task, batch)
+            report = carry_out(plan, task, batch)
         return report, task.optimizers[0].seen, calls.count  # type: ignore[attr-defined]
 
     report, kept, calls = gradients(())

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from anybatch import Step
-from anybatch.engine.execute import execute
-from anybatch.step.admit import admit
+from anybatch.engine import admit, carry_out
 
 ROWS, WIDTH = 64, 2048
 
@@ -33,9 +32,9 @@ def main(spare_bytes: int, cut: tuple[int, ...]) -> None:
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + spare_bytes, resource.RLIM_INFINITY))
     if cut:
-        task = step._task()
+        task = step.task()
         plan = replace(step.plan(ROWS), cut=cut)
-        report = execute(plan, task, admit(batch, task, None))
+        report = carry_out(plan, task, admit(batch, task, None))
     else:
         report = step(batch)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

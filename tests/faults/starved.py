@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import ModelLoss, Plan, Step, StepReport, Terms, Total, WholeBatch
-from anybatch.engine.execute import execute
-from anybatch.step.admit import admit
+from anybatch.engine import admit, carry_out
 from tests.snapshots import changes, snapshot
 
 ROWS, FEATURES, CLASSES = 16, 6, 4
@@ -116,8 +115,8 @@ def seed() -> None:
 def carried_out(step: Step, plan: Plan, batch: Any) -> StepReport:
     """The plan, without any fault."""
     seed()
-    task = step._task()
-    return execute(plan, task, admit(batch, task, step.collate))
+    task = step.task()
+    return carry_out(plan, task, admit(batch, task, step.collate))
 
 
 def assert_same_as_the_same_cut(step: Step, report: StepReport, twin: Step, batch: Any) -> None:

@@ -12,17 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from anybatch.engine.course import Course
+from anybatch.engine.run import Run
 from torch import Tensor, nn
 
 from anybatch import Step, Total, WholeBatch
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.core.report import Event, MicroBatchDone, MicroBatchRedone
-from anybatch.engine import course
-from anybatch.engine.course import Course
+from anybatch.engine import admit, course
 from anybatch.engine.gradients import Gradients
-from anybatch.engine.run import Run
 from anybatch.state.snapshot import Surroundings
-from anybatch.step.admit import admit
 from tests.faults.scarce import scarce
 from tests.faults.starved import (
     CLASSES,
@@ -326,7 +325,7 @@ def test_a_lasting_lack_of_memory_is_learned_once() -> None:
     assert reports[0].redone
     assert [report.redone for report in reports[1:]] == [0, 0, 0]
     assert max(reports[1].cut) < 8
-    like = admit(batch_for("early"), step._task(), None).like
+    like = admit(batch_for("early"), step.task(), None).like
     assert step.planning.limits.known[like].fits == max(reports[1].cut)
     assert step.plan(ROWS).micro_batch == 8  # other rows
 

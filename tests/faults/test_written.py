@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from anybatch.engine.run import Run
 from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Step
 from anybatch.core.errors import OutOfMemoryError
-from anybatch.engine.execute import execute
-from anybatch.engine.run import Run
-from anybatch.step.admit import admit
+from anybatch.engine import admit, carry_out
 from tests.faults.scarce import scarce
 from tests.snapshots import changes, snapshot
 
@@ -80,10 +79,10 @@ def test_a_redone_micro_batch_finds_what_it_found(make_model: Any, steps: int, a
     batch = batch_for(step.model)
     with scarce(Run, "add", {at}):
         report = step(batch)
-    task = twin._task()
+    task = twin.task()
     task.streams.begin(task.modules)
     plan = replace(twin.plan(ROWS), cut=report.cut, micro_batch=max(report.cut))
-    assert execute(plan, task, admit(batch, task, None)).loss == report.loss
+    assert carry_out(plan, task, admit(batch, task, None)).loss == report.loss
     assert changes(snapshot(twin), snapshot(step)) == []
 
 

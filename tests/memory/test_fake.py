@@ -361,7 +361,7 @@ def test_a_model_with_a_guard_against_nan_is_traced() -> None:
     model = Guarded()
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     rows = TensorBatch((torch.ones(3, 4), torch.ones(3, 2)))
-    assert trace(Plan(rows=3, micro_batch=3), step._task(), rows).source == "predicted"
+    assert trace(Plan(rows=3, micro_batch=3), step.task(), rows).source == "predicted"
 
 
 def flipped(x: Tensor) -> Tensor:
@@ -406,7 +406,7 @@ def test_rows_without_labels_weigh_as_much_as_others() -> None:
     step(rows)
     with Meter(model, step.optimizers, batch_leaves=rows) as meter:
         step(rows)
-    assert trace(Plan(rows=3, micro_batch=3), step._task(), TensorBatch(rows)).peak == meter.peak
+    assert trace(Plan(rows=3, micro_batch=3), step.task(), TensorBatch(rows)).peak == meter.peak
 
 
 def test_what_is_not_known_stays_so() -> None:

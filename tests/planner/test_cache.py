@@ -239,11 +239,11 @@ def test_aim() -> None:
 
 
 def test_devices() -> None:
-    assert device_of(make()._task()).kind == "cpu"
+    assert device_of(make().task()).kind == "cpu"
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta"))
     step = make(lambda: model)
-    assert device_of(step._task()).kind == "cpu"
-    task = step._task()
+    assert device_of(step.task()).kind == "cpu"
+    task = step.task()
     with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
         device_of(
             type(task)(

@@ -23,7 +23,7 @@ from benchmarks.zoo import OPTIMIZERS, ZOO
 
 def test_stretches_cover_all_events_in_order() -> None:
     made = (entry := ZOO["unet"]).build("small")
-    task, blocks = entry.step(made, OPTIMIZERS["adamw"](made.model))._task(), find_blocks(made.model)
+    task, blocks = entry.step(made, OPTIMIZERS["adamw"](made.model)).task(), find_blocks(made.model)
     batch = TensorBatch(made.batch_of(4, torch.Generator().manual_seed(0)))
     recording = trace(Plan(rows=4, micro_batch=2), task, batch).recording
     found = stretches(recording, blocks)
@@ -37,7 +37,7 @@ def test_recordings_of_other_steps_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     batch = TensorBatch((torch.zeros(4, 2), torch.zeros(4, 2)))
-    uncut, cut = [trace(Plan(rows=4, micro_batch=size), step._task(), batch).recording for size in (4, 2)]
+    uncut, cut = [trace(Plan(rows=4, micro_batch=size), step.task(), batch).recording for size in (4, 2)]
     with pytest.raises(ValueError, match="two recordings of the same step"):
         Recorded(sizes=(2, 4), recordings=(cut, uncut), blocks=())
 
@@ -64,7 +64,7 @@ def step(*sizes: int, marks: tuple[Mark, ...] = (Mark(0, "start", -1, "", 0, 0, 
 @pytest.mark.parametrize("policy", ["recompute", "selective", "offload"])
 def test_as_if_it_had_been_recorded(name: str, policy: str) -> None:
     made = (entry := ZOO[name]).build("small")
-    task = entry.step(made, OPTIMIZERS["adamw"](made.model))._task()
+    task = entry.step(made, OPTIMIZERS["adamw"](made.model)).task()
     batch = TensorBatch(made.batch_of(4, torch.Generator().manual_seed(0)))
 
     def recorded(size: int, policy: str) -> Recording:
@@ -119,7 +119,7 @@ class Setting:
         entry = ZOO[name]
         made = entry.build("small")
         self.step = entry.step(made, OPTIMIZERS["adamw"](made.model))
-        self.task = self.step._task()
+        self.task = self.step.task()
         self.batch = TensorBatch(made.batch_of(4, torch.Generator().manual_seed(0)))
         self.blocks = find_blocks(made.model)
 
@@ -238,7 +238,7 @@ def test_a_loss_that_does_more_at_some_sizes_leaves_the_blocks_in_line() -> None
 
     model = nn.Sequential(nn.Linear(64, 64), Changing(64, 64))
     step = Step(model, fit, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    task, batch = step._task(), TensorBatch((torch.zeros(512, 64), torch.zeros(512, 64)))
+    task, batch = step.task(), TensorBatch((torch.zeros(512, 64), torch.zeros(512, 64)))
     one, other = [trace(Plan(rows=2 * size, micro_batch=size), task, batch).recording for size in SIZES]
     recorded = Recorded(sizes=SIZES, recordings=(one, other), blocks=("0", "1"))
     assert not recorded.is_aligned

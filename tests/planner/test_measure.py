@@ -133,7 +133,7 @@ def make(**options: object) -> Step:
 @pytest.mark.parametrize("precision", ["float32", "bf16-true"])
 def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
     step = make(precision=precision)
-    task = step._task()
+    task = step.task()
     recording, state, made = trace_update(
         Plan(rows=2, micro_batch=2, precision=step.precision), task, set(), []
     )
@@ -150,7 +150,7 @@ def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
 def test_state_that_is_there_is_seen() -> None:
     step = make()
     step((torch.randn(2, 4), torch.randn(2, 2)))
-    assert has_state(step._task())
+    assert has_state(step.task())
 
 
 def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:
@@ -173,14 +173,14 @@ def test_an_update_that_cannot_be_traced_says_what_to_do() -> None:
     step = make()
     alone = Step(step.model, nn.MSELoss(), Asking(step.model.parameters(), lr=0.1), check=False)
     with pytest.raises(TraceError, match=r"an update .* ZeroDivisionError .*choose micro_batch= yourself"):
-        trace_update(Plan(rows=2, micro_batch=2), alone._task(), set(), [])
+        trace_update(Plan(rows=2, micro_batch=2), alone.task(), set(), [])
     assert all(p.grad is None for p in step.model.parameters())
 
 
 def test_whoever_measures_does_not_see_it() -> None:
     step = make()
     with Meter(step.model, step.optimizers) as meter:
-        trace_update(Plan(rows=2, micro_batch=2), step._task(), set(), [])
+        trace_update(Plan(rows=2, micro_batch=2), step.task(), set(), [])
     assert meter.peak == sum(p.nbytes for p in step.model.parameters())
 
 
@@ -227,7 +227,7 @@ def test_nothing_is_changed(batch: Batch) -> None:
     model = Restless()
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     before, judged = snapshot(step), {name: one.clone() for name, one in JUDGE.state_dict().items()}
-    times = seconds_per_row(PLANS, step._task(), batch, limit_s=1.0)
+    times = seconds_per_row(PLANS, step.task(), batch, limit_s=1.0)
     assert all(one is not None and one > 0 for one in times)
     assert not changes(before, snapshot(step))
     assert all(torch.equal(one, judged[name]) for name, one in JUDGE.state_dict().items())
@@ -241,7 +241,7 @@ def test_a_plan_that_fails_has_no_time() -> None:
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     batch = TensorBatch((torch.ones(TIMED_ROWS, 3), torch.ones(TIMED_ROWS, 2)))
     wrong = replace(PLANS[1], blocks=(("nowhere", "recompute"),))
-    good, bad = seconds_per_row([PLANS[0], wrong], step._task(), batch, limit_s=1.0)
+    good, bad = seconds_per_row([PLANS[0], wrong], step.task(), batch, limit_s=1.0)
     assert good is not None
     assert bad is None
 

@@ -131,7 +131,7 @@ for own in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RMSp
 
 
 def task_of(step: Step) -> Task:
-    return step._task()
+    return step.task()
 
 
 def compare(

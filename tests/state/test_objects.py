@@ -241,7 +241,7 @@ def test_nothing_is_left_in_caches(run: Callable[..., Trace]) -> None:
     model.register_forward_hook(lambda *found: seen.append(found[2]))
     stream = model.generator.get_state()
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    run(step.plan(8), step._task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
+    run(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
     assert (seen, TABLES, model.calls) == ([], {}, 0)
     assert model.box.made is None
     assert model.table.cache_info().currsize == 0

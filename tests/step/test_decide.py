@@ -158,7 +158,7 @@ def test_another_batch_norm_in_training_is_another_plan() -> None:
     for layer in (first, second):
         step.model.train()
         layer.eval()
-        signatures.add(budget_module._signature(step._task()))
+        signatures.add(budget_module._signature(step.task()))
     assert len(signatures) == 2
 
 
@@ -213,7 +213,7 @@ def test_nothing_is_chosen_for_batch_norm_where_nobody_chose() -> None:
         assert step.foresee(batch).plan.batch_norm is None
         assert step(batch).micro_batches == 1
         # As with "micro": what memory has taught does not cut a batch whose rows meet.
-        task, rows = step._task(), TensorBatch(batch)
+        task, rows = step.task(), TensorBatch(batch)
         step.planning.limits.learn(rows.like, 8, largest=8, failed=8)
         assert step.planning._limited(task, rows, 8) == 8
         assert make(ConvNet, batch_norm="micro", **options).foresee(batch).plan.batch_norm == "micro"
@@ -304,11 +304,11 @@ def test_a_block_that_is_not_trusted_is_left_alone() -> None:
     assert step.planning.distrust("blocks.1", plan)
     assert not step.planning.budget.races
     assert not step.planning.distrust("blocks.1", plan)  # twice would be for ever
-    request = step.planning._request(step._task(), TensorBatch(vectors()), ROWS)
+    request = step.planning._request(step.task(), TensorBatch(vectors()), ROWS)
     assert "blocks.1" not in request.blocks
     assert request.policies == ("recompute", "selective")
     assert not make(net).planning.distrust("blocks.0", plan)  # nobody chose it here
     assert step.planning.distrust("blocks.0", plan)
-    request = step.planning._request(step._task(), TensorBatch(vectors()), ROWS)
+    request = step.planning._request(step.task(), TensorBatch(vectors()), ROWS)
     assert "blocks.0" in request.blocks  # run again as a whole it may do the same
     assert request.policies == ("recompute",)

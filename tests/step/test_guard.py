@@ -27,17 +27,17 @@ def test_meetings_are_refused_unless_something_was_chosen() -> None:
     norm = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
     step = make(nn.MSELoss(), norm)
     with pytest.raises(PlanError, match="BatchNorm"):
-        step.guard.before_cut(step._task(), TensorBatch(BATCH), 4)
+        step.guard.before_cut(step.task(), TensorBatch(BATCH), 4)
     allowed = make(nn.MSELoss(), norm, batch_norm="micro")
-    allowed.guard.before_cut(allowed._task(), TensorBatch(BATCH), 4)
+    allowed.guard.before_cut(allowed.task(), TensorBatch(BATCH), 4)
 
 
 def test_a_loss_that_does_not_add_up_is_refused_once_looked_at() -> None:
     step = make(mean_of_means)
     with pytest.raises(LossError):
-        step.guard.check_loss(step._task(), TensorBatch(BATCH), 4)
+        step.guard.check_loss(step.task(), TensorBatch(BATCH), 4)
     trusting = make(mean_of_means, check=False)
-    trusting.guard.check_loss(trusting._task(), TensorBatch(BATCH), 4)
+    trusting.guard.check_loss(trusting.task(), TensorBatch(BATCH), 4)
 
 
 def contrast(model: nn.Module, micro: tuple[torch.Tensor, torch.Tensor]) -> Total:
@@ -57,7 +57,7 @@ def test_within_a_budget_no_more_rows_are_looked_at_than_fit(rows: int, most: in
         return contrast(model, micro)
 
     step = make(fit)
-    room = bytes_of_look(step._task(), TensorBatch(BATCH), rows)
+    room = bytes_of_look(step.task(), TensorBatch(BATCH), rows)
     bounded = make(fit, step.model, memory=room)
-    bounded.guard.check_loss(bounded._task(), TensorBatch(BATCH), 1)
+    bounded.guard.check_loss(bounded.task(), TensorBatch(BATCH), 1)
     assert max(seen) == most

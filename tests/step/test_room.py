@@ -68,7 +68,7 @@ def test_the_first_cut_step_keeps_to_the_budget(loss: str, share: float) -> None
 def test_bytes_of_a_look_are_foretold(loss: str, rows: int) -> None:
     step, batch = make(loss), tokens()
     step(batch)  # the optimizer's state is there
-    task, logical = step._task(), TensorBatch(batch)
+    task, logical = step.task(), TensorBatch(batch)
     for parameter in task.parameters:
         parameter.grad = None
     few = logical.head(rows)
@@ -83,7 +83,7 @@ def test_what_cannot_be_traced_is_looked_at_with_as_few_rows_as_tell_anything() 
 
     model = Own()
     step = Step(model, mean_of_means, torch.optim.AdamW(model.parameters()), memory="1GiB")
-    task, logical = step._task(), TensorBatch(tokens())
+    task, logical = step.task(), TensorBatch(tokens())
     assert [has_room("1GiB", task, logical, 1, rows) for rows in (8, 4, 3)] == [False, False, True]
     assert [has_room("1GiB", task, logical, 5, rows) for rows in (8, 5, 4)] == [False, True, True]
     with pytest.raises(LossError):

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from anybatch.batchnorm import BatchNorm
+
 SHOWN = 3  # modules of a kind and class that are named when they are printed
 
 #: The kinds of findings, and what they mean.
@@ -112,8 +114,13 @@ def _as_one(group: Sequence[Finding]) -> Finding:
 def module_finding(
     kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
 ) -> Finding:
-    """A finding about a module, with the ways out of its kind if it has none of its own."""
-    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+    """A finding about a module, with the ways out of its kind if it has none of its own.
+
+    Example:
+        >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
+        'layers.1 (BatchNorm1d)'
+    """
+    is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     culprit = f"{name or 'the model'} ({type(module).__name__})"
     return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or usual)

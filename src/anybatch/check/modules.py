@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
+from anybatch.core import torch_private as private
 
 ROW_BY_ROW = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them), which "
@@ -208,7 +208,7 @@ class ModuleTest:
         )
 
 
-class _DrawCounter(TorchDispatchMode):
+class _DrawCounter(private.TorchDispatchMode):
     """Counts draws from torch's streams."""
 
     def __init__(self) -> None:

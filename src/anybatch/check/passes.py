@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.copies import Subject
 from anybatch.check.draws import Draws, plain_kernels
 from anybatch.check.rows import Axis, Cut, Part
-from anybatch.core import AnybatchError, Batch, Event, StepReport, Total, cut_sizes
-from anybatch.engine import execute
+from anybatch.core import AnybatchError, Batch, Event, Micro, StepReport, Total
+from anybatch.core import Cut as RowCut
+from anybatch.core import torch_private as private
+from anybatch.engine import carry_out
 from anybatch.losses import Terms, call_loss, resolve
 from anybatch.step import Step
 
@@ -88,7 +89,7 @@ class Returned:
     @staticmethod
     def of(outputs: Any) -> "Returned":
         """Of the outputs of a call that has just ended."""
-        leaves, form = pytree.tree_flatten(outputs)
+        leaves, form = private.pytree.tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
@@ -98,7 +99,7 @@ class Returned:
         leaves = list(self.leaves)
         for place, value in zip(self.places, outputs, strict=True):
             leaves[place] = value
-        return pytree.tree_unflatten(leaves, self.form)
+        return private.pytree.tree_unflatten(leaves, self.form)
 
 
 class Call:
@@ -123,7 +124,7 @@ class Call:
         """Call a module in the same way, with these tensors in place of its own."""
         rest = iter(inputs)
         values = [next(rest) if isinstance(value, Tensor) else value for value in self.values]
-        args, kwargs = pytree.tree_unflatten(values, self.form)
+        args, kwargs = private.pytree.tree_unflatten(values, self.form)
         return tensors(module(*args, **kwargs))
 
     def flat(self) -> "Iterator[Call]":
@@ -167,7 +168,7 @@ class Calls:
                 return
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
-            values, form = pytree.tree_flatten((args, kwargs))
+            values, form = private.pytree.tree_flatten((args, kwargs))
             kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
             self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
 
@@ -185,11 +186,11 @@ class Calls:
 
 def tensors(value: Any) -> list[Tensor]:
     """The tensors of any nested value, whatever else stands in it."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return private.is_in_backward()
 
 
 # ---- passes
@@ -241,7 +242,7 @@ class _Step(Step):
 
     def over(self, batch: Batch) -> StepReport:
         """One logical step."""
-        return execute(self.plan(batch.rows), self._task(), batch)
+        return carry_out(self.plan(batch.rows), self.task(), batch)
 
 
 class _WatchedBatch:
@@ -261,15 +262,14 @@ class _WatchedBatch:
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """The micro-batches of the batch inside."""
-        return self.parts(cut_sizes(self.rows, micro_batch))
+        return (micro.rows for micro in self.micro_batches(RowCut.even(self.rows, micro_batch).parts))
 
-    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
-        """Parts of the batch inside."""
-        micros = self._inner.parts(sizes, start)
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Micro-batches of the batch inside."""
+        micros = self._inner.micro_batches(parts)
         rows = [row for part in self._parts for row in part.rows]
-        for size in sizes:
-            part = Part(tuple(rows[start : start + size]), self._parts[0].total)
-            start += size
+        for index in parts:
+            part = Part(tuple([rows[row] for row in index]), self._parts[0].total)
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
             self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's

@@ -1,7 +1,7 @@
 """What a step means: errors, units, nested tensors, batches, totals and reports."""
 
-from anybatch.core import tree
-from anybatch.core.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch, cut_sizes
+from anybatch.core import torch_private, tree
+from anybatch.core.batch import Batch, Collate, Cut, Micro, OpenBatch, SampleBatch, TensorBatch, cut_sizes
 from anybatch.core.errors import (
     AnybatchError,
     BatchError,
@@ -17,13 +17,12 @@ from anybatch.core.errors import (
     TraceError,
     WindowError,
 )
-from anybatch.core.finite import NonFinite, Waiting, all_finite
-from anybatch.core.nested import IndivisibleError, runs_backward_inside
+from anybatch.core.finite import Look, NonFinite, all_finite
 from anybatch.core.oom import free_caches, ran_out_of_memory, released
 from anybatch.core.phase import is_moving, moving
 from anybatch.core.report import Event, Listener, MicroBatchDone, MicroBatchRedone, StepReport
 from anybatch.core.total import SHORT_DTYPES, Fold, Number, Total, weighted_mean
-from anybatch.core.tree import mould, parts, refilling, tensors_in
+from anybatch.core.tree import mould, parts, tensors_in
 from anybatch.core.units import counted, format_bytes, format_count, format_seconds, parse_bytes
 
 __all__ = [
@@ -35,12 +34,14 @@ __all__ = [
     "BudgetError",
     "CheckpointError",
     "Collate",
+    "Cut",
     "DataError",
     "Event",
     "Fold",
-    "IndivisibleError",
     "Listener",
+    "Look",
     "LossError",
+    "Micro",
     "MicroBatchDone",
     "MicroBatchRedone",
     "NonFinite",
@@ -55,7 +56,6 @@ __all__ = [
     "TensorBatch",
     "Total",
     "TraceError",
-    "Waiting",
     "WindowError",
     "all_finite",
     "counted",
@@ -70,10 +70,9 @@ __all__ = [
     "parse_bytes",
     "parts",
     "ran_out_of_memory",
-    "refilling",
     "released",
-    "runs_backward_inside",
     "tensors_in",
+    "torch_private",
     "tree",
     "weighted_mean",
 ]

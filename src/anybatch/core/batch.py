@@ -1,9 +1,10 @@
 """A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
 
-import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor
 
 from anybatch.core import tree
@@ -12,6 +13,59 @@ from anybatch.core.errors import BatchError
 Collate = Callable[[list[Any]], Any]
 
 _SHOWN = 4  # tensors in an error
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How rows are divided into micro-batches: the row indices of each, in the order in which they run.
+
+    Args:
+        parts: row indices of each micro-batch; a `range` where they follow each other.
+
+    Example:
+        >>> cut = Cut.even(10, 4)
+        >>> cut.sizes, cut.after(1, most=3).parts
+        ((4, 4, 2), (range(4, 7), range(7, 10)))
+    """
+
+    parts: tuple[Sequence[int], ...]
+
+    @staticmethod
+    def even(rows: int, micro_batch: int) -> "Cut":
+        """Parts of so many rows, in order; the last one takes what is left."""
+        return Cut.of_sizes(cut_sizes(rows, micro_batch))
+
+    @staticmethod
+    def of_sizes(sizes: Sequence[int]) -> "Cut":
+        """Parts of these sizes, in order."""
+        parts: list[range] = []
+        start = 0
+        for size in sizes:
+            parts.append(range(start, start + size))
+            start += size
+        return Cut(tuple(parts))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each micro-batch."""
+        return tuple(map(len, self.parts))
+
+    def after(self, done: int, *, most: int) -> "Cut":
+        """The rows that come after so many parts, in the same order, in parts of at most so many rows."""
+        rest = _joined(self.parts[done:])
+        return Cut(tuple([rest[start : start + most] for start in range(0, len(rest), most)]))
+
+
+class Micro(NamedTuple):
+    """One micro-batch.
+
+    Attributes:
+        rows: nested tensors, in the form of the batch.
+        indices: which rows of the batch they are.
+    """
+
+    rows: Any
+    indices: Sequence[int]
 
 
 class Batch(Protocol):
@@ -46,8 +100,8 @@ class Batch(Protocol):
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
         ...
 
-    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
-        """Yield the rows from `start` on, in order, in parts of these sizes, which reach to the end."""
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield the rows of each part, with their indices."""
         ...
 
     def head(self, rows: int) -> "Batch":
@@ -104,17 +158,27 @@ class TensorBatch:
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield nested values of views, `micro_batch` rows at a time; uncut, the very value that came in."""
-        return self.parts(cut_sizes(self.rows, micro_batch))
+        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
-    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
-        """Yield nested values of views, of these sizes; uncut, the very value that came in."""
-        if sizes[0] == self.rows:
-            yield self.whole
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield views where rows follow each other, else copies; uncut, the very value that came in."""
+        if len(parts) == 1 and len(parts[0]) == self.rows and isinstance(parts[0], range):
+            yield Micro(self.whole, parts[0])
             return
-        build, leaves = self._nest.build, self._nest.leaves
+        build = self._nest.build
+        for index, leaves in zip(parts, self._leaves_of(parts), strict=True):
+            yield Micro(build(iter(leaves)), index)
+
+    def _leaves_of(self, parts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, ...]]:
+        leaves = self._nest.leaves
+        if not _are_adjacent(parts):
+            for index in parts:
+                places = torch.tensor(index)
+                yield tuple([leaf.index_select(0, places.to(leaf.device)) for leaf in leaves])
+            return
+        start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
-        for parts in zip(*[_from(leaf, start).split_with_sizes(sizes) for leaf in leaves], strict=True):
-            yield build(iter(parts))
+        yield from zip(*[leaf[start:stop].split_with_sizes(sizes) for leaf in leaves], strict=True)
 
     def head(self, rows: int) -> "TensorBatch":
         """A batch of the first rows, as views."""
@@ -151,13 +215,12 @@ class SampleBatch:
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield collated micro-batches of `micro_batch` samples."""
-        return self.parts(cut_sizes(self.rows, micro_batch))
+        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
-    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
-        """Yield collated micro-batches of as many samples as given."""
-        for stop in itertools.islice(itertools.accumulate(sizes, initial=start), 1, None):
-            yield self.collate([self.given[row] for row in range(start, stop)])
-            start = stop
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield each part, collated."""
+        for index in parts:
+            yield Micro(self.collate([self.given[row] for row in index]), index)
 
     def head(self, rows: int) -> "SampleBatch":
         """A batch of the first samples."""
@@ -179,7 +242,7 @@ class OpenBatch:
         """Yield nothing: the caller brings the micro-batches."""
         return iter(())
 
-    def parts(self, sizes: Sequence[int], start: int = 0) -> Iterator[Any]:
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield nothing."""
         return iter(())
 
@@ -188,8 +251,16 @@ class OpenBatch:
         return self
 
 
-def _from(leaf: Tensor, start: int) -> Tensor:
-    return leaf[start:] if start else leaf
+def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
+    """All indices in order: a range where they follow each other."""
+    if parts and _are_adjacent(parts):
+        return range(parts[0][0], parts[-1][-1] + 1)
+    return tuple([row for part in parts for row in part])
+
+
+def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
+    stops = [part.stop if isinstance(part, range) and part.step == 1 else -1 for part in parts]
+    return min(stops) > 0 and all(part[0] == stop for part, stop in zip(parts[1:], stops, strict=False))
 
 
 def _common_rows(nest: tree.Nest, value: object) -> int:

@@ -1,9 +1,11 @@
-"""Whether numbers are finite, asked of many tensors at once; gradients that wait until that was asked."""
+"""Whether numbers are finite, asked of many tensors at once."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from anybatch.core import torch_private as private
 
 
 class NonFinite(Exception):  # noqa: N818
@@ -46,7 +48,7 @@ class Look:
                 one = torch.ones(1, dtype=torch.float32, device=device)
                 flags[device] = torch.zeros_like(one), one
             # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, *flags[device])  # pyright: ignore
+            private.check_finite_(alike, *flags[device])
         if any(flags[device][0].item() for device in {device for device, _ in kinds}):
             return False
         self._flags = flags
@@ -72,50 +74,3 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
         (True, False)
     """
     return Look().are_finite(tensors)
-
-
-class Waiting:
-    """Finished gradients that nobody has looked at yet.
-
-    Attributes:
-        banks: parameters and their gradients, in the same order, by the name of the bank they are for.
-        nbytes: of those that were put.
-
-    Example:
-        >>> waiting, weight = Waiting(), nn.Parameter(torch.ones(2))
-        >>> waiting.put("loss", weight, torch.tensor([1.0, torch.inf]))
-        >>> waiting.nbytes, waiting.are_finite()
-        (8, False)
-    """
-
-    def __init__(self) -> None:
-        self.banks: dict[str, tuple[list[nn.Parameter], list[Tensor]]] = {}
-        self.nbytes = 0
-        self._look = Look()
-
-    def put(self, bank: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """One more."""
-        parameters, gradients = self.banks.setdefault(bank, ([], []))
-        parameters.append(parameter)
-        gradients.append(gradient)
-        self.nbytes += gradient.nbytes if not gradient.is_sparse else 0
-
-    def gather(self, bank: str, candidates: Iterable[nn.Parameter]) -> None:
-        """Take `.grad` of those that have one, after backward."""
-        parameters, gradients = self.banks.setdefault(bank, ([], []))
-        for parameter in candidates:
-            gradient = parameter.grad
-            if gradient is not None:
-                parameter.grad = None
-                parameters.append(parameter)
-                gradients.append(gradient)
-
-    def are_finite(self, others: Sequence[Tensor] = ()) -> bool:
-        """Whether all of them are, and others with them."""
-        held = [one for _, gradients in self.banks.values() for one in gradients]
-        return self._look.are_finite([*held, *others])
-
-    def take(self) -> dict[str, tuple[list[nn.Parameter], list[Tensor]]]:
-        """All of them; none waits any more."""
-        banks, self.banks, self.nbytes = self.banks, {}, 0
-        return banks

@@ -98,61 +98,6 @@ def parts(node: object) -> list[Any] | None:
     return [getattr(node, name) for name in _fields(node)] if _is_record(node) else None
 
 
-def refilling(value: Any) -> Callable[[], None]:
-    """What puts back into lists, mappings and dataclasses what they hold now, wherever they are in a nest.
-
-    Example:
-        >>> rows = {"x": 1, "y": [2]}
-        >>> refill = refilling(rows)
-        >>> rows["x"], rows["z"] = rows["y"].pop(), 3
-        >>> refill()
-        >>> rows
-        {'x': 1, 'y': [2]}
-    """
-    notes: dict[int, tuple[Any, dict[Any, Any], dict[str, Any] | None]] = {}  # once: a nest may be a graph
-    left = [value]
-    while left:
-        one = left.pop()
-        held = None if id(one) in notes or isinstance(one, _PLAIN) else _held(one)
-        if held is None:
-            continue
-        own = vars(one).copy() if hasattr(one, "__dict__") else None  # some hold the same a second time
-        notes[id(one)] = one, held, own
-        left += [part for part in held.values() if not isinstance(part, _PLAIN)]
-
-    def refill() -> None:
-        for one, held, own in notes.values():
-            if own is not None:  # first: some hold their items in one of them
-                vars(one).clear()
-                vars(one).update(own)
-            _refill(one, held)
-
-    return refill
-
-
-def _held(one: Any) -> dict[Any, Any] | None:
-    """What a container holds, by index, key or field; None for what is none."""
-    if isinstance(one, tuple | list):
-        return dict(enumerate(cast("Sequence[Any]", one)))
-    if isinstance(one, Mapping):
-        return {**cast("Mapping[Any, Any]", one)}
-    return {name: getattr(one, name) for name in _fields(one)} if _is_record(one) else None
-
-
-def _refill(one: Any, held: dict[Any, Any]) -> None:
-    if isinstance(one, list):
-        one[:] = held.values()
-    elif isinstance(one, MutableMapping):
-        now = {**one}
-        if [*now] != [*held] or any(now[key] is not part for key, part in held.items()):
-            one.clear()  # their order comes back, too; and not every one lets a single key go
-            for key, part in held.items():
-                one[key] = part
-    elif _is_record(one):
-        for name, part in held.items():
-            object.__setattr__(one, name, part)  # also for frozen dataclasses
-
-
 def _places(node: Any) -> list[str]:
     """Where each of its parts stands in a container."""
     if isinstance(node, tuple | list):

@@ -1,34 +1,68 @@
 """The step itself: plan, task, gradients, execution and update."""
 
-from anybatch.engine import update
-from anybatch.engine.before import Before
-from anybatch.engine.conditions import conditions
-from anybatch.engine.course import Course
-from anybatch.engine.execute import execute
-from anybatch.engine.gradients import Gradients, accumulation_dtype
+from anybatch.engine.accumulate import Accumulator, Redone
+from anybatch.engine.execute import (
+    Restart,
+    Skipped,
+    accumulate,
+    carry_out,
+    clear,
+    context,
+    finish,
+    observe,
+    report_of,
+    snapshot,
+    too_large,
+    update,
+)
+from anybatch.engine.gradients import Apart, Gradients, accumulation_dtype
+from anybatch.engine.observer import Observer
 from anybatch.engine.plan import Plan, check_micro_batch
-from anybatch.engine.run import Redone, Run, too_large, without_update
-from anybatch.engine.scaled import Skipped
-from anybatch.engine.task import Task
-from anybatch.engine.update import check_optimizers, check_schedulers, owned
+from anybatch.engine.schedule import Schedule
+from anybatch.engine.strategy import Single, Strategy
+from anybatch.engine.task import Signature, Task, admit, check_parts, gather
+from anybatch.engine.update import (
+    TornUpdateError,
+    check_optimizers,
+    check_schedulers,
+    clip,
+    owned,
+    step_optimizers,
+)
 
 __all__ = [
-    "Before",
-    "Course",
+    "Accumulator",
+    "Apart",
     "Gradients",
+    "Observer",
     "Plan",
     "Redone",
-    "Run",
+    "Restart",
+    "Schedule",
+    "Signature",
+    "Single",
     "Skipped",
+    "Strategy",
     "Task",
+    "TornUpdateError",
+    "accumulate",
     "accumulation_dtype",
+    "admit",
+    "carry_out",
     "check_micro_batch",
     "check_optimizers",
+    "check_parts",
     "check_schedulers",
-    "conditions",
-    "execute",
+    "clear",
+    "clip",
+    "context",
+    "finish",
+    "gather",
+    "observe",
     "owned",
+    "report_of",
+    "snapshot",
+    "step_optimizers",
     "too_large",
     "update",
-    "without_update",
 ]

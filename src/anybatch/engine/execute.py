@@ -1,142 +1,447 @@
-"""Obeys a Plan on a logical batch; contains no doubt."""
+"""One logical step: forward, backward, accumulate, update; and the one place where a failure is handled."""
 
-from contextlib import ExitStack
+import math
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any
 
+from torch import Tensor, nn
+
+from anybatch.batchnorm import frozen_batch_norms, names_of_batch_norms
 from anybatch.core import (
     AnybatchError,
     Batch,
     LossError,
+    MicroBatchDone,
+    MicroBatchRedone,
     NonFinite,
     NonFiniteLossError,
     OutOfMemoryError,
+    PlanError,
     StepReport,
+    all_finite,
+    cut_sizes,
     free_caches,
     ran_out_of_memory,
     released,
+    tensors_in,
 )
-from anybatch.engine.conditions import conditions
-from anybatch.engine.course import Course
+from anybatch.engine.accumulate import Accumulator, Redone
+from anybatch.engine.gradients import Sums
 from anybatch.engine.plan import Plan
-from anybatch.engine.run import Redone, Run, without_update
-from anybatch.engine.scaled import Skipped
-from anybatch.engine.smaller import Smaller, halves, out_of_memory, why_not_cut
+from anybatch.engine.schedule import Schedule
 from anybatch.engine.task import Task
-from anybatch.losses import Loss
+from anybatch.engine.update import TornUpdateError, clip, schedule_learning_rates, step_optimizers
+from anybatch.recompute import apply_policies
+from anybatch.state import Snapshot, rng
 
 
-def execute(plan: Plan, task: Task, batch: Batch) -> StepReport:
-    """Carry out one logical step; on any failure before the update everything is put back.
+class Restart(Exception):  # noqa: N818
+    """The step is to begin again; all is as before it, and only time was lost.
 
-    Where memory runs out in a micro-batch, the rows from there on are cut to half the size and the step goes
-    on (`anybatch.engine.course`). The result is, bit for bit, that of a plan with the cut that is reported.
+    Attributes:
+        plan: how: with another cut, or the same.
+        again: for the next `Accumulator`: micro-batches undone so far, whether each is to be looked at, and
+            the largest loss scale.
+    """
+
+    def __init__(
+        self, sums: Accumulator, sizes: Sequence[int], *, is_guarded: bool = False, scale: float = math.inf
+    ) -> None:
+        super().__init__(f"to be cut into {tuple(sizes)}")
+        self.plan = replace(sums.plan, cut=tuple(sizes))
+        self.again: dict[str, Any] = {
+            "redone": sums.redone,
+            "is_guarded": is_guarded or sums.is_guarded,
+            "scale_limit": min(scale, sums.scale_limit),
+            "last_tries": sums.last_tries,
+        }
+
+
+class Skipped(Exception):  # noqa: N818
+    """No update is to be made: values were not finite, and that is what was asked for then.
+
+    Attributes:
+        reached: where random streams had come to.
+    """
+
+    def __init__(self, reached: Mapping[str, Any]) -> None:
+        super().__init__("not finite")
+        self.reached = reached
+
+
+def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> StepReport:
+    """One logical step, begun again where it must be; see `execute`.
 
     Raises:
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
     """
-    redone: list[Redone] = []
-    found: StepReport | Plan = plan
-    is_guarded = False
-    while isinstance(found, Plan):
+    wanted, again = plan, dict[str, Any]()
+    while True:
         try:
-            with plan.precision.arithmetic():
-                found = _attempt(found, task, batch, redone, is_guarded=is_guarded)
-        except NonFinite:  # in the sum of all; once more, to see in which rows
-            if is_guarded or plan.is_guarded:
-                raise NonFiniteLossError(
-                    f"Expected a finite sum of gradients, got NaN or infinity from {batch.rows} rows, though "
-                    "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or "
-                    "make the loss smaller."
-                ) from None
-            is_guarded = True
+            report = execute(plan, task, batch, is_dry=is_dry, **again)
+        except Restart as restart:
+            plan, again = restart.plan, restart.again
         except NonFiniteLossError:
             raise
         except LossError as error:
-            if plan.is_cut or found is plan:
+            if plan.is_cut == wanted.is_cut:
                 raise
             raise OutOfMemoryError(
                 f"Expected {batch.rows} rows to fit into memory uncut, got none left, and the loss does not "
                 f"allow a cut: {error}"
             ) from error
-    for listener in task.listeners:
-        listener(found)
-    return found
+        else:
+            for listener in task.listeners:
+                listener(report)
+            return report
 
 
-def _attempt(
-    plan: Plan, task: Task, batch: Batch, redone: list[Redone], *, is_guarded: bool
-) -> StepReport | Plan:
-    """The report, or the plan to begin again with."""
-    loss = task.loss if plan.is_cut else task.loss.uncut()
-    run = _begun(plan, task, batch, loss, is_guarded=is_guarded)
-    run.redone = redone
+def execute(
+    plan: Plan,
+    task: Task,
+    batch: Batch,
+    *,
+    is_dry: bool = False,
+    **again: Any,
+) -> StepReport:
+    """Carry out one logical step; on any failure before the update everything is put back.
+
+    Args:
+        plan: what was decided.
+        task: on what.
+        batch: the rows.
+        is_dry: show the gradients to observers, make no update, and put everything back.
+        again: what a `Restart` said.
+
+    Raises:
+        Restart: the step is to begin again, with another cut or looking at each micro-batch.
+    """
+    with context(plan, task):
+        before = snapshot(task, batch)
+        sums = Accumulator(plan, task, batch, is_dry=is_dry, **again)
+        try:
+            clear(task.everyone)
+            with ExitStack() as stack:
+                accumulate(Schedule(plan, sums, before, stack), sums, before)
+            weights = task.strategy.close(sums.weights())
+            gradient = task.strategy.reduce(sums.finish(weights))
+            observe(gradient, task)
+            if is_dry:
+                put_back(before, sums)
+                return report_of(sums, weights, math.nan, updated=False)
+            report = update(gradient, weights, sums, before)
+            finish(sums, before)
+            return report
+        except (Skipped, NonFiniteLossError) as error:
+            reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
+            put_back(before, sums)
+            if plan.non_finite != "skip":
+                raise
+            rng.restore_process(reached)  # or the next step would draw what made this one bad
+            return report_of(sums, {}, math.nan, updated=False, rows=batch.rows)
+        except TornUpdateError as torn:  # nothing can be put back
+            finish(sums, before)
+            raise torn.error from None
+        except BaseException:
+            if not sums.is_updated:
+                put_back(before, sums)
+            raise
+        finally:
+            sums.close()
+
+
+def accumulate(schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
+    """Forward and backward of every micro-batch."""
+    listeners = sums.task.listeners
+    while schedule.left:
+        try:
+            for micro in schedule:
+                sums.begin(micro)
+                sums.backward(sums.evaluate(micro))
+                schedule.done()
+                before.look()
+                for listener in listeners:
+                    listener(MicroBatchDone(index=len(sums.rows) - 1, rows=len(micro.indices)))
+        except Exception as error:
+            recover(error, schedule, sums, before)
+
+
+def observe(gradient: Sums, task: Task) -> None:
+    """Show the finished gradient to observers, unscaled, before clipping."""
+    if task.observers:
+        names = task.names()
+        for observer in task.observers:
+            observer.update({names[parameter]: value for parameter, value in gradient.items()})
+
+
+def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, before: Snapshot) -> StepReport:
+    """Add gradients found before, look, clip once, update optimizers and schedulers.
+
+    The gradients stay in `.grad`, so that they can be looked at, until `finish`.
+
+    Raises:
+        Restart: the gradient is not finite, and nobody has looked at the micro-batches.
+    """
+    task, plan = sums.task, sums.plan
+    if not any(weights.values()):
+        return report_of(sums, weights, math.nan, updated=False)
+    for parameter, found in before.gradients_found():
+        if parameter in task.trained:
+            gradient[parameter] = found + gradient[parameter] if parameter in gradient else found
+    norm = _look(gradient, sums)
     try:
-        with ExitStack() as stack:
-            computing = plan.precision.computing(task.kinds)
-            with conditions(plan, task, plan.blocks), computing:  # in a first pass, too
-                along = loss.along(batch, plan.sizes, task.model, run.before.put_buffers_back)
-                share = stack.enter_context(along)
-            sizes = plan.sizes
-            Course(run=run, plan=plan, task=task, batch=batch, share=share, sizes=sizes).go()
-        report = run.update()
-    except Smaller as smaller:
-        run.undo()
-        return replace(plan, cut=smaller.sizes)
-    except (
-        Skipped,
-        NonFinite,
-        NonFiniteLossError,
-    ) as error:  # in a micro-batch, in their sum, in a first pass
-        run.undo(is_skipped=plan.non_finite == "skip")
-        if plan.non_finite != "skip":
-            raise
-        getattr(error, "go_on", lambda: None)()  # where a loss has put streams back
-        return without_update(run, batch.rows)
-    except Exception as error:
-        if run.is_updated or isinstance(error, AnybatchError) or not ran_out_of_memory(error):
-            run.undo()
-            raise
+        with task.masters.raised(gradient, task.optimizers):
+            step_optimizers(gradient, task.optimizers, plan.foreach)
+            sums.is_updated = True
+    except TornUpdateError:
+        sums.is_updated = True
+        raise
+    task.scale.updated()
+    schedule_learning_rates(task.schedulers)
+    for observer in task.observers:
+        if observer.wants_updated:
+            observer.updated({name: parameter for parameter, name in task.names().items()})
+    return report_of(sums, weights, norm, updated=True)
+
+
+def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
+    """Undo the micro-batch that failed and change what is left of the schedule; or restart; or raise.
+
+    | failure | what comes next |
+    |---|---|
+    | memory ran out, nothing of the micro-batch accepted | its rows, and those that follow, in halves |
+    | memory ran out, part of it accepted, or in a first pass | the step again, at half the size |
+    | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the step |
+    | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
+    | anything else | raised: all is as before |
+    """
+    if isinstance(error, NonFinite):
+        _recover_from_overflow(error.where, schedule, sums, before)
+    elif isinstance(error, NonFiniteLossError) and sums.plan.non_finite == "skip":
+        raise Skipped(rng.capture_process()) from None
+    elif not isinstance(error, AnybatchError) and ran_out_of_memory(error):
         said = released(error)
         free_caches()  # before anything is put back, which takes memory
-        run.undo()
-    except BaseException:
-        run.undo()
-        raise
+        _recover_memory(said, schedule, sums, before)
     else:
-        run.clear()
-        return report
-    return _after_first_pass(plan, task, batch, run, said)
+        raise error
 
 
-def _begun(plan: Plan, task: Task, batch: Batch, loss: Loss, *, is_guarded: bool) -> Run:
+def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
+    plan, task, batch = sums.plan, sums.task, sums.batch
+    is_first_pass = not schedule.is_open
+    sizes = [*map(len, schedule.left)]
+    rows = max(sizes) if is_first_pass else sizes[0]
+    is_complete = _undo(before, task, said, OutOfMemoryError)
+    task.tell(MicroBatchRedone(index=len(sums.rows), rows=rows, reason=said))
+    reason = why_not_cut(sums, rows)
+    sums.redone.append(Redone(rows, may_be_cut=not reason))
+    first = -1 if is_first_pass else schedule.left[0][0]
+    if reason and first in sums.last_tries:
+        raise OutOfMemoryError(
+            f"Expected a micro-batch of {rows} rows to fit into memory, got none left ({said}). It was tried "
+            f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
+            "the model, or keep less: recompute, offload, a smaller optimizer state."
+        )
+    if reason:  # once more, with caches freed
+        sums.last_tries = sums.last_tries | {first}
+    half = rows if reason else -(-rows // 2)
+    is_tied = not is_first_pass and sums.share(schedule.left[0]).tied
+    is_whole_loss = not (sums.is_in_window or plan.is_cut)  # another form of the loss than that of a part
+    if is_first_pass or sums.has_accepted or not is_complete or (not reason and (is_tied or is_whole_loss)):
+        sizes = [*sums.rows, *sizes] if reason else cut_sizes(batch.rows, half)
+        raise Restart(sums, sizes)
+    if not reason:
+        schedule.cut_smaller(half)
+
+
+def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
+    plan, task = sums.plan, sums.task
+    scale, at = task.scale, task.scale.value
+    reached = rng.capture_process()
+    said = f"the {where} overflowed at a loss scale of {at:g}"
+    is_complete = _undo(before, task, said, NonFiniteLossError)
+    rows = schedule.left[0]
+    schedule.scale_before = schedule.scale_before or scale.state()
+    same = [*sums.rows, *map(len, schedule.left)]
+    if where == "gradient" and scale.give_way():
+        task.tell(MicroBatchRedone(index=len(sums.rows), rows=len(rows), reason=said))
+        sums.redone.append(Redone(len(rows), may_be_cut=False))
+        if sums.has_accepted or not is_complete:
+            raise Restart(sums, same, scale=scale.value)
+        sums.scale_limit = scale.value
+        return
+    scale.load(schedule.scale_before)  # it was not at fault, and would take many updates to come back
+    is_tied = sums.share(rows).tied
+    if plan.non_finite == "skip":
+        raise Skipped(reached)
+    if plan.non_finite == "drop" and not is_tied:
+        if not is_complete:
+            raise Restart(sums, same)
+        rng.restore_process(reached)  # who goes on draws other numbers: the same might be as bad again
+        sums.leave_out(len(rows))
+        schedule.done()
+        return
+    meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
+    place = sums.offset + rows[0]
+    raise NonFiniteLossError(
+        f"Expected a finite {where}, got NaN or infinity in micro-batch {len(sums.rows)} "
+        f"(rows {place} to {place + len(rows) - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
+        "was made. Look for bad data in these rows, a division by zero (a mean over no valid target), or "
+        'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
+    )
+
+
+def _undo(before: Snapshot, task: Task, said: str, kind: type[AnybatchError]) -> bool:
+    """Undo the micro-batch at hand; whether everything is as it was before it.
+
+    Raises:
+        AnybatchError: the forward has changed what cannot be put back; the message names it.
+    """
+    written = before.written()
+    if written:
+        task.effects.writes(written)  # next time they are noted before
+        raise kind(
+            f"Expected a forward that writes to no parameter, got {len(written)} that it had changed when it "
+            f"was to be undone ({said}). No update was made, but these are not as before: load them again. "
+            "From now on they are noted before each micro-batch."
+        )
+    if before.written_rows():
+        raise kind(
+            f"Expected a forward that leaves its rows as they are, got one that had changed them when a "
+            f"micro-batch was to be undone ({said}). No update was made, but the rows are not as before: "
+            "hand them over anew, and let the model work on a copy (x = x.clone())."
+        )
+    if tensors := before.written_tensors():
+        raise kind(
+            f"Expected a forward that writes to no tensor but buffers, got {tensors} changed when a "
+            f"micro-batch was to be undone ({said}). No update was made, but these are not as before. "
+            "Register them as buffers, which are put back."
+        )
+    return before.undo_micro_batch()
+
+
+def why_not_cut(sums: Accumulator, rows: int) -> str:
+    """Why parts smaller than these rows would be impossible, or would change the result; empty if neither."""
+    plan, task = sums.plan, sums.task
+    if rows == 1:
+        return "one row is the least that can go through the model"
+    if plan.batch_norm != "frozen" and task.batch_norms:
+        return (
+            f"BatchNorm ({names_of_batch_norms(task.model, task.batch_norms)}) takes the statistics of each "
+            "micro-batch, so the result would depend on the cut "
+            '(batch_norm="frozen" and ab.batch_norm_to_group_norm do not)'
+        )
+    if not (sums.is_in_window or plan.is_cut):
+        try:
+            task.before_cut(task, sums.batch, -(-rows // 2))
+        except (PlanError, LossError) as error:
+            return f"the batch must not be cut: {error}"
+    return ""
+
+
+def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
+    """What holds throughout a step: switches of the arithmetic, frozen BatchNorms, policies of blocks."""
+    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+    if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
+        return _context(plan, task)
+    return nullcontext()
+
+
+@contextmanager
+def _context(plan: Plan, task: Task) -> Generator[None]:
+    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+    with plan.precision.arithmetic(), frozen_batch_norms(norms), apply_policies(task.model, plan.blocks):
+        yield
+
+
+def put_back(before: Snapshot, sums: Accumulator) -> None:
+    """Put back all that a step may have changed, its loss scale too."""
+    sums.close()
+    before.put_back()
+    sums.task.scale.load(sums.scale_before)
+
+
+def report_of(
+    sums: Accumulator, weights: Mapping[str, float], norm: float, *, updated: bool, rows: int | None = None
+) -> StepReport:
+    """What is reported of these sums."""
+    loss, terms = sums.value(weights)
+    return StepReport(
+        loss=loss,
+        terms=terms if weights else {},
+        weights=weights,
+        rows=sum(sums.rows) if rows is None else rows,
+        micro_batches=len(sums.rows),
+        grad_norm=norm,
+        updated=updated,
+        cut=tuple(sums.rows),
+        redone=len(sums.redone),
+        too_large=too_large(sums.redone),
+        dropped=sums.dropped,
+        scale=sums.task.scale.value,
+    )
+
+
+def too_large(redone: Sequence[Redone]) -> int:
+    """Rows of the smallest micro-batch that is to be smaller from now on; 0 where there is none.
+
+    Example:
+        >>> too_large([Redone(8, may_be_cut=True), Redone(4, may_be_cut=True), Redone(2, may_be_cut=False)])
+        4
+    """
+    return min((one.rows for one in redone if one.may_be_cut), default=0)
+
+
+def snapshot(task: Task, batch: Batch) -> Snapshot:
     """All noted that surrounds the step; with caches freed, where there is no room otherwise."""
+    rows: Sequence[Tensor] = list(tensors_in(batch.whole))
     said = ""
     for _ in range(2):
         try:
-            return Run(plan, task, batch, loss, is_guarded=is_guarded)
+            before = Snapshot(
+                task.state, task.effects, parameters=task.everyone, rows=rows, draws=batch.draws
+            )
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
             said = released(error)
-        free_caches()
+            free_caches()
+        else:
+            return before
     raise OutOfMemoryError(
         f"Expected room for copies of buffers, which a failed step puts back, got none left ({said}). "
         "Nothing was changed. Free memory."
     )
 
 
-def _after_first_pass(plan: Plan, task: Task, batch: Batch, run: Run, said: str) -> Plan:
-    """Memory ran out outside of any micro-batch: a first pass of a loss can be had in smaller parts."""
-    if run.rows:
-        written = "" if run.before.holds(task.streams.written) else " but for what the forward has written to"
-        raise OutOfMemoryError(
-            f"Expected room to divide, clip or hand over the gradient of {batch.rows} rows, got none left "
-            f"({said}). No update was made, and everything is as before{written}. Free memory, or accumulate "
-            "in a narrower dtype."
+def finish(sums: Accumulator, before: Snapshot) -> None:
+    """The step is over: drop the gradients; those that were found and not used come back."""
+    task = sums.task
+    if sums.is_updated:
+        clear(task.parameters)
+    before.put_gradients_back(task.others if sums.is_updated else None)
+
+
+def _look(gradient: dict[nn.Parameter, Tensor], sums: Accumulator) -> float:
+    """The norm before clipping, NaN where none is asked for; one look at whether all is finite."""
+    values = list(gradient.values())
+    if not all_finite(values):
+        if sums.is_in_window:
+            raise NonFinite("gradient")
+        if not sums.is_guarded:
+            raise Restart(sums, sums.rows, is_guarded=True)  # which sees in which rows
+        raise NonFiniteLossError(
+            f"Expected a finite sum of gradients, got NaN or infinity from {sum(sums.rows)} rows, though "
+            "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
+            "the loss smaller."
         )
-    rows = max(plan.sizes)
-    reason = why_not_cut(plan, task, batch, rows, is_uncut=not plan.is_cut)
-    if reason:
-        raise out_of_memory(said, rows, reason)
-    run.redone.append(Redone(rows, may_be_cut=True))
-    return replace(plan, cut=tuple(halves(batch.rows, rows)))
+    return clip(gradient, sums.plan.clip_norm)
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the gradients of these parameters."""
+    for parameter in parameters:
+        parameter.grad = None

@@ -1,16 +1,19 @@
-"""The gradient fold: accumulate, divide once, hand over."""
+"""The gradient fold: sums over micro-batches, merged and divided once; and the ways to accumulate them."""
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from anybatch.core import IndivisibleError, NonFinite, Waiting, runs_backward_inside
+from anybatch.core import Look, NonFinite
+from anybatch.core import torch_private as private
+
+Sums = dict[nn.Parameter, Tensor]
+BUCKET = 64 << 20  # bytes of gradients that are looked at together
 
 
 def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None) -> torch.dtype:
@@ -28,28 +31,129 @@ def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None
 
 
 class Gradients:
-    """The sum over micro-batches of J^T c, for each parameter.
+    """Sums of J^T c by term and parameter, not yet divided: the state of the gradient fold.
 
-    Autograd's own `.grad` is the accumulator wherever that is exact already: the dtype is the one asked for,
-    no compensation, one divisor. Everywhere else a hook moves each parameter's gradient into an accumulator
-    the moment autograd has finished it, and frees it, so no second set of gradients exists at any time. The
-    hook fires once per parameter and backward, also for tied weights.
+    The law: sums of a batch cut anywhere merge to the sums of the batch; `merge` is associative and
+    commutative up to rounding, and no banks at all are its identity.
 
-    Where divisors are not known before backward, each term that has its own divisor gets its own bank of
-    accumulators, because sums with different divisors cannot share one.
+    Args:
+        banks: the sums of each term that has a divisor of its own, by its name.
 
-    Exactly once per (parameter, micro-batch): where a backward fails half-way, what it has accepted stays,
-    and the same micro-batch is sent again into what is missing only. Which parameters have accepted it shows
-    in their `.grad`, whose identity or version has changed since `begin`, or is noted by the hook.
+    Example:
+        >>> p = nn.Parameter(torch.zeros(2))
+        >>> one, two = (Gradients({"loss": {p: torch.tensor([n, n])}}) for n in (1.0, 2.0))
+        >>> one.merge(two).merge(Gradients({})).finish({"loss": 0.5})[p]
+        tensor([1.5000, 1.5000])
+    """
+
+    def __init__(self, banks: dict[str, Sums]) -> None:
+        self.banks = banks
+
+    def merge(self, other: "Gradients") -> "Gradients":
+        """The sums of both. Neither is changed."""
+        merged = {name: dict(bank) for name, bank in self.banks.items()}
+        for name, bank in other.banks.items():
+            mine = merged.setdefault(name, {})
+            for parameter, value in bank.items():
+                mine[parameter] = mine[parameter] + value if parameter in mine else value
+        return Gradients(merged)
+
+    def finish(self, factors: Mapping[str, float]) -> Sums:
+        """Multiply each bank once, in place, and add the banks up.
+
+        Args:
+            factors: coefficient / divisor of each bank; those without one stay as they are.
+
+        Returns:
+            The gradient of each parameter that got one, in the dtype of the sums.
+        """
+        for name, factor in factors.items():
+            if self.banks.get(name) and factor != 1.0:
+                private.foreach_mul_([*self.banks[name].values()], factor)
+        first, *others = self.banks.values() if self.banks else [{}]
+        for bank in others:
+            for parameter, value in bank.items():
+                first[parameter] = first[parameter].add_(value) if parameter in first else value
+        return first
+
+
+class InPlace:
+    """Sums that autograd accumulates itself, in `.grad`: nothing is copied, and no hook runs.
+
+    Args:
+        parameters: whose `.grad` is None as the first micro-batch begins.
+        name: of the one bank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], name: str = "") -> None:
+        self._parameters, self._name = parameters, name
+        self._awaited: Sequence[nn.Parameter] = parameters  # will get a first `.grad`
+        self._sums: list[Tensor] = []  # added to in place, from their first micro-batch on
+        self._versions: list[int] = []
+
+    def begin(self) -> None:
+        """The next micro-batch: nothing of it is accepted yet."""
+        self._versions = private.versions(self._sums)
+
+    @property
+    def has_accepted(self) -> bool:
+        """Whether anything of the micro-batch at hand has reached the sums."""
+        awaited = any(parameter.grad is not None for parameter in self._awaited)
+        return awaited or private.versions(self._sums) != self._versions
+
+    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
+        """One backward: add J^T c of these scalars, each with its own cotangent."""
+        private.run_backward(values, cotangents)
+        if self._awaited:
+            self._own_memory()
+
+    def _own_memory(self) -> None:
+        """Give each new `.grad` memory of its own, before anything is added to it in place.
+
+        Where the gradients of two leaves are views of one tensor, as with `a.view(-1) + b.view(-1)`, autograd
+        lets both `.grad` share its memory, and what comes next would be added to both, twice. It may be that
+        of a cotangent, too, where a parameter reaches the loss through views only, or of what a hook has
+        returned. The largest comes last: it is then alone, and keeps the memory.
+        """
+        made = [p for p in self._awaited if p.grad is not None]
+        if not made:
+            return
+        for parameter in sorted(made, key=Tensor.numel) if len(made) > 1 else made:
+            gradient = cast("Tensor", parameter.grad)
+            if gradient.layout is not torch.strided:
+                continue
+            if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
+                gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
+            if private.holders(gradient) > private.ALONE:
+                parameter.grad = gradient.clone()
+        self._sums += [cast("Tensor", p.grad) for p in made]
+        self._awaited = [p for p in self._awaited if p.grad is None]
+
+    def gradients(self) -> Gradients:
+        """The sums so far."""
+        return Gradients({self._name: {p: p.grad for p in self._parameters if p.grad is not None}})
+
+    def close(self) -> None:
+        """Nothing to take off."""
+
+
+class Apart:
+    """Sums beside `.grad`: of another dtype, compensated, one for each term, or looked at before they grow.
+
+    The gradients of a micro-batch are held until its backward is over, looked at where that is asked for, and
+    then added as a whole. Where they are larger than a bucket they are added bucket by bucket as autograd
+    finishes them, and freed, so that no second set of gradients exists; then a failure may come when part of
+    the micro-batch is accepted.
 
     Args:
         parameters: what the gradients are for.
-        dtype: accumulator dtype; None for float32 or the parameter's if wider.
+        dtype: of the sums; None for float32 or the parameter's if wider.
+        names: of the banks; one where all terms share a divisor.
         compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
             truncation errors"); costs one more buffer per parameter.
-        banks: names of the terms that need a bank of their own; one name where all share one.
-        bucket: bytes of gradients that are looked at together before they are added, so that what is not
-            finite never gets into the sums; None where nobody looks.
+        is_looked_at: refuse what is not finite.
+        is_whole: hold the gradients of a micro-batch whatever their size.
+        tell: called with the gradients of each micro-batch before they are added.
     """
 
     def __init__(
@@ -57,320 +161,190 @@ class Gradients:
         parameters: Sequence[nn.Parameter],
         *,
         dtype: torch.dtype | None,
+        names: Sequence[str],
         compensated: bool,
-        banks: Sequence[str],
-        bucket: float | None = None,
+        is_looked_at: bool,
+        is_whole: bool,
+        tell: Callable[[Mapping[str, Mapping[nn.Parameter, Tensor]]], object] | None = None,
     ) -> None:
-        self._parameters = parameters
-        self._compensated = compensated
-        self._bucket = bucket
-        self._waiting = Waiting()
-        self._unscale = 1.0  # what gradients are multiplied by as they are added
-        self._is_finite = True  # all of this micro-batch, so far
-        # Where all of them are looked at together, they are so after backward: no hook has to take each.
-        self._is_gathered = bucket is not None and sum(p.nbytes for p in parameters) <= bucket
-        many = compensated or len(banks) > 1 or bucket is not None
-        own = [p for p in parameters if many or accumulation_dtype(p.dtype, dtype) != p.dtype]
-        self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in own}
-        self._banks: dict[str, dict[nn.Parameter, Tensor]] = {name: {} for name in banks}
-        self._at = banks[0]  # the bank in use
-        self._taken: dict[str, set[Tensor]] = {name: set() for name in banks}  # in this micro-batch
-        self._errors: dict[Tensor, Tensor] = {}  # rounding error carried along, by accumulator
-        self._awaited = [p for p in parameters if p not in self._dtypes]  # will get a first `.grad`
-        self._in_backward = False
-        self._in_place = [p for p in parameters if p not in self._dtypes]  # whose `.grad` is the sum
-        self.begin()
-        # Held weakly, so that sums which nobody holds any more are freed, and their hooks with them.
-        take = weakref.WeakMethod(self._take)
-        hooked = [] if self._is_gathered else own
+        self._parameters, self._compensated, self._is_looked_at = parameters, compensated, is_looked_at
+        self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
+        self._banks: dict[str, Sums] = {name: {} for name in names}
+        self._tell = tell
+        self._errors: dict[str, Sums] = {name: {} for name in names}  # rounding errors carried along
+        self._at, self._unscale, self._in_backward = names[0], 1.0, False
+        self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
+        self._look = Look()
+        is_small = is_looked_at and sum(p.nbytes for p in parameters) <= BUCKET
+        self.is_whole = is_whole or is_small
+        self._limit = BUCKET if is_looked_at else 0  # bytes that wait before they are added
+        self._nbytes = 0
+        self.has_accepted = False
+        take = weakref.WeakMethod(self._take)  # weakly, so that sums which nobody holds are freed
+        hooked = () if self.is_whole else parameters
         hooks = [p.register_post_accumulate_grad_hook(partial(_call, take)) for p in hooked]
-        self._take_hooks_off = weakref.finalize(self, _remove, hooks) if hooks else lambda: None
+        self._remove = weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
     def begin(self) -> None:
-        """The next micro-batch: nobody has accepted it yet."""
-        self._before = mark(self._in_place)
-        self._waiting.take()
-        for taken in self._taken.values():
-            taken.clear()
+        """The next micro-batch: nothing of it is accepted yet."""
+        self.has_accepted = False
+        self._waiting, self._nbytes = {}, 0
 
-    @property
-    def holds_part(self) -> bool:
-        """Whether anything of the micro-batch that has begun is in the sums."""
-        return any(self._taken.values()) or not is_marked(self._in_place, self._before)
-
-    def add(
-        self,
-        sums: Sequence[Tensor],
-        cotangents: Sequence[Tensor],
-        *,
-        again: bool = False,
-        unscale: float = 1.0,
-    ) -> None:
-        """One backward pass: add J^T c of these sums, each with its own cotangent, to the one bank.
-
-        Args:
-            sums: scalars that carry the graph of one micro-batch.
-            cotangents: what flows into each of them, of the same dtype and device.
-            again: the same micro-batch was sent before, and only what is missing is to be added.
-            unscale: what gradients are multiplied by as they are added, a power of two; 1 where nobody looks.
+    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], *, unscale: float = 1.0) -> None:
+        """One backward into the first bank; its gradients are multiplied by `unscale`, a power of two.
 
         Raises:
-            NonFinite: some gradients are not finite, and were not added; what was finite may have been.
+            NonFinite: some are not finite; they were not added.
         """
-        self._unscale, self._is_finite = unscale, True
-        self._is_gathered = self._is_gathered or _is_indivisible(sums, self._bucket)
-        self._backward(sums, cotangents, again=again)
-        self._close_micro_batch(sums)
+        self._unscale = unscale
+        self._backward(values, cotangents)
+        self.commit(values)
 
-    def add_each(self, sums: Mapping[str, Tensor], *, again: bool = False, unscale: float = 1.0) -> None:
-        """One backward pass per term, each into its own bank, to be divided at the end.
-
-        Args:
-            sums: as for `add`, as are again and unscale; what flows into each is 1 / unscale.
-        """
-        self._unscale, self._is_finite = unscale, True
-        self._is_gathered = self._is_gathered or _is_indivisible(sums.values(), self._bucket)
-        last = len(sums) - 1
-        for index, (name, value) in enumerate(sums.items()):
+    def add_each(
+        self, values: Mapping[str, Tensor], cotangents: Mapping[str, Tensor], unscale: float
+    ) -> None:
+        """One backward per term, each into its own bank; all are added at the end."""
+        self._unscale = unscale
+        last = len(values) - 1
+        for index, (name, value) in enumerate(values.items()):
             self._at = name
-            cotangents = None if unscale == 1.0 else [torch.full_like(value, 1 / unscale)]
-            self._backward([value], cotangents, again=again, retain_graph=index < last)
-        self._close_micro_batch(list(sums.values()))
+            self._backward([value], [cotangents[name]], retain_graph=index < last)
+        self.commit(list(values.values()))
 
-    def _close_micro_batch(self, sums: Sequence[Tensor]) -> None:
-        if self._awaited:
-            self._awaited = _parted(self._awaited)
-        if self._bucket is not None:
-            self._add_waiting(sums)
-        if not self._is_finite:
-            raise NonFinite("gradient")
+    def commit(self, values: Sequence[Tensor] = ()) -> None:
+        """Add what waits, after a look at it and at the values that it came from."""
+        waiting, self._waiting, self._nbytes = self._waiting, {}, 0
+        if self._is_looked_at:
+            held = [one for bank in waiting.values() for one in bank.values()]
+            if not self._look.are_finite([*held, *values]):
+                raise NonFinite("gradient")
+        if self._tell is not None:
+            self._tell(waiting)
+        for name, bank in waiting.items():
+            self._add(name, bank)
 
-    def finish(self, factors: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
-        """Scale each bank once, in place, and add the banks up.
+    def gradients(self) -> Gradients:
+        """The sums so far."""
+        return Gradients(self._banks)
 
-        Args:
-            factors: what each bank is multiplied by, coefficient / divisor; empty where cotangents held it.
+    def errors(self) -> Mapping[str, Sums]:
+        """The rounding errors of compensated sums, by bank."""
+        return self._errors
 
-        Returns:
-            The gradient of each parameter that got one, in the accumulator's dtype.
-        """
-        self.close()
-        if len(self._banks) == 1:
-            self._banks[self._at].update({p: p.grad for p in self._parameters if p.grad is not None})
-        for name, factor in factors.items():
-            if self._banks[name]:
-                values = list(self._banks[name].values())
-                torch._foreach_mul_(values, factor)  # pyright: ignore
-        first, *others = self._banks.values()
-        for bank in others:
-            for parameter, value in bank.items():
-                first[parameter] = first[parameter].add_(value) if parameter in first else value
-        return first
+    def restore(self, banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
+        """Go on from sums that were saved."""
+        for name in self._banks:
+            self._banks[name].update(banks.get(name, {}))
+            self._errors[name].update(errors.get(name, {}))
+
+    def absorb(self, other: "Gradients") -> None:
+        """Merge sums into these, in place; their memory may become ours."""
+        self._unscale = 1.0
+        for name, bank in other.banks.items():
+            self._add(name if name in self._banks else self._at, bank, is_owned=True)
 
     def close(self) -> None:
         """Take the hooks off."""
-        self._take_hooks_off()
+        self._remove()
 
     def _backward(
-        self,
-        sums: Sequence[Tensor],
-        cotangents: Sequence[Tensor] | None,
-        *,
-        again: bool,
-        retain_graph: bool = False,
+        self, values: Sequence[Tensor], cotangents: Sequence[Tensor], *, retain_graph: bool = False
     ) -> None:
-        """A backward whose gradients the hooks take; those that others make are none of ours."""
-        if again and runs_backward_inside(sums):
-            raise IndivisibleError(
-                "some parameters have accepted it, and it runs a backward inside of backward"
-            )
-        missing = self._missing() if again else None  # None for all that take part
-        if missing == []:
-            return
         self._in_backward = True
         try:
-            torch.autograd.backward(sums, cotangents, retain_graph=retain_graph, inputs=missing)
+            private.run_backward(values, cotangents, retain_graph=retain_graph)
         except BaseException:
-            for parameter in self._dtypes:  # set, but not taken: somebody else's hook may have failed before
+            for parameter in self._parameters:
                 parameter.grad = None
-            self._waiting.take()
+            self._waiting = {}
             raise
         finally:
             self._in_backward = False
-        if self._is_gathered:
-            self._waiting.gather(self._at, self._dtypes)
-
-    def _missing(self) -> list[nn.Parameter]:
-        """The parameters that have not accepted this micro-batch into the current bank."""
-        before = zip(self._in_place, *self._before, strict=True)
-        done = {p for p, gradient, version in before if not is_marked([p], ([gradient], [version]))}
-        return [p for p in self._parameters if p not in done and p not in self._taken[self._at]]
+        if self.is_whole:
+            bank = self._waiting.setdefault(self._at, {})
+            for parameter in self._parameters:
+                gradient = parameter.grad
+                if gradient is not None:
+                    parameter.grad = None
+                    bank[parameter] = gradient
 
     def _take(self, parameter: Tensor) -> None:
-        """Move a finished gradient into the current bank and free it."""
-        if self._is_gathered or not self._in_backward:
-            return
+        """A gradient is finished: hold it until a bucket is full."""
         gradient = parameter.grad
-        assert gradient is not None  # noqa: S101 - autograd has just set it
+        if not self._in_backward or gradient is None:
+            return
         parameter.grad = None
-        trained = cast("nn.Parameter", parameter)  # or a plain tensor that is trained like one
-        if self._bucket is None:
-            self._add(self._at, trained, gradient)
-            return
-        self._waiting.put(self._at, trained, gradient)
-        if self._waiting.nbytes >= self._bucket:
-            self._add_waiting()
+        self._waiting.setdefault(self._at, {})[cast("nn.Parameter", parameter)] = gradient
+        self._nbytes += 0 if gradient.is_sparse else gradient.nbytes
+        if self._nbytes > self._limit:
+            del gradient
+            self.commit()
 
-    def _add_waiting(self, sums: Sequence[Tensor] = ()) -> None:
-        """Add what is finite as a whole; else nothing of it, so that all of it is missing.
+    def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor], *, is_owned: bool = False) -> None:
+        """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
+        sums, errors = self._banks[name], self._errors[name]
+        fresh = {p: self._first(p, g, is_owned=is_owned) for p, g in bank.items() if p not in sums}
+        later = [(p, g.resolve_conj()) for p, g in bank.items() if p in sums]
+        if self._compensated:
+            exact = {p: self._compensate(p, g, name) for p, g in later if not g.is_sparse}
+            later = [(p, g) for p, g in later if g.is_sparse]
+            self.has_accepted = True
+            sums.update({p: total for p, (total, _) in exact.items()})
+            errors.update({p: error for p, (_, error) in exact.items()})
+        self.has_accepted = self.has_accepted or bool(fresh or later)
+        plain = [(p, g) for p, g in later if _is_plain(sums[p]) and _is_plain(g) and g.dtype == sums[p].dtype]
+        if plain:
+            private.foreach_add_([sums[p] for p, _ in plain], [g for _, g in plain], alpha=self._unscale)
+        if len(plain) < len(later):
+            done = {p for p, _ in plain}
+            rest = [(p, g) for p, g in later if p not in done]
+            for p, g in sorted(rest, key=lambda pair: pair[1].is_sparse):  # sparse ones last
+                sums[p] = sums[p].add_(g, alpha=self._unscale)
+        sums.update(fresh)
 
-        Args:
-            sums: what they are the gradients of, looked at with them.
-        """
-        is_finite, banks = self._waiting.are_finite(sums), self._waiting.take()
-        if not is_finite:
-            self._is_finite = False
-            return
-        for name, (parameters, gradients) in banks.items():
-            bank = self._banks[name]
-            if not self._compensated and _add_together(bank, parameters, gradients, self._unscale):
-                self._taken[name].update(bank if len(bank) == len(parameters) else parameters)
-                continue
-            gradients.reverse()
-            for parameter in parameters:
-                self._add(name, parameter, gradients.pop())  # let go as it is added
+    def _first(self, parameter: nn.Parameter, gradient: Tensor, *, is_owned: bool) -> Tensor:
+        """The first sum of a parameter, in memory of its own."""
+        dtype, gradient = self._dtypes[parameter], gradient.resolve_conj().resolve_neg()
+        if gradient.dtype == dtype and (is_owned or _is_alone(gradient)):
+            return gradient if self._unscale == 1.0 else gradient.mul_(self._unscale)
+        wide = torch.promote_types(gradient.dtype, dtype)  # without its scale it may fit the sums only so
+        value = gradient.to(wide, copy=True)
+        return (value if self._unscale == 1.0 else value.mul_(self._unscale)).to(dtype)
 
-    def _add(self, name: str, parameter: nn.Parameter, gradient: Tensor) -> None:
-        bank, dtype, unscale = self._banks[name], self._dtypes[parameter], self._unscale
-        gradient = gradient.resolve_conj()
-        total = bank.get(parameter)
-        if total is None:
-            # A copy: others may hold its memory. Wide, as it may fit the sums without its scale only.
-            wide = torch.promote_types(gradient.dtype, dtype)
-            if unscale != 1.0 and gradient.dtype == wide:
-                bank[parameter] = gradient.mul(unscale).to(dtype)
-            else:
-                value = gradient.to(wide, copy=True)
-                bank[parameter] = (value if unscale == 1.0 else value.mul_(unscale)).to(dtype)
-        elif self._compensated and not gradient.is_sparse:
-            value = gradient.to(torch.promote_types(gradient.dtype, dtype))
-            value = value if unscale == 1.0 else value * unscale
-            bank[parameter] = self._add_compensated(total, value.to(dtype))
-        else:
-            total.add_(gradient, alpha=unscale)
-        self._taken[name].add(parameter)  # last: whatever fails before leaves the sum as it was
-
-    def _add_compensated(self, total: Tensor, value: Tensor) -> Tensor:
-        error = self._errors.get(total)
+    def _compensate(self, parameter: nn.Parameter, gradient: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        total, error = self._banks[name][parameter], self._errors[name].get(parameter)
+        value = gradient.to(torch.promote_types(gradient.dtype, total.dtype))
+        value = (value if self._unscale == 1.0 else value * self._unscale).to(total.dtype)
         value = value if error is None else value - error
-        new_total = total + value
-        new_error = (new_total - total).sub_(value)
-        self._errors.pop(total, None)
-        self._errors[new_total] = new_error
-        return new_total
-
-
-def _is_indivisible(sums: Iterable[Tensor], bucket: float | None) -> bool:
-    """Whether gradients that are looked at must be so together, as what is missing cannot be sent alone."""
-    return bucket is not None and runs_backward_inside(sums)
-
-
-def _parted(awaited: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Give each new `.grad` memory of its own, before anything is added to it in place; who still has none.
-
-    Where the gradients of two leaves are views of one tensor, as with `a.view(-1) + b.view(-1)`, autograd
-    lets both `.grad` share its memory, and what comes next would be added to both, twice. It may be that of a
-    cotangent, too, where a parameter reaches the loss through views only, or of what a hook has returned.
-    The largest comes last: it is then alone, and keeps the memory.
-    """
-    made = [p for p in awaited if p.grad is not None and not p.grad.is_sparse]
-    for parameter in sorted(made, key=Tensor.numel):
-        gradient = cast("Tensor", parameter.grad)
-        if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
-            gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
-        if _holders(gradient) > _ALONE:
-            parameter.grad = gradient.clone()
-    return [p for p in awaited if p.grad is None]
-
-
-def _holders(tensor: Tensor) -> int:
-    """How many hold a tensor's memory, this question included."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # pyright: ignore
-
-
-_ALONE = _holders(torch.empty(1))
-
-
-def _add_together(
-    bank: Mapping[nn.Parameter, Tensor],
-    parameters: Sequence[nn.Parameter],
-    gradients: Sequence[Tensor],
-    unscale: float,
-) -> bool:
-    """Add them in one go, in place and so without anything that could run out; whether they are such.
-
-    Args:
-        bank: the sums.
-        parameters: whose gradients they are, in the same order.
-        gradients: of one micro-batch.
-        unscale: what they are multiplied by.
-    """
-    is_known = len(bank) == len(parameters) and all(map(is_, bank, parameters))  # hashing them takes long
-    if not (is_known or all(parameter in bank for parameter in parameters)):
-        return False
-    totals = [*bank.values()] if is_known else [bank[parameter] for parameter in parameters]
-    if [*map(_dtype, totals)] != [*map(_dtype, gradients)] or not (
-        _are_plain(gradients) and _are_plain(totals)
-    ):
-        return False
-    torch._foreach_add_(totals, gradients, alpha=unscale)  # pyright: ignore
-    return True
-
-
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether operations on many at once know them; not where there is none."""
-    return {*map(_layout, tensors)} == _PLAIN and not any(map(Tensor.is_conj, tensors))
-
-
-_dtype, _layout = attrgetter("dtype"), attrgetter("layout")
-_PLAIN = {torch.strided}
-
-
-def _call(method: weakref.WeakMethod[Callable[[Tensor], None]], parameter: Tensor) -> None:
-    bound = method()
-    if bound is not None:
-        bound(parameter)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+        new = total + value
+        return new, (new - total).sub_(value)
 
 
 def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
     """Put each gradient where optimizers look for it, in the parameter's own dtype."""
     for parameter, gradient in gradients.items():
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
-Mark = tuple[list[Tensor | None], list[int]]
-
-
-def mark(parameters: Sequence[nn.Parameter]) -> Mark:
-    """What changes when somebody clears, scales or adds to the sums, as far as `.grad` holds them."""
-    found = [parameter.grad for parameter in parameters]
-    return found, [-1 if one is None else one._version for one in found]  # pyright: ignore[reportPrivateUsage]
-
-
-def is_marked(parameters: Sequence[nn.Parameter], was: Mark) -> bool:
-    """Whether the sums are as they were.
+def power_of_two(value: float) -> float:
+    """The power of two nearest a positive number; 1 for what is none.
 
     Example:
-        >>> parameter = nn.Parameter(torch.ones(2))
-        >>> before = mark([parameter])
-        >>> parameter.grad = torch.ones(2)
-        >>> is_marked([parameter], before)
-        False
+        >>> power_of_two(100.0), power_of_two(0.0)
+        (128.0, 1.0)
     """
-    now = mark(parameters)
-    return now[1] == was[1] and all(one is other for one, other in zip(now[0], was[0], strict=True))
+    return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 1.0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_conj()
+
+
+def _is_alone(gradient: Tensor) -> bool:
+    return gradient.layout is torch.strided and private.holders(gradient) <= private.ALONE
+
+
+def _call(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Tensor) -> None:
+    bound = method()
+    if bound is not None:
+        bound(parameter)

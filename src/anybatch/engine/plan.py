@@ -5,12 +5,13 @@ import json
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 from anybatch.batchnorm import check_batch_norm
-from anybatch.core import PlanError, cut_sizes
+from anybatch.core import Cut, PlanError, cut_sizes
 from anybatch.precision import NAMED, Precision, check_non_finite
 
 FLOAT32 = NAMED["float32"]
@@ -97,6 +98,11 @@ class Plan:
         return self.cut or tuple(cut_sizes(self.rows, self.micro_batch) if self.rows else ())
 
     @property
+    def parts(self) -> Cut:
+        """The row indices of each micro-batch, in order."""
+        return _parts(self.rows, self.micro_batch, self.cut)
+
+    @property
     def micro_batches(self) -> int:
         """How many micro-batches the batch is cut into."""
         return len(self.cut) or (-(-self.rows // self.micro_batch) if self.rows else 0)
@@ -175,6 +181,11 @@ class Plan:
     def _blocks_in_words(self) -> str:
         counts = Counter(policy for _, policy in self.blocks)
         return ", ".join(f"{policy} {count}" for policy, count in sorted(counts.items())) or "all kept"
+
+
+@lru_cache(maxsize=256)  # batches of an epoch have one or two sizes
+def _parts(rows: int, micro_batch: int, sizes: tuple[int, ...]) -> Cut:
+    return Cut.of_sizes(sizes) if sizes else Cut.even(rows, micro_batch)
 
 
 def parse_dtype(name: str) -> torch.dtype:

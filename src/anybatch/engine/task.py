@@ -1,18 +1,40 @@
-"""What a plan is carried out on: model, loss, optimizers and all that goes with them, as they stand."""
+"""What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
 
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.batchnorm import BatchNorm
-from anybatch.core import Batch, Event, Listener
-from anybatch.losses import Loss
-from anybatch.precision import LossScale, Masters, Precision
-from anybatch.state import Streams
+from anybatch.batchnorm import BatchNorm, find_batch_norms
+from anybatch.core import (
+    Batch,
+    BatchError,
+    Collate,
+    Event,
+    Listener,
+    OptimizerError,
+    PlanError,
+    SampleBatch,
+    TensorBatch,
+)
+from anybatch.core import torch_private as private
+from anybatch.engine.observer import Observer
+from anybatch.engine.plan import Plan
+from anybatch.engine.strategy import Single, Strategy
+from anybatch.engine.update import check_optimizers, check_schedulers, owned
+from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
+from anybatch.precision import LossScale, Masters, Precision, Working
+from anybatch.state import Effects, ModuleState
+
+Guard = Callable[["Task", Batch, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,9 +55,12 @@ class Task:
         listeners: called with every event.
         before_cut: called with this task, the batch and a number of rows that may fit, before a batch that
             was not to be cut is cut after all; raises where that would change the result.
-        streams: which random streams besides torch's are noted before a micro-batch.
+        effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
         scale: what the loss is multiplied by in backward.
+        strategy: many processes, or one.
+        observers: look at gradients, and change nothing.
+        state: of the modules, which a step notes before it begins.
     """
 
     model: nn.Module
@@ -48,17 +73,183 @@ class Task:
     batch_norms: Sequence[BatchNorm]
     devices: Set[torch.device]
     listeners: Sequence[Listener]
-    before_cut: Callable[["Task", Batch, int], None] = lambda task, batch, rows: None
-    streams: Streams = field(default_factory=Streams)
+    before_cut: Guard = lambda task, batch, rows: None
+    effects: Effects = field(default_factory=Effects)
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
+    strategy: Strategy = field(default_factory=Single)
+    observers: Sequence[Observer] = ()
+    state: ModuleState = field(init=False)
+    everyone: Sequence[nn.Parameter] = field(init=False)
+    reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
+    trained: Set[nn.Parameter] = field(init=False)
+    is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients
+    kinds: Set[str] = field(init=False)  # of the devices that compute
+
+    def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
+        put("state", ModuleState(self.modules))
+        put("everyone", (*self.parameters, *self.others))
+        put("reached", tuple([p for p in self.others if p.requires_grad]))
+        put("trained", frozenset(self.parameters))
+        put("is_shown", any(one.wants_micro for one in self.observers))
+        put("kinds", {device.type for device in self.devices} - {"meta"})
 
     def tell(self, event: Event) -> None:
         """Let the listeners know."""
         for listener in self.listeners:
             listener(event)
 
-    @property
-    def kinds(self) -> set[str]:
-        """Of the devices that compute."""
-        return {device.type for device in self.devices} - {"meta"}
+    def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
+        """What makes the context of model and loss in a mixed precision; None where none is needed."""
+        return partial(plan.precision.computing, self.kinds) if plan.precision.is_mixed else None
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """The trained parameters and their names in the model; positions where the loss holds them."""
+        names = {one: name for name, one in self.model.named_parameters()}
+        return {one: names.get(one, f"parameter {index}") for index, one in enumerate(self.parameters)}
+
+
+def check_parts(
+    model: object, loss: object, optimizer: object, scheduler: object
+) -> tuple[tuple[Optimizer, ...], tuple[LRScheduler, ...]]:
+    """Refuse parts that do not belong together; optimizers and schedulers as tuples.
+
+    Raises:
+        PlanError, LossError, OptimizerError: what is wrong with them.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module."
+        )
+    check_loss(loss)
+    optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
+    return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
+
+
+def gather(
+    model: nn.Module,
+    loss: object,
+    optimizers: Sequence[Optimizer],
+    schedulers: Sequence[LRScheduler],
+    listeners: Sequence[Listener],
+    *,
+    before_cut: Guard,
+    effects: Effects,
+    working: Working,
+    strategy: Strategy,
+    observers: Sequence[Observer] = (),
+) -> Task:
+    """Read all parts of a step: callers unfreeze layers and change settings between steps.
+
+    Raises:
+        OptimizerError: there is nothing to train.
+    """
+    held = owned(optimizers)
+    trainable = [p for p in held if p.requires_grad]
+    if not trainable:
+        raise OptimizerError(
+            f"Expected at least one trainable parameter in the optimizer, got {len(held)} that are all "
+            "frozen. Set requires_grad=True on what is to be trained."
+        )
+    resolved = resolve(loss)
+    modules = list(dict.fromkeys([*model.modules(), *module_of(loss).modules()]))
+    inside = {p for one in modules for p in private.parameters_of(one).values() if p is not None}
+    return Task(
+        model=model,
+        modules=modules,
+        loss=resolved,
+        optimizers=optimizers,
+        schedulers=schedulers,
+        parameters=trainable,
+        others=list(inside.union(held).difference(trainable)),
+        # In a loss that sees all rows at once they do not depend on the cut.
+        batch_norms=find_batch_norms(model.modules() if resolved.divided else modules),
+        devices={p.device for p in inside},
+        listeners=listeners,
+        before_cut=before_cut,
+        effects=effects,
+        masters=working.masters,
+        scale=working.scale,
+        strategy=strategy,
+        observers=observers,
+    )
+
+
+class Signature:
+    """What a gathered task was read from, by identity: cheap to compare, so that nothing is read in vain.
+
+    Noticed are other submodules, parameters, attributes' counts, trained parameters, dtypes, devices, modes
+    of BatchNorm, settings of the loss. Looking steps gather anew in any case.
+
+    Args:
+        task: as gathered.
+        loss: as the caller gave it.
+        listeners: as the caller gave them.
+    """
+
+    def __init__(self, task: Task, loss: object, listeners: object) -> None:
+        self._optimizers, self._loss, self._listeners = task.optimizers, loss, listeners
+        self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
+        self._tables = [private.children_of(one) for one in task.modules]
+        self._tables += [private.parameters_of(one) for one in task.modules]
+        self._attributes = [vars(module) for module in task.modules]
+        if isinstance(loss, nn.Module):
+            self._tables += [vars(loss), private.buffers_of(loss)]
+        elif isinstance(loss, partial):
+            self._tables.append(loss.keywords)
+        self._found = self._read()
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
+        plain = [*map(_kind, held), *map(_training, self._norms), *map(len, self._attributes)]
+        return values, plain
+
+    def is_current(self, loss: object, listeners: object) -> bool:
+        """Whether all is as it was read."""
+        if loss is not self._loss or listeners is not self._listeners:
+            return False
+        (values, plain), (found, known) = self._read(), self._found
+        return plain == known and len(values) == len(found) and all(map(is_, values, found))
+
+
+_kind = attrgetter("requires_grad", "dtype", "device")
+_training = attrgetter("training")
+
+
+def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:
+    """Check a batch, before anything is touched.
+
+    Args:
+        batch: what the caller hands over.
+        task: what it is for.
+        collate: builds tensors of samples, if that is what the batch holds.
+        anywhere: it need not be on the device of the model, because only its shapes matter.
+
+    Raises:
+        BatchError: it cannot be cut, or is not where the model is.
+    """
+    if collate is not None:
+        return SampleBatch(batch, collate)
+    logical = TensorBatch(batch)
+    # Where the loss is the caller's own function, that may move rows itself.
+    if isinstance(task.loss, SummedLoss) and not anywhere:
+        strange = {leaf.device for leaf in logical.leaves} - task.devices
+        if strange and any(device.type == "meta" for device in task.devices):
+            raise BatchError(
+                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. To "
+                'plan, name the device to plan for, as in device="cuda" or --device cuda; to run the model, '
+                "give it real weights, as in model.to_empty(device=...)."
+            )
+        if strange and task.devices:
+            raise BatchError(
+                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "
+                "Move the batch there with .to(device), or write the loss as a function (model, micro) "
+                "that moves each micro-batch."
+            )
+    return logical
+
+
+def _names(devices: Set[torch.device]) -> str:
+    return ", ".join(sorted(str(device) for device in devices))

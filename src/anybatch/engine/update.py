@@ -1,7 +1,7 @@
 """From the finished gradient to new weights: clip once, hand over, update, one scheduler step."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
 from typing import Any, cast
@@ -11,10 +11,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import (
-    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
-    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-)
 
 from anybatch.core import (
     NonFiniteLossError,
@@ -24,7 +20,14 @@ from anybatch.core import (
     ran_out_of_memory,
     released,
 )
+from anybatch.core import torch_private as private
 from anybatch.engine.gradients import hand_over
+
+_TORN = "Some parameters may be updated and others not, which cannot be undone: go on from a checkpoint."
+_UNKNOWN = (
+    "It is unknown what has been updated, as the optimizer is not one of torch's own, is fused or has hooks, "
+    "and it cannot be undone: go on from a checkpoint."
+)
 
 
 def clip(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> float:
@@ -64,14 +67,10 @@ def clip(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> float:
     return norm.item()
 
 
-def update(
+def step_optimizers(
     gradients: Mapping[nn.Parameter, Tensor], optimizers: Iterable[Optimizer], foreach: bool | None = None
 ) -> None:
     """Hand the gradients over, then one step of each optimizer.
-
-    Memory runs out here when the first step makes the optimizer's state. Where the optimizer is torch's own,
-    groups that have not begun then are tried once more, with caches freed and parameter by parameter; those
-    that are done stay done. Of others, or with hooks, nobody knows what has been done: nothing is done over.
 
     Args:
         gradients: the finished gradients.
@@ -79,165 +78,115 @@ def update(
         foreach: whether each updates all parameters in common operations; None for what it is set to.
 
     Raises:
-        OutOfMemoryError: the second try failed too, the first one in the midst of a group, or there is none.
+        TornUpdateError: an optimizer failed after it may have written to parameters.
+        OutOfMemoryError: memory ran out before anything was written.
     """
-    if _tried(lambda: hand_over(gradients)):
-        free_caches()
-        hand_over(gradients)
+    hand_over(gradients)
     for index, optimizer in enumerate(optimizers):
-        noted = _Noted(optimizer) if _is_known(optimizer) else _Unknown()
-        with _set(optimizer, foreach):
-            said = _tried(optimizer.step)
-        if not said:
+        noted = _Noted(optimizer)
+        try:
+            with _set(optimizer, foreach):
+                optimizer.step()
+        except BaseException as error:
+            torn = noted.torn() or (_TORN if index else "")
+            if not ran_out_of_memory(error):
+                if torn:
+                    error.add_note(torn)
+                    raise TornUpdateError(error) from None
+                raise
+            said = released(error)
+        else:
             continue
-        rest = noted.not_begun()
-        if rest:
-            free_caches()
-            with _set(optimizer, foreach=False, groups=rest):
-                said = _tried(optimizer.step)
-        if said:
-            is_whole = not index and len(noted.not_begun()) == len(optimizer.param_groups)
-            raise OutOfMemoryError(
-                f"Expected the update by {type(optimizer).__name__} to fit into memory, got none left "
-                f"({said}). "
-                + ("No update was made. " if is_whole else noted.torn)
-                + "Take an optimizer with a smaller state, train fewer parameters, or free memory."
-            )
+        free_caches()
+        failed = OutOfMemoryError(
+            f"Expected the update by {type(optimizer).__name__} to fit into memory, got none left ({said}). "
+            f"{torn or 'No update was made.'} Take an optimizer with a smaller state, train fewer "
+            "parameters, or free memory."
+        )
+        raise TornUpdateError(failed) if torn else failed
     # Inside of an autocast of the caller's own torch would go on with weights that were cast before.
     torch.clear_autocast_cache()
 
 
-def _is_known(optimizer: Optimizer) -> bool:
-    """Whether it is torch's own and nothing else is called in its step, so that what it writes to shows.
+class TornUpdateError(Exception):
+    """An optimizer failed when it may have written already: nothing can be put back.
 
-    Others may write through `.data`, which no version tells, or count in their groups. Fused kernels do not
-    tell the version either.
+    Attributes:
+        error: what it raised, with a sentence that says so.
     """
-    kind = type(optimizer)
-    # What a scheduler puts there wraps the class's own.
-    step = vars(optimizer).get("step", kind.step)
-    hooks = (
-        *optimizer._optimizer_step_pre_hooks,  # pyright: ignore[reportPrivateUsage]
-        *optimizer._optimizer_step_post_hooks,  # pyright: ignore[reportPrivateUsage]
-        *_global_optimizer_pre_hooks,
-        *_global_optimizer_post_hooks,
-    )
-    is_torchs = kind.__module__.startswith("torch.optim.") and unwrap(step) is unwrap(kind.step)
-    return is_torchs and not hooks and not any(group.get("fused") for group in optimizer.param_groups)
 
-
-class _Unknown:
-    """An optimizer of which nobody knows how far it got."""
-
-    torn = (
-        "It is unknown what has been updated, as it is not one of torch's own, is fused or has hooks, and it "
-        "cannot be undone: go on from a checkpoint. "
-    )
-
-    def not_begun(self) -> list[Any]:
-        """None that is known to be."""
-        return []
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class _Noted:
-    """One of torch's own before its step, so that it shows afterwards which groups can be done over."""
+    """What an optimizer writes to, so that a failed step shows whether it has written.
 
-    torn = "Some parameters may be updated and others not, which cannot be undone: go on from a checkpoint. "
+    Others than torch's own may write through `.data`, which no version tells; fused kernels do not tell it
+    either, and hooks may do anything. Those are taken to have written.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # Of the gradients too: SGD with momentum of Nesterov's kind adds to them.
-        self._versions = {p: _versions(p) for p in owned([optimizer]) if p.grad is not None}
-        self._states = {
-            p: (state.copy(), [_version(value) for value in state.values()])
-            for p, state in optimizer.state.items()
-            if isinstance(state, dict)
-        }
-
-    def not_begun(self) -> list[Any]:
-        """The groups from the first that can be done over, whose state is then as before; empty if torn.
-
-        Groups come in their order, so all before the last that shows a sign of having begun are done. That
-        one can be done over only if nothing but new state was made for it. Where its parameters were written
-        to, nobody knows how far it got: weight decay comes before the step proper.
-        """
-        groups = self._optimizer.param_groups
-        signs = [any(map(self._has_begun, self._updated(group))) for group in groups]
-        last = max((index for index, sign in enumerate(signs) if sign), default=0)
-        if any(map(self._has_moved, self._updated(groups[last]))):
-            return []
-        for parameter in self._updated(groups[last]):
-            self._drop_what_is_new(parameter)
-        return groups[last:]
-
-    def _updated(self, group: Any) -> list[nn.Parameter]:
-        return [p for p in group["params"] if p in self._versions]
-
-    def _has_begun(self, parameter: nn.Parameter) -> bool:
-        known, _ = self._states.get(parameter, ({}, []))
-        return self._has_moved(parameter) or self._optimizer.state.get(parameter, {}).keys() != known.keys()
-
-    def _has_moved(self, parameter: nn.Parameter) -> bool:
-        """Whether something was written to it, to its gradient, or to the state that there was before."""
-        if _versions(parameter) != self._versions[parameter]:
-            return True
-        values, versions = self._states.get(parameter, ({}, []))
-        state = self._optimizer.state.get(parameter, {})
-        return any(
-            state.get(name) is not value or _version(value) != version
-            for (name, value), version in zip(values.items(), versions, strict=True)
-        )
-
-    def _drop_what_is_new(self, parameter: nn.Parameter) -> None:
-        if parameter not in self._states:
-            self._optimizer.state.pop(parameter, None)
+        self._is_known = _is_known(optimizer)
+        if not self._is_known:
             return
-        state: dict[str, Any] = self._optimizer.state[parameter]
-        values, _ = self._states[parameter]
-        for name in state.keys() - values.keys():
-            del state[name]
+        state: Any = optimizer.state
+        self._slots = {p: slots.copy() for p, slots in state.items() if isinstance(slots, dict)}
+        held = [one for slots in self._slots.values() for one in slots.values() if isinstance(one, Tensor)]
+        parameters = owned([optimizer])
+        # Of the gradients too: SGD with momentum of Nesterov's kind adds to them.
+        self._watched = [*parameters, *[p.grad for p in parameters if p.grad is not None], *held]
+        self._versions = [*map(private.version, self._watched)]
+
+    def torn(self) -> str:
+        """What to say if something was written; where nothing was, new state is dropped."""
+        if not self._is_known:
+            return _UNKNOWN
+        if [*map(private.version, self._watched)] != self._versions:
+            return _TORN
+        state: Any = self._optimizer.state
+        for parameter in [*state]:
+            if parameter not in self._slots:
+                del state[parameter]
+            elif isinstance(state[parameter], dict):
+                slots: dict[str, Any] = state[parameter]
+                slots.clear()
+                slots.update(self._slots[parameter])
+        return ""
 
 
-def _tried(action: Callable[[], object]) -> str:
-    """What the allocator said, if memory ran out."""
-    try:
-        action()
-    except Exception as error:
-        if not ran_out_of_memory(error):
-            raise
-        return released(error)
-    return ""
+def _is_known(optimizer: Optimizer) -> bool:
+    kind = type(optimizer)
+    if not kind.__module__.startswith("torch.optim."):
+        return False
+    # What a scheduler puts there wraps the class's own.
+    step = vars(optimizer).get("step", kind.step)
+    if step is not kind.step and unwrap(step) is not unwrap(kind.step):
+        return False
+    hooks = private.hooks_of_optimizer(optimizer) or private.global_optimizer_hooks()
+    return not hooks and not any(group.get("fused") for group in optimizer.param_groups)
 
 
 @contextmanager
-def _set(optimizer: Optimizer, foreach: bool | None, groups: list[Any] | None = None) -> Generator[None]:
-    """Other settings for a while: common operations or not, and only some of the groups."""
-    if foreach is None and groups is None:
+def _set(optimizer: Optimizer, foreach: bool | None) -> Generator[None]:
+    """Other settings for a while: common operations or not."""
+    if foreach is None:
         yield
         return
-    found = optimizer.param_groups
-    able = [] if foreach is None else [one for one in found if "foreach" in one and not one.get("fused")]
+    able = [one for one in optimizer.param_groups if "foreach" in one and not one.get("fused")]
     was = [group["foreach"] for group in able]
     for group in able:
         group["foreach"] = foreach
-    optimizer.param_groups = found if groups is None else groups
     try:
         yield
     finally:
-        optimizer.param_groups = found
         for group, value in zip(able, was, strict=True):
             group["foreach"] = value
 
 
-def _version(value: object) -> int:
-    return value._version if isinstance(value, Tensor) else 0  # pyright: ignore[reportPrivateUsage]
-
-
-def _versions(parameter: nn.Parameter) -> tuple[int, int]:
-    return _version(parameter), _version(parameter.grad)
-
-
-def schedule(schedulers: Iterable[LRScheduler]) -> None:
+def schedule_learning_rates(schedulers: Iterable[LRScheduler]) -> None:
     """One step of each scheduler, after the update."""
     for scheduler in schedulers:
         scheduler.step()

@@ -1,13 +1,13 @@
 """What a step asks of a loss: sums now, weights on demand, divisors as soon as they can be known."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from anybatch.core import Batch, Number
+from anybatch.core import Batch, Cut, Number
 
 
 class Evaluated(NamedTuple):
@@ -73,6 +73,11 @@ class Loss(Protocol):
                 repeats the first, and updates them once.
         """
         ...
+
+
+def rows_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
+    """The rows of each micro-batch, for a first pass."""
+    return (micro.rows for micro in batch.micro_batches(Cut.of_sizes(sizes).parts))
 
 
 Share = Callable[[int, int], Loss]  # (start, stop) -> the loss of these rows

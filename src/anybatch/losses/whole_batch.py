@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, tree
+from anybatch.core import torch_private as private
 from anybatch.losses.cotangents import Pull, flows_of
 from anybatch.losses.inputs import call
-from anybatch.losses.loss import Evaluated, Plain, Share
+from anybatch.losses.loss import Evaluated, Plain, Share, rows_of
 from anybatch.losses.seen import Seen, joined, part
 from anybatch.state import rng
 
@@ -160,7 +161,7 @@ class WholeBatch(Plain):
         versions = _versions(model)
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
-        micros = zip(batch.parts(sizes), sizes, strict=True)
+        micros = zip(rows_of(batch, sizes), sizes, strict=True)
         whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # of what belongs to graphs that are gone
@@ -260,7 +261,7 @@ class _Share(Plain):
 
 def _versions(model: nn.Module) -> dict[str, int]:
     """Changes where somebody writes into a parameter."""
-    return {name: p._version for name, p in model.named_parameters()}  # pyright: ignore[reportPrivateUsage]
+    return {name: private.version(p) for name, p in model.named_parameters()}
 
 
 def _refuse_written(model: nn.Module, before: Mapping[str, int]) -> None:

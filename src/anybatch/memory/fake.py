@@ -17,13 +17,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import PlanError, TraceError
-from anybatch.state import Remembered, Surroundings, rng
+from anybatch.core import torch_private as private
+from anybatch.state import ModuleState, Remembered, Snapshot, rng
 
 # ---- likely values
 
@@ -66,7 +65,7 @@ def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
     if (
         func is _LOOK and not args[1].is_inference()
     ):  # it writes there whether one of many numbers is not finite, and counts no version
-        _keep(args[1], 0, _version(args[1]))
+        _keep(args[1], 0, private.version(args[1]))
     if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
         return
     each = None
@@ -76,21 +75,17 @@ def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
         each = _count(func, args)
     if each is not None:
         # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        _keep(result, each, _version(result) + (result is args[0]))
+        _keep(result, each, private.version(result) + (result is args[0]))
 
 
 def _keep(tensor: Tensor, each: float, version: int) -> None:
     setattr(tensor, _EACH, (each, version))
 
 
-def likely_value(tensor: object) -> Any:
+def likely_value(tensor: Any) -> Any:
     """What each element is likely to be; None where nobody knows."""
     each, version = getattr(tensor, _EACH, (None, 0))
-    return each if each is not None and _version(tensor) == version else None
-
-
-def _version(tensor: Any) -> int:
-    return tensor._version
+    return each if each is not None and private.version(tensor) == version else None
 
 
 def _truth(func: Any, args: Sequence[Any]) -> bool | None:
@@ -129,7 +124,7 @@ def _count(func: Any, args: Sequence[Any]) -> int | None:
 # ---- fake tensors
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(private.FakeTensorMode):
     """Operations on tensors without memory; whoever asks for a value gets one that is likely.
 
     The sum of many numbers is how many they are, as if each was 1, so that counts of rows and of valid
@@ -156,7 +151,7 @@ class FakeMode(FakeTensorMode):
             return args[0].fake_device
         try:
             result: Any = _DISPATCH(self, func, types, args, kwargs)
-        except DataDependentOutputException:
+        except private.DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
                 return self._likely_number(args[0])
             if func in (_ATEN.equal.default, _ATEN.allclose.default):
@@ -222,10 +217,10 @@ class _Quiet(logging.Filter):
         return record.levelno < logging.ERROR
 
 
-_LOG = logging.getLogger(FakeTensorMode.__module__)
+_LOG = logging.getLogger(private.FakeTensorMode.__module__)
 _DEVICE: Any = torch.ops.prim.device.default
 # Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
-_DISPATCH: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+_DISPATCH: Any = inspect.unwrap(private.FakeTensorMode.__torch_dispatch__)
 # Reduced, their scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,
@@ -233,7 +228,6 @@ _DRAGGING = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
-_CALLS = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
 _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
 
@@ -241,7 +235,7 @@ def _find_caller() -> tuple[nn.Module | None, bool]:
     """The module at work, and whether it is code of ours that asks for a number."""
     frame, caller = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
-        if frame.f_code is _CALLS:
+        if frame.f_code is private.CALL_CODE:
             return frame.f_locals["self"], False
         name = str(frame.f_globals.get("__name__"))
         if not caller and frame.f_globals is not globals() and not name.startswith("torch."):
@@ -252,7 +246,7 @@ def _find_caller() -> tuple[nn.Module | None, bool]:
 
 def _rnn_workspace(args: Sequence[Any]) -> int:
     """Bytes that the CPU's recurrent layer keeps for backward; only the kernel itself can tell."""
-    with _disable_current_modes(), torch.enable_grad():  # without, nothing is kept
+    with private.disable_current_modes(), torch.enable_grad():  # without, nothing is kept
         real = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return _RNN(*real)[3].nbytes
 
@@ -324,7 +318,7 @@ class Fakes:
 def _copy_hooks(tensor: Tensor, fake: Tensor) -> None:
     for name, value in vars(tensor).items():  # what callers note on a parameter
         vars(fake).setdefault(name, value)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in private.HOOKS_OF_TENSORS:
         hooks = getattr(tensor, name)
         if hooks:
             setattr(fake, name, hooks.copy())
@@ -356,9 +350,7 @@ def replaced_by_fakes(
                 state = ((fakes.of(p), fakes.settings(slots)) for p, slots in one.state.items())
                 one.state = defaultdict(dict, state)
                 # Callers count updates there, and this is none.
-                vars(one).update(
-                    _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict()
-                )
+                vars(one).update({name: OrderedDict() for name in private.STEP_HOOKS})
             else:
                 vars(one).update({name: fakes.within(value) for name, value in attributes.items()})
         yield fakes
@@ -382,12 +374,12 @@ def undisturbed(
     """
     own = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
     snapshot = Remembered(roots, but_for=own if is_real else None)
-    buffers = Surroundings([*modules, *(snapshot.modules if is_real else ())])
+    buffers = Snapshot(ModuleState([*modules, *(snapshot.modules if is_real else ())]))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        if "torch._dynamo" in sys.modules:
+        if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
         gc.disable()  # what hangs in a cycle stays, as it may in a real step
         torch.clear_autocast_cache()
@@ -471,5 +463,5 @@ def _young_fakes(generation: int) -> list[Any]:
     return [
         one
         for one in gc.get_objects(generation)
-        if issubclass(type(one), FakeTensor) and isinstance(one.fake_mode, FakeMode)
+        if issubclass(type(one), private.FakeTensor) and isinstance(one.fake_mode, FakeMode)
     ]

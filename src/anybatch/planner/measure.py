@@ -9,11 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
-from anybatch.engine import Before, Plan, Task, accumulation_dtype, execute
-from anybatch.engine import update as optimize
+from anybatch.core import torch_private as private
+from anybatch.engine import Plan, Task, accumulation_dtype, carry_out, clip, owned, snapshot, step_optimizers
 from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, replaced_by_fakes, undisturbed
 from anybatch.planner.trace import (
     CUDA_GRANULE,
@@ -39,7 +38,7 @@ def trace_update(
     """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
     mode = FakeMode()
     with (
-        _disable_current_modes(),  # as in `trace`
+        private.disable_current_modes(),  # as in `trace`
         undisturbed([*task.parameters, *task.others]),
         replaced_by_fakes(mode, task.modules, task.optimizers) as fakes,
     ):
@@ -65,9 +64,9 @@ def trace_update(
                 held=list(gradients.values()),
             )
             with meter:
-                optimize.clip(gradients, plan.clip_norm)
+                clip(gradients, plan.clip_norm)
                 with fake.masters.raised(gradients, fake.optimizers):
-                    optimize.update(gradients, task.optimizers)
+                    step_optimizers(gradients, task.optimizers)
             state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
         found = frozenset(p for p in task.parameters if fakes.of(p) in made)
     return meter.recording, state, found
@@ -87,7 +86,7 @@ class NoUpdate(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
         """Look, and leave all as it is."""
-        self.idle = frozenset(p for p in optimize.owned([self]) if p.grad is None)
+        self.idle = frozenset(p for p in owned([self]) if p.grad is None)
 
 
 # ---- bytes
@@ -124,13 +123,13 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
         )
         alone = replace(quiet(task), optimizers=(no_update,))
         with meter:
-            report = execute(small, alone, head)
+            report = carry_out(small, alone, head)
         if report.too_large:  # it went on in smaller parts, and those are what was measured
             raise OutOfMemoryError(
                 f"Expected {small.micro_batch} rows that can be measured, got out of memory with "
                 f"{report.too_large}. Free memory, or allow more."
             )
-        task.streams.write(alone.streams.written)
+        task.effects.writes(alone.effects.parameters)
     if no_update.idle & made:
         return measure_step(plan, task, batch, idle=no_update.idle)
     device = device_of(task, None)
@@ -186,7 +185,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.
     """
     alone = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
-    snapshot = _snapshot(alone, batch)
+    reached = _remembered(alone, batch)
     times: list[list[float]] = [[] for _ in plans]
     failed: set[int] = set()
     start = time.perf_counter()
@@ -200,7 +199,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
             except Exception:  # the step meets it again, and says what is to be said
                 failed.add(index)
             finally:
-                snapshot.put_back()
+                reached.put_back()
     # The first run warms caches up; where there are more it is no measure.
     return [
         None if index in failed or not found else statistics.median(found[1:] or found)
@@ -212,11 +211,11 @@ def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
     rows = min(plan.rows, 2 * plan.micro_batch)
     few = _copied(repeated(batch, rows))
     short = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
-    before, random = Before(task), rng.capture_process()
+    before, random = snapshot(task, few), rng.capture_process()
     try:
         _wait(task)
         start = time.perf_counter()
-        execute(short, task, few)
+        carry_out(short, task, few)
         _wait(task)
         return (time.perf_counter() - start) / rows
     finally:
@@ -225,7 +224,7 @@ def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
         rng.restore_process(random)
 
 
-def _snapshot(task: Task, batch: Batch) -> Remembered:
+def _remembered(task: Task, batch: Batch) -> Remembered:
     """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]

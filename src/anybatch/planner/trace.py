@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
-from anybatch.engine import Plan, Task, execute
-from anybatch.engine import update as optimize
+from anybatch.core import torch_private as private
+from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms
 from anybatch.memory import (
@@ -30,7 +29,7 @@ from anybatch.memory import (
     sparse_refused,
     undisturbed,
 )
-from anybatch.state import Streams
+from anybatch.state import Effects
 
 
 def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
@@ -203,7 +202,7 @@ def trace(
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
     with (
-        _disable_current_modes(),  # whoever measures real tensors has nothing to see here
+        private.disable_current_modes(),  # whoever measures real tensors has nothing to see here
         undisturbed(parameters, roots=roots_of(task, batch)) as snapshot,
         dense_only(parameters),
     ):
@@ -239,9 +238,20 @@ def run_on_fakes(
     target: torch.device,
     modules: Sequence[nn.Module],
     idle: Set[nn.Parameter],
-    carry_out: Callable[[Plan, Task, Batch], object] = execute,
+    run: Callable[[Plan, Task, Batch], object] = carry_out,
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
-    """What was seen, who got no gradient, and whether state was made for any of those."""
+    """What was seen, who got no gradient, and whether state was made for any of those.
+
+    Args:
+        plan: of the rows that are run.
+        rows: of the logical batch.
+        task: what it is carried out on.
+        batch: gives shapes and dtypes of the rows.
+        target: the device that is planned for.
+        modules: all that may hold tensors.
+        idle: parameters that get no gradient, and so have no state.
+        run: a step, or what else is to be seen.
+    """
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
@@ -267,18 +277,16 @@ def run_on_fakes(
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
-                carry_out(plan, fake, logical)
-        task.streams.are_rows_known = True
-        task.streams.are_rows_written |= fake.streams.are_rows_written
-        written = set(fake.streams.written)
-        task.streams.write([parameter for parameter, twin in everyone.items() if twin in written])
+                run(plan, fake, logical)
+        written = set(fake.effects.parameters)
+        task.effects.writes([parameter for parameter, twin in everyone.items() if twin in written])
         found = frozenset(parameter for parameter in task.parameters if everyone[parameter] not in updated)
         wrongly = any(everyone[p] in made and everyone[p] not in updated for p in task.parameters)
         return meter.recording, found, wrongly
 
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
-    updated.update(p for p in optimize.owned([optimizer]) if p.grad is not None)
+    updated.update(p for p in owned([optimizer]) if p.grad is not None)
 
 
 def roots_of(task: Task, batch: Batch) -> list[object]:
@@ -296,10 +304,9 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
 
 def quiet(task: Task) -> Task:
     """The same task, for steps that do not count: nobody listens, and what it learns it keeps for itself."""
-    streams = Streams()
-    streams.begin(task.modules)
-    streams.are_rows_known = True  # no copies are made of rows that nobody needs
-    return replace(task, schedulers=(), listeners=(), streams=streams, scale=task.scale.copy())
+    effects = Effects()
+    effects.begin(task.modules)
+    return replace(task, schedulers=(), listeners=(), observers=(), effects=effects, scale=task.scale.copy())
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
@@ -309,7 +316,7 @@ def faked(task: Task, fakes: Fakes) -> Task:
         return [fakes.of(parameter) for parameter in parameters]
 
     alone = quiet(task)
-    alone.streams.write(of(task.streams.written))
+    alone.effects.writes(of(task.effects.parameters))
     return replace(
         alone,
         loss=fakes.within(task.loss),
@@ -352,18 +359,18 @@ def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
     """What the first update of each optimizer makes, if it was not made yet; for whom it was made."""
     made: set[Tensor] = set()
     for optimizer in task.optimizers:
-        owned = [p for p in optimize.owned([optimizer]) if p.requires_grad and p not in idle]
-        if owned and _takes_sparse(optimizer):
+        trained = [p for p in owned([optimizer]) if p.requires_grad and p not in idle]
+        if trained and _takes_sparse(optimizer):
             raise sparse_refused(f"a {type(optimizer).__name__} that takes sparse ones")
-        lacking = [p for p in owned if not optimizer.state.get(p)]
+        lacking = [p for p in trained if not optimizer.state.get(p)]
         if not lacking:
             continue
-        before = [(p, p.grad) for p in owned]
-        with task.masters.raised(owned, [optimizer]):
-            for p in owned:
+        before = [(p, p.grad) for p in trained]
+        with task.masters.raised(trained, [optimizer]):
+            for p in trained:
                 p.grad = torch.zeros_like(p)
             optimizer.step()
-            for p in owned:
+            for p in trained:
                 p.grad = None
         for p, gradient in before:
             p.grad = gradient

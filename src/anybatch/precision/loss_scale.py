@@ -1,6 +1,7 @@
 """The loss scale: keeps small float16 gradients from vanishing, and gives way where large ones overflow."""
 
 import copy
+import math
 from typing import Any
 
 from anybatch.precision.policy import Precision
@@ -40,10 +41,9 @@ class LossScale:
         self.value = self._fixed
         self._clean = 0  # updates since it last gave way or grew
 
-    def begin(self) -> None:
-        """The next micro-batch: a fixed scale is what it was set to again."""
-        if not self.is_dynamic:
-            self.value = self._fixed
+    def begin(self, limit: float = math.inf) -> None:
+        """The next micro-batch: a fixed scale is what it was set to again, or at most the limit."""
+        self.value = min(self.value if self.is_dynamic else self._fixed, limit)
 
     def give_way(self) -> bool:
         """Halve it after an overflow; False where it is 1, so that nothing is left to give."""

@@ -3,18 +3,15 @@
 from anybatch.state import rng
 from anybatch.state.objects import Remembered
 from anybatch.state.reach import Inside, ways
-from anybatch.state.snapshot import Stream, Streams, Surroundings, Untouched, evaluating, held, of_process
+from anybatch.state.snapshot import Effects, ModuleState, Snapshot, evaluating
 
 __all__ = [
+    "Effects",
     "Inside",
+    "ModuleState",
     "Remembered",
-    "Stream",
-    "Streams",
-    "Surroundings",
-    "Untouched",
+    "Snapshot",
     "evaluating",
-    "held",
-    "of_process",
     "rng",
     "ways",
 ]

@@ -1,11 +1,12 @@
-"""What a forward may change, noted and put back: buffers, modes, gradients and random streams."""
+"""What a forward may change, noted and put back: buffers, modes, attributes, gradients and random streams."""
 
-import math
 import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import is_not
 from typing import Any, cast
 
 import torch
@@ -13,27 +14,96 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import ran_out_of_memory
+from anybatch.core import torch_private as private
 from anybatch.state import rng
 
 #: How to read where a stream stands, and how to set it.
 Stream = tuple[Callable[[], Any], Callable[[Any], object]]
 
-_Copy = tuple[Tensor, float]
-FIRST, EVERY = 3, 64  # steps that look for streams: so many at first, then one of so many
-_SMALL_BYTES = 1 << 16  # no statistics of channels reach this
+FIRST, EVERY = 3, 64  # looking steps: so many at first, then one of so many
 
 
-class Surroundings:
-    """Buffers and torch's random state, noted when it is made, so that they can be put back.
+class ModuleState:
+    """What can be noted of some modules, gathered once: their attributes, buffers, containers and generators.
 
     Args:
-        modules: those whose own buffers are noted; their children's are not.
-        streams: random streams besides torch's, noted too.
-        tensors: noted with the buffers.
+        modules: those whose own state is meant; their children's is not.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self.attributes = [vars(module) for module in modules]
+        self.buffers = [private.buffers_of(module) for module in modules]
+        own = list(chain.from_iterable(map(_own_attributes, modules)))
+        self.containers = [value for value in own if type(value) in _CONTAINERS]
+        self.tensors = [value for value in own if isinstance(value, Tensor) and not is_lazy(value)]
+        self.streams = held(modules)
+
+
+class Effects:
+    """What the forwards of a step have been seen to change, so that it is noted before each micro-batch.
+
+    To note everything each time would cost more than a small layer takes. So the first steps, and one of many
+    later ones, compare after each micro-batch; what has moved there is noted from then on. Where something
+    else has moved when a micro-batch fails, that shows, and the whole step begins again.
+
+    Attributes:
+        is_looking: whether this step is one of those that compare.
+        draws: whether a forward draws from torch's random streams.
+        draws_process: whether one draws from Python's or NumPy's.
+        buffers: those that a forward changes.
+        parameters: those that a forward writes to, as a momentum encoder's or an embedding's with a largest
+            norm.
+
+    Example:
+        >>> effects = Effects()
+        >>> effects.begin([nn.Linear(2, 1)])
+        >>> effects.is_looking, effects.draws
+        (True, False)
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self.is_looking = self.draws = self.draws_process = False
+        self.buffers: tuple[Tensor, ...] = ()
+        self.parameters: tuple[Tensor, ...] = ()
+
+    def __reduce__(self) -> tuple[type["Effects"], tuple[()]]:
+        """A copy looks afresh: it goes with copies of the modules."""
+        return Effects, ()
+
+    def begin(self, modules: Sequence[nn.Module]) -> None:
+        """The next step."""
+        self.is_looking = self._steps < FIRST or self._steps % EVERY == 0
+        self._steps += 1
+        if self._steps == 1:  # the one case of torch's own
+            embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+            self.writes([one.weight for one in embeddings if one.max_norm is not None])
+
+    @property
+    def looks_next(self) -> bool:
+        """Whether the next step is one of those that compare."""
+        return self._steps < FIRST or self._steps % EVERY == 0
+
+    def writes(self, parameters: Iterable[Tensor]) -> None:
+        """A forward writes to these."""
+        self.parameters = tuple(dict.fromkeys((*self.parameters, *parameters)))
+
+
+class Snapshot:
+    """The state of a step before it began, and of the micro-batch at hand before its forward.
+
+    Args:
+        state: of the modules.
+        effects: what forwards are known to change.
+        parameters: whose gradients are noted by reference.
+        rows: tensors of the batch: a forward should not write to them.
+        draws: whether making a micro-batch may draw random numbers, as a `collate` may.
+        always: whether random streams are noted before each micro-batch in any case.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
-        >>> before = Surroundings([norm])
+        >>> before = Snapshot(ModuleState([norm]))
         >>> _ = norm(torch.randn(4, 2))
         >>> before.put_back()
         >>> norm.running_mean
@@ -41,95 +111,199 @@ class Surroundings:
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], *, streams: Sequence[Stream] = (), tensors: Iterable[Tensor] = ()
+        self,
+        state: ModuleState,
+        effects: Effects | None = None,
+        *,
+        parameters: Sequence[nn.Parameter] = (),
+        rows: Sequence[Tensor] = (),
+        draws: bool = False,
     ) -> None:
-        self._tables = [module._buffers for module in modules]  # pyright: ignore[reportPrivateUsage]
-        self._tensors = tuple(tensors)
-        self._note({}, streams, rng.capture())
+        effects = effects or _NO_EFFECTS
+        self._state, self._effects, self._draws = state, effects, draws
+        self._random = rng.capture()
+        process = of_process() if draws or effects.draws_process or effects.is_looking else ()
+        self._streams = [(stream, stream[0]()) for stream in (*state.streams, *process)]
+        self._attributes = [*map(dict.copy, state.attributes)]
+        self._containers = [value.copy() for value in state.containers]
+        self._slots = [(slots, slots.copy()) for slots in state.buffers if slots]
+        self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
+        self._parameters, self._rows = parameters, rows
+        self._gradients = [parameter.grad for parameter in parameters]
+        self._versions = [
+            *map(private.version, rows),
+            *private.versions(parameters),
+            *map(private.version, state.tensors),
+        ]
+        # What is noted of each micro-batch besides.
+        self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
+        self._notes = self._notes or bool(effects.parameters)
+        self._micro: _Micro | None = None
 
-    def renewed(
-        self, *, streams: Sequence[Stream] = (), torchs: bool = True, tensors: Iterable[Tensor] = ()
-    ) -> "Surroundings":
-        """The same noted anew, as things stand now; large buffers that have not changed are not copied again.
+    def begin(self) -> None:
+        """The next micro-batch: note what its forward is known to change."""
+        if self._notes:
+            self._micro = None  # lets the copies go that were made before the last one
+            self._micro = self._noted()
 
-        Args:
-            streams: random streams besides torch's, noted too.
-            torchs: whether torch's is; if not, it is taken to stand where it stood.
-            tensors: noted with the buffers.
-        """
-        if not (torchs or streams or tensors or any(self._tables)):  # nothing that could change
-            return self
-        now = object.__new__(Surroundings)
-        now._tables, now._tensors = self._tables, tuple(tensors)
-        now._note(self._copies, streams, rng.capture() if torchs else self._random)
-        return now
+    def _noted(self) -> "_Micro":
+        effects = self._effects
+        is_random = self._draws or effects.is_looking or effects.draws
+        return _Micro(
+            rng.capture() if is_random else None,
+            [(stream, stream[0]()) for stream, _ in self._streams],
+            _copied((*effects.buffers, *effects.parameters)),
+        )
 
-    def _note(
-        self, known: Mapping[Tensor, _Copy], streams: Sequence[Stream], random: rng.RandomState
-    ) -> None:
-        self._random = random
-        self._streams = [(stream, stream[0]()) for stream in streams]
-        self._slots = [(slots, slots.copy()) for slots in self._tables if slots]
-        self._copies = {
-            buffer: _copied(buffer, known.get(buffer))
-            for buffers in (*[slots.values() for slots, _ in self._slots], self._tensors)
-            for buffer in buffers
-            if buffer is not None and not is_lazy(buffer)
-        }
+    def look(self) -> None:
+        """In a looking step, after a micro-batch: what its forward has changed is noted from now on."""
+        effects, micro = self._effects, self._micro
+        if not effects.is_looking or micro is None:
+            return
+        if micro.random is not None and not rng.is_same(micro.random, rng.capture()):
+            effects.draws = True
+        process = of_process()
+        if any(read() != state for (read, put), state in micro.streams if (read, put) in process):
+            effects.draws_process = True
+        known = {*effects.buffers, *effects.parameters}
+        new = [one for one, value in self._copies.items() if one not in known and not _is_same(one, value)]
+        effects.buffers = (*effects.buffers, *new)
+        effects.writes(self.written())
+
+    def written(self) -> list[nn.Parameter]:
+        """Parameters that a forward has written to and that were not noted."""
+        known = set(self._effects.parameters)
+        first = len(self._rows)
+        pairs = zip(self._parameters, self._versions[first:], strict=False)
+        return [p for p, version in pairs if p not in known and private.version(p) != version]
+
+    def written_rows(self) -> bool:
+        """Whether a forward has written to the rows of the batch."""
+        return any(private.version(one) != was for one, was in zip(self._rows, self._versions, strict=False))
+
+    def written_tensors(self) -> list[str]:
+        """Plain tensors, held as attributes of modules, that a forward has written to."""
+        first = len(self._rows) + len(self._parameters)
+        tensors = zip(self._state.tensors, self._versions[first:], strict=True)
+        moved = {id(one) for one, version in tensors if private.version(one) != version}
+        return [
+            f"{type(module).__name__}.{name}"
+            for module, values in zip(self._state.modules, self._attributes, strict=True)
+            for name, value in values.items()
+            if id(value) in moved
+        ]
+
+    def undo_micro_batch(self) -> bool:
+        """Put back what was noted of the micro-batch; whether everything is as it was before it."""
+        micro = self._micro
+        if micro is not None:
+            _put_streams_back(micro.random, micro.streams)
+            _put_values_back(micro.copies)
+        is_noted = micro is not None and micro.random is not None
+        if not is_noted and not rng.is_same(self._random, rng.capture()):  # it was taken to draw nothing
+            self._effects.draws = True
+            return False
+        known = micro.copies if micro is not None else {}
+        return not any(
+            not _is_same(one, value) for one, value in self._copies.items() if one not in known
+        ) and not (self._are_attributes_moved() or self._are_slots_moved())
 
     def put_back(self) -> None:
-        """Put buffers and the random state back."""
-        rng.restore(self._random)
-        for (_, put), state in self._streams:
-            put(state)
+        """Put everything back as it was before the step; first what takes no memory."""
+        self.put_gradients_back()
+        _put_streams_back(self._random, self._streams)
+        for current, found in zip(self._state.attributes, self._attributes, strict=True):
+            if _differ(current, found):
+                current.clear()
+                current.update(found)
+        for container, found in zip(self._state.containers, self._containers, strict=True):
+            _refill(container, found)
         self.put_buffers_back()
 
-    def holds(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all of these were noted."""
-        return all(tensor in self._copies for tensor in tensors)
-
-    def is_moved(self) -> bool:
-        """Whether torch's stream stands elsewhere now."""
-        return not rng.is_same(self._random, rng.capture())
-
-    def is_process_moved(self) -> bool:
-        """Whether Python's or NumPy's streams, as far as they were noted, stand elsewhere now."""
-        process = of_process()
-        return any(read() != state for (read, put), state in self._streams if (read, put) in process)
-
-    def streams_reached(self) -> Callable[[], None]:
-        """What sets the streams noted here to where they stand now, after they were put back."""
-        torchs, others = rng.capture(), [(put, read()) for (read, put), _ in self._streams]
-
-        def go_on() -> None:
-            rng.restore(torchs)
-            for put, state in others:
-                put(state)
-
-        return go_on
+    def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
+        """Put the gradients back that were there, of all parameters or only of these."""
+        chosen = None if only is None else set(only)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if chosen is None or parameter in chosen:
+                parameter.grad = gradient
 
     def put_buffers_back(self) -> None:
-        """Put the buffers back, and leave the random state where it stands."""
-        for slots in self._tables:  # a forward may have put other tensors there
-            slots.clear()
+        """Put the buffers back, and leave the rest as it stands."""
+        for slots in self._state.buffers:  # a forward may have put other tensors there
+            if slots:
+                slots.clear()
         for slots, found in self._slots:
             slots.update(found)
-        with torch.no_grad():
-            for buffer, (value, _) in self._copies.items():
-                if not _is_same(buffer, value):  # what is constant may be expanded, and not writable
-                    buffer.copy_(value)
+        _put_values_back(self._copies)
+
+    def gradients_found(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """The gradients that were there before the step."""
+        pairs = zip(self._parameters, self._gradients, strict=True)
+        return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+
+    def _are_attributes_moved(self) -> bool:
+        pairs = zip(self._state.attributes, self._attributes, strict=True)
+        containers = zip(self._state.containers, self._containers, strict=True)
+        return any(_differ(*pair) for pair in pairs) or any(_are_items_moved(*pair) for pair in containers)
+
+    def _are_slots_moved(self) -> bool:
+        noted = {id(slots): found for slots, found in self._slots}
+        return any(_differ(slots, noted.get(id(slots), {})) for slots in self._state.buffers)
 
 
-def _copied(buffer: Tensor, known: _Copy | None) -> _Copy:
-    """A buffer's value and its version, which tells whether it has been written to since.
+class _Micro:
+    """What was noted before the micro-batch at hand."""
 
-    Not where it is small: BatchNorm's kernels write to running statistics without telling the version.
-    """
-    # What was made in inference mode has no version. NaN is never the same.
-    version = math.nan if buffer.is_inference() else buffer._version  # pyright: ignore[reportPrivateUsage]
-    if known is not None and known[1] == version and buffer.nbytes > _SMALL_BYTES:
-        return known
-    return buffer.clone(), version
+    __slots__ = ("copies", "random", "streams")
+
+    def __init__(
+        self, random: rng.RandomState | None, streams: list[tuple[Stream, Any]], copies: dict[Tensor, Tensor]
+    ) -> None:
+        self.random, self.streams, self.copies = random, streams, copies
+
+
+_NO_EFFECTS = Effects()
+_CONTAINERS = (list, dict, set)
+
+
+def _own_attributes(module: nn.Module) -> Iterable[Any]:
+    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
+
+
+def _differ(current: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+    return current.keys() != found.keys() or any(map(is_not, current.values(), map(found.get, current)))
+
+
+def _are_items_moved(container: Any, found: Any) -> bool:
+    if isinstance(container, set):
+        return container != found
+    if isinstance(container, dict):
+        return _differ(cast("Any", container), found)
+    return len(container) != len(found) or any(map(is_not, container, found))
+
+
+def _refill(container: Any, found: Any) -> None:
+    if _are_items_moved(container, found):
+        container.clear()
+        container.extend(found) if isinstance(container, list) else container.update(found)
+
+
+def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
+    return {one: one.detach().clone() for one in tensors if one is not None and not is_lazy(one)}
+
+
+def _put_values_back(copies: Mapping[Tensor, Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in copies.items():
+            if not _is_same(tensor, value):  # what is constant may be expanded, and not writable
+                tensor.copy_(value)
+
+
+def _put_streams_back(state: rng.RandomState | None, streams: Iterable[tuple[Stream, Any]]) -> None:
+    if state is not None:
+        rng.restore(state)
+    for (_, put), value in streams:
+        put(value)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -139,100 +313,6 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         if not ran_out_of_memory(error):  # comparing takes some, copying none
             raise
         return False
-
-
-class Untouched:
-    """The note of a micro-batch before which nothing could be noted: it has not begun, so all stands.
-
-    Example:
-        >>> Untouched().put_back()
-        >>> Untouched().is_moved()
-        False
-    """
-
-    def put_back(self) -> None:
-        """Nothing to do."""
-
-    def is_moved(self) -> bool:
-        """It is not."""
-        return False
-
-    def streams_reached(self) -> Callable[[], None]:
-        """They stand where they stood."""
-        return self.put_back
-
-    is_process_moved = is_moved
-
-
-class Streams:
-    """Which streams a step has to note before each micro-batch, so that one that is undone draws the same.
-
-    The generators that modules hold themselves are noted always. Torch's takes as long as a small layer,
-    and Python's and NumPy's ten times that. They are noted in the first steps and in one of many later ones;
-    if a forward has moved them there, in all from then on. Where torch's was not noted and has moved all the
-    same, it shows, and the step begins again.
-
-    Attributes:
-        is_looking: whether this step is one of those that look.
-        are_moved: whether a forward has drawn from Python's or NumPy's.
-        is_torchs_moved: whether one has drawn from torch's.
-        written: parameters that a forward has written to, as a momentum encoder's or an embedding's with a
-            largest norm: noted from then on.
-        are_rows_written: whether one has written to its own rows: they are copied from then on.
-        are_rows_known: whether a forward has been seen, so that the last is known.
-
-    Example:
-        >>> streams = Streams()
-        >>> streams.begin([nn.Linear(2, 1)])
-        >>> streams.is_looking, streams.are_moved
-        (True, False)
-    """
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self._held: tuple[Stream, ...] = ()
-        self.is_looking = self.are_moved = self.is_torchs_moved = False
-        self.written: tuple[Tensor, ...] = ()
-        self.are_rows_written = self.are_rows_known = False
-
-    def __reduce__(self) -> tuple[type["Streams"], tuple[()]]:
-        """A copy looks afresh: it goes with copies of the modules, which hold other generators."""
-        return Streams, ()
-
-    def begin(self, modules: Sequence[nn.Module]) -> None:
-        """The next step, with these modules."""
-        self.is_looking = self._steps < FIRST or self._steps % EVERY == 0
-        self._steps += 1
-        self._held = held(modules)
-        if self._steps == 1:  # the one case of torch's own
-            embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-            self.write([one.weight for one in embeddings if one.max_norm is not None])
-
-    def to_note(self, *, draws: bool) -> tuple[Stream, ...]:
-        """The streams to be noted now.
-
-        Args:
-            draws: whether Python's and NumPy's may be drawn from by somebody else than the forward.
-        """
-        return (*self._held, *of_process()) if draws or self.are_moved or self.is_looking else self._held
-
-    @property
-    def are_torchs_noted(self) -> bool:
-        """Whether torch's is to be noted now."""
-        return self.is_looking or self.is_torchs_moved
-
-    def write(self, tensors: Iterable[Tensor]) -> None:
-        """A forward writes to these."""
-        self.written = tuple(dict.fromkeys((*self.written, *tensors)))
-
-    def look(self, since: Surroundings | Untouched) -> None:
-        """After a micro-batch, in a step that looks.
-
-        Args:
-            since: what was noted as it began.
-        """
-        self.are_moved = self.are_moved or since.is_process_moved()
-        self.is_torchs_moved = self.is_torchs_moved or since.is_moved()
 
 
 def of_process() -> tuple[Stream, ...]:
@@ -259,8 +339,8 @@ def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
     """
     found: list[Stream] = []
     for module in modules:
-        for name, value in vars(module).items():
-            if type(value) in _PLAIN or name in _OF_MODULES:
+        for value in _own_attributes(module):
+            if type(value) in _PLAIN:
                 continue
             if isinstance(value, dict):
                 value = [*cast("dict[Any, Any]", value).values()]
@@ -323,10 +403,9 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
         >>> model.training
         True
     """
-    modes = [(module, module.training) for module in modules]
-    parameters = {p for module in modules for p in module.parameters(recurse=False)}
-    gradients = [(p, p.grad) for p in parameters]
-    surroundings = Surroundings(modules)
+    everything = Snapshot(
+        ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]
+    )
     process = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
     try:
         for module in modules:
@@ -334,11 +413,7 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
         with torch.no_grad():
             yield
     finally:
-        surroundings.put_buffers_back()
+        everything.put_back()
         rng.restore_process(process)
-        for module, mode in modes:
-            module.training = mode
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
         # Older torch keeps what autocast cast without graph, and uses it where a gradient is wanted.
         torch.clear_autocast_cache()

@@ -1,9 +1,8 @@
 """The front door: Step, Window and what they decide about each batch."""
 
 from anybatch.step import foresee
-from anybatch.step.admit import admit, gather
 from anybatch.step.foresee import plan
 from anybatch.step.step import Step
 from anybatch.step.window import Window
 
-__all__ = ["Step", "Window", "admit", "foresee", "gather", "plan"]
+__all__ = ["Step", "Window", "foresee", "plan"]

@@ -1,20 +1,31 @@
-"""Backward passes of a step, tried out: each gradient is shown as it arrives, and nothing is changed."""
+"""Show the gradients of a batch without an update: everything is put back."""
 
-import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from anybatch.core import Batch, SampleBatch, TensorBatch, tree
-from anybatch.engine import Plan, Run, Task, conditions
+from anybatch.core import Batch, Micro, SampleBatch, TensorBatch, tree
+from anybatch.engine import Observer, admit, carry_out
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Remembered
-from anybatch.step.admit import admit, gather
+from anybatch.state import Effects, Remembered
 
 See = Callable[[Tensor], object]
+
+
+class _Shown(Observer):
+    """Calls a function with each gradient of each micro-batch."""
+
+    wants_micro = True
+
+    def __init__(self, see: See) -> None:
+        self._see = see
+
+    def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+        for several in gradients.values():
+            for gradient in several:
+                self._see(gradient.detach())
 
 
 def show_gradients(
@@ -53,61 +64,29 @@ def show_gradients(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> step = Step(model, torch.nn.MSELoss(), optimizer, micro_batch=2)
         >>> shapes, batch = [], (torch.randn(4, 3), torch.randn(4, 1))
-        >>> take, here = lambda seen: shapes.append(seen.shape), find_precision("float32")
-        >>> show_gradients(step, batch, take, precision=here)
+        >>> show_gradients(step, batch, lambda g: shapes.append(g.shape), precision=find_precision("float32"))
         >>> len(shapes), model.weight.grad
         (4, None)
     """
     fixed = LossScale(Precision(loss_scale=scale))
-    task = gather(step.model, step.loss, step.optimizers, (), (), step.guard, step.working)
-    task = replace(task, scale=fixed, streams=copy.copy(task.streams))  # the step's own go on as they were
+    effects = Effects()
+    task = replace(
+        step.task(), scale=fixed, effects=effects, schedulers=(), listeners=(), observers=(_Shown(see),)
+    )
+    effects.begin(task.modules)
     logical = _copied(admit(batch, task, step.collate))
     size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
-    plan = replace(
-        step.planning.settings,
-        rows=logical.rows,
-        micro_batch=size,
-        precision=precision,
-    )
+    settings = step.planning.settings
+    plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision, non_finite="raise")
     if plan.is_cut:
         step.guard.refuse_meetings(task)
     collate = () if step.collate is None else (step.collate,)
     own = [tensor for module in task.modules for tensor in (*module.parameters(), *module.buffers())]
     noted = Remembered([task.model, task.loss, *task.modules, *collate], but_for=own)
-    hooks = [parameter.register_hook(_shown_to(see)) for parameter in task.parameters]
     try:
-        _go(plan, task, logical)
+        carry_out(plan, task, logical, is_dry=True)
     finally:
-        for hook in hooks:
-            hook.remove()
         noted.put_back()
-
-
-def _go(plan: Plan, task: Task, batch: Batch) -> None:
-    """Forward and backward of every micro-batch, as a step makes them; then all is put back."""
-    loss = task.loss if plan.is_cut else task.loss.uncut()
-    task.streams.begin(task.modules)
-    run = Run(plan, task, batch, loss)
-    run.is_guarded = False  # nothing is refused: what overflows is to be seen
-    try:
-        with plan.precision.arithmetic(), conditions(plan, task, plan.blocks), ExitStack() as stack:
-            with plan.precision.computing(task.kinds):  # in a first pass, too
-                along = loss.along(batch, plan.sizes, task.model, run.before.put_buffers_back)
-                share = stack.enter_context(along)
-            start = 0
-            for rows, micro in zip(plan.sizes, batch.parts(plan.sizes), strict=True):
-                run.begin(draws=batch.draws)
-                run.add(micro, share(start, start + rows), rows)
-                start += rows
-    finally:
-        run.undo()
-
-
-def _shown_to(see: See) -> Callable[[Tensor], None]:
-    def show(gradient: Tensor) -> None:  # returns nothing, so that the gradient stays what it is
-        see(gradient.detach())
-
-    return show
 
 
 def _copied(batch: Batch) -> Batch:

@@ -6,7 +6,6 @@ from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch
 from anybatch.engine import Task
 from anybatch.losses import refuse_what_does_not_add_up
-from anybatch.state import Streams
 from anybatch.step.room import has_room
 
 
@@ -17,14 +16,10 @@ class Guard:
         batch_norm: what a step does with BatchNorm in training mode; None for nothing.
         check: whether a loss of the caller's own is looked at before the first update.
         memory: the budget that this look has to keep to, too; None for none.
-
-    Attributes:
-        streams: which random streams have to be noted, so that a micro-batch can be undone.
     """
 
     def __init__(self, *, batch_norm: str | None, check: bool, memory: str | int | None = None) -> None:
         self.batch_norm, self._memory = batch_norm, memory
-        self.streams = Streams()
         self._looks = 3 if check else 0  # some batches tell nothing
 
     def before_cut(self, task: Task, batch: Batch, micro_batch: int) -> None:

@@ -1,8 +1,7 @@
 """Whether a budget has room for a look at the caller's loss, before the step that it is made for."""
 
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-
 from anybatch.core import Batch, TraceError
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.losses import LEAST_ROWS, compare_cuts
 from anybatch.memory import drop_left_fakes, find_device, parse_memory, undisturbed
@@ -44,16 +43,16 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
         >>> def loss(model, micro):
         ...     return Total(model(micro).sum(), len(micro))
         >>> step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> bytes_of_look(step._task(), TensorBatch(torch.zeros(9, 3)), 5)  # weights, rows, outputs and sum
+        >>> bytes_of_look(step.task(), TensorBatch(torch.zeros(9, 3)), 5)  # weights, rows, outputs and sum
         184
     """
 
-    def carry_out(plan: Plan, fake: Task, logical: Batch) -> None:
+    def look(plan: Plan, fake: Task, logical: Batch) -> None:
         compare_cuts(fake.loss, fake.model, fake.modules, logical)
 
     target = device_of(task, None)
     with (
-        _disable_current_modes(),
+        private.disable_current_modes(),
         undisturbed([*task.parameters, *task.others], roots=roots_of(task, batch)) as noted,
     ):
         recording, _, _ = run_on_fakes(
@@ -64,7 +63,7 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
             target=target,
             modules=list(dict.fromkeys((*task.modules, *noted.modules))),
             idle=frozenset(),
-            carry_out=carry_out,
+            run=look,
         )
         noted.put_back()
         drop_left_fakes()

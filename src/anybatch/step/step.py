@@ -10,12 +10,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.core import BlockError, Collate, Listener, OutOfMemoryError, StepReport, WindowError
-from anybatch.engine import Plan, Task, execute
+from anybatch.engine import (
+    Observer,
+    Plan,
+    Signature,
+    Single,
+    Strategy,
+    Task,
+    admit,
+    carry_out,
+    check_parts,
+    gather,
+)
 from anybatch.losses import module_of, resolve
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, at_work, find_precision
-from anybatch.step.admit import admit, gather
-from anybatch.step.admit import check as check_parts
+from anybatch.state import Effects
 from anybatch.step.decide import Planning
 from anybatch.step.dry_run import show_gradients
 from anybatch.step.guard import Guard
@@ -63,7 +73,9 @@ class Step:
             names its rows, "drop" leaves its rows and their weight out, "skip" makes no update.
         check: before the first update of a batch that is cut, compare a few rows at once with the same rows
             in parts, if the loss is a function of the caller's own (`anybatch.losses.additivity`).
-        listeners: functions called with every event (`anybatch.core.report`).
+        listeners: functions called with every event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
+        observers: look at the finished gradients of each update, and change nothing
+            (`anybatch.engine.Observer`).
 
     Attributes:
         planning: what was decided about batches so far, and what memory has taught.
@@ -103,6 +115,7 @@ class Step:
         non_finite: str = "raise",
         check: bool = True,
         listeners: Sequence[Listener] = (),
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.model, self.loss = model, loss
         self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
@@ -121,7 +134,10 @@ class Step:
         )
         self.guard = Guard(batch_norm=batch_norm, check=check, memory=memory)
         self.collate = collate
-        self.listeners = tuple(listeners)
+        self.listeners, self.observers = tuple(listeners), tuple(observers)
+        self.strategy: Strategy = Single()
+        self.effects = Effects()
+        self._gathered: tuple[Task, Signature] | None = None
         self.open_window: Window | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
         self.precision, self.masters, self.scale = chosen, self.working.masters, self.working.scale
@@ -144,9 +160,8 @@ class Step:
             OutOfMemoryError: not even one row fits, or a smaller cut would change the result.
         """
         self._refuse_open_window()
-        task = self._task()
+        task = self._begun()
         logical = admit(batch, task, self.collate)
-        task.streams.begin(task.modules)
         while True:
             plan = self.planning.of(task, logical)
             if plan.is_cut:
@@ -155,7 +170,7 @@ class Step:
             start = time.perf_counter()
             try:
                 with self.planning.enforced(task):
-                    report = execute(plan, task, logical)
+                    report = carry_out(plan, task, logical)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
@@ -188,7 +203,7 @@ class Step:
         Raises:
             BudgetError: nothing fits.
         """
-        task = self._task()
+        task = self.task()
         logical = admit(batch, task, self.collate, anywhere=device is not None)
         wanted = self.planning.foresee
         report = wanted(task, logical, memory=memory, rows=rows, device=device, measure=measure)
@@ -230,8 +245,7 @@ class Step:
             6
         """
         self._refuse_open_window()
-        task = self._task()
-        task.streams.begin(task.modules)
+        task = self._begun()
         self.open_window = Window(self, task, state)
         return self.open_window
 
@@ -267,15 +281,28 @@ class Step:
     def micro_batch(self, rows: int | None) -> None:
         self.planning.micro_batch = rows
 
-    def _task(self) -> Task:
+    def _begun(self) -> Task:
+        """The parts of the next step, gathered anew where they have changed, and in looking steps."""
+        known = self._gathered
+        if known is None or self.effects.looks_next or not known[1].is_current(self.loss, self.listeners):
+            task = self.task()
+            known = self._gathered = task, Signature(task, self.loss, self.listeners)
+        self.effects.begin(known[0].modules)
+        return known[0]
+
+    def task(self) -> Task:
+        """The parts of a step, gathered and checked."""
         return gather(
             self.model,
             self.loss,
             self.optimizers,
             self.schedulers,
             self.listeners,
-            self.guard,
-            self.working,
+            before_cut=self.guard.before_cut,
+            effects=self.effects,
+            working=self.working,
+            strategy=self.strategy,
+            observers=self.observers,
         )
 
     def _refuse_open_window(self) -> None:

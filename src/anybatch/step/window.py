@@ -1,15 +1,45 @@
 """The window: one update from micro-batches that the caller brings."""
 
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext
+import math
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
-from anybatch.core import Batch, Collate, NonFinite, NonFiniteLossError, OpenBatch, StepReport, WindowError
-from anybatch.engine import Course, Run, Skipped, Task, too_large, without_update
-from anybatch.step import window_state as halfway
-from anybatch.step.admit import admit
+from torch import Tensor
+
+from anybatch.core import (
+    Batch,
+    Collate,
+    NonFinite,
+    NonFiniteLossError,
+    OpenBatch,
+    StepReport,
+    WindowError,
+    all_finite,
+)
+from anybatch.engine import (
+    Accumulator,
+    Plan,
+    Restart,
+    Schedule,
+    Skipped,
+    Task,
+    TornUpdateError,
+    accumulate,
+    admit,
+    clear,
+    context,
+    finish,
+    observe,
+    report_of,
+    snapshot,
+    too_large,
+    update,
+)
+from anybatch.state import Snapshot, rng
+from anybatch.step import window_state
 from anybatch.step.decide import Planning
 from anybatch.step.guard import Guard
 
@@ -30,9 +60,9 @@ class Window:
     Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last
     two. As a context manager it closes at the end, and discards when an exception leaves the block.
 
-    A micro-batch that is refused or fails in its forward leaves the window as it was before it. One that
-    fails half-way through its backward discards the window, because half of it is in the sum already:
-    everything is as before the window. One that is too large for memory comes in parts.
+    Between two `add`s the window owns the sums, and every `.grad` is None. The gradients of a micro-batch are
+    held apart until it is done, and then merged into the sums: an `add` that fails loses only itself, and the
+    window is as it was before it. Where memory runs out in an `add`, its rows come again in halves.
 
     Attributes:
         rows: rows added so far.
@@ -48,20 +78,20 @@ class Window:
     """
 
     def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
-        batch, settings = OpenBatch(), step.planning.settings
-        with task.loss.along(batch, (), task.model, lambda: None) as share:
+        settings = step.planning.settings
+        with task.loss.along(OpenBatch(), (), task.model, lambda: None):
             pass  # refused is a loss that needs the whole batch
-        found = None if state is None else halfway.read(state, task, settings, step.loss)
-        self._step, self._task, self._share = step, task, share
-        self._run = Run(settings, task, batch, task.loss)
+        found = None if state is None else window_state.read(state, task, settings, step.loss)
+        self._step, self._task = step, task
+        self._before: Snapshot = snapshot(task, OpenBatch())
+        self._sums = Accumulator(settings, task, OpenBatch())
         self._phase = "open"
-        self._precision = settings.precision
-        self._is_skipped = self._is_undone = False
+        self._is_skipped = False
         self.rows = 0
         if found is not None:
-            found.into(self._run, task, settings)
+            found.into(self._sums, task)
             self.rows, self._is_skipped = found.rows, found.is_skipped
-        self._run.mark()
+        clear(task.everyone)
 
     def add(self, micro: Any) -> None:
         """Forward, backward, accumulate one micro-batch.
@@ -70,64 +100,64 @@ class Window:
             micro: the rows of one micro-batch, of the same form as a batch.
 
         Raises:
-            WindowError: the window is not open any more, or somebody else changed gradients meanwhile.
+            WindowError: the window is not open any more, or a `.grad` that is not zero was found.
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
-        self._refuse_changed_gradients()
+        self._refuse_gradients()
         batch = admit(micro, self._task, self._step.collate)
+        guard, planning = self._step.guard, self._step.planning
         if self.rows:
-            self._step.guard.refuse_meetings(self._task)
-        done, noted = len(self._run.rows), self._run.at_hand.noted
-        try:
-            if not self._is_skipped:
-                with self._precision.arithmetic():
-                    self._go(batch)
-        except Skipped:  # what else comes in this window is not even looked at
-            self._is_skipped = True
-        except BaseException:
-            self._undo(done, noted)
-            raise
-        self.rows += batch.rows
-        self._run.mark()
-
-    def _undo(self, done: int, noted: object) -> None:
-        """Undo a micro-batch that failed; the window with it, if a part of it is in the sums.
-
-        Args:
-            done: micro-batches in the sums before it.
-            noted: what was noted last before it.
-        """
-        run = self._run
-        if run.at_hand.noted is noted:  # it had not begun
-            return
-        if run.gradients.holds_part or len(run.rows) > done:
-            self.discard()
-        else:
-            run.at_hand.noted.put_back()
-
-    def _go(self, batch: Batch) -> None:
-        """All rows of a micro-batch at once; where memory runs out, in parts."""
-        run, planning = self._run, self._step.planning
-        with _as_begun(run, self._task) if planning.budget else nullcontext():
+            guard.refuse_meetings(self._task)
+        if not self._is_skipped:
             plan = planning.of_window(self._task, batch)
-        if plan.is_cut:
-            self._step.guard.refuse_meetings(self._task)
-        self._step.guard.check_loss(self._task, batch, plan.micro_batch)
-        done, failed = len(run.rows), len(run.redone)
-        with planning.enforced(self._task):
-            Course(
-                run=run,
-                plan=plan,
-                task=self._task,
-                batch=batch,
-                share=self._share,
-                sizes=plan.sizes,
-                offset=self.rows,
-                in_window=True,
-            ).go()
-        largest = replace(plan, micro_batch=max(run.rows[done:]))
-        planning.learn(batch, largest, failed=too_large(run.redone[failed:]), in_window=True)
+            if plan.is_cut:
+                guard.refuse_meetings(self._task)
+            guard.check_loss(self._task, batch, plan.micro_batch)
+            with planning.enforced(self._task):
+                part = self._added(plan, batch)
+            if part is not None:
+                self._sums.absorb(part)
+                largest = max(part.rows)
+                done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
+                planning.learn(batch, done, failed=too_large(part.redone), in_window=True)
+        self.rows += batch.rows
+
+    def _added(self, plan: Plan, batch: Batch) -> Accumulator | None:
+        """The sums of these rows, begun again where they must be; None where the update is to be skipped."""
+        again: dict[str, Any] = {}
+        while True:
+            try:
+                return self._attempt(plan, batch, **again)
+            except Restart as restart:
+                plan, again = restart.plan, restart.again
+
+    def _attempt(self, plan: Plan, batch: Batch, **again: Any) -> Accumulator | None:
+        task = self._task
+        with context(plan, task):
+            before = snapshot(task, batch)
+            part = Accumulator(plan, task, batch, window=self._sums, **again)
+            try:
+                with ExitStack() as stack:
+                    accumulate(Schedule(plan, part, before, stack), part, before)
+            except (Skipped, NonFiniteLossError) as error:
+                reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
+                self._undo(before, part)
+                if plan.non_finite != "skip":
+                    raise
+                rng.restore_process(reached)
+                self._is_skipped = True  # what else comes in this window is not even looked at
+                return None
+            except BaseException:
+                self._undo(before, part)
+                raise
+        return part
+
+    def _undo(self, before: Snapshot, part: Accumulator) -> None:
+        part.close()
+        before.put_back()
+        clear(self._task.everyone)
+        self._task.scale.load(part.scale_before)
 
     def state(self) -> dict[str, Any]:
         """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
@@ -155,10 +185,9 @@ class Window:
             (3, 2)
         """
         self._expect("open", "be saved")
-        self._refuse_changed_gradients()
         settings, loss = self._step.planning.settings, self._step.loss
-        return halfway.write(
-            self._run, self._task, settings, loss, rows=self.rows, is_skipped=self._is_skipped
+        return window_state.write(
+            self._sums, self._task, settings, loss, rows=self.rows, is_skipped=self._is_skipped
         )
 
     def update(self) -> StepReport:
@@ -171,7 +200,7 @@ class Window:
             LossError: see `Step.__call__`.
         """
         self._expect("open", "update")
-        self._refuse_changed_gradients()
+        self._refuse_gradients()
         if not self.rows:
             raise WindowError(
                 f"Expected at least one micro-batch in the window, got {self.rows} rows. "
@@ -179,6 +208,10 @@ class Window:
             )
         try:
             report = self._update()
+        except TornUpdateError as torn:  # nothing can be put back
+            self._phase = "updated"
+            self.discard()
+            raise torn.error from None
         except BaseException:
             self.discard()
             raise
@@ -188,20 +221,25 @@ class Window:
         return report
 
     def _update(self) -> StepReport:
-        is_skipped = self._is_skipped
+        sums, task = self._sums, self._task
+        policy = self._step.planning.settings.non_finite
         try:
-            if not is_skipped:
-                with self._precision.arithmetic():
-                    return self._run.update()
+            if not self._is_skipped:
+                weights = task.strategy.close(sums.weights())
+                gradient = task.strategy.reduce(sums.finish(weights))
+                observe(gradient, task)
+                with context(sums.plan, task):
+                    return update(gradient, weights, sums, self._before)
         except (NonFinite, NonFiniteLossError) as error:
-            is_skipped = self._step.planning.settings.non_finite == "skip"
-            if not is_skipped and isinstance(error, NonFiniteLossError):
-                raise
-        if is_skipped:
-            self._run.undo(is_skipped=True)
-            self._is_undone = True
-            return without_update(self._run, self.rows)
-        raise NonFiniteLossError(
+            if policy != "skip":
+                raise self._not_finite() if isinstance(error, NonFinite) else error from None
+        reached = rng.capture_process()
+        self._before.put_back()
+        rng.restore_process(reached)
+        return report_of(sums, {}, math.nan, updated=False, rows=self.rows)
+
+    def _not_finite(self) -> NonFiniteLossError:
+        return NonFiniteLossError(
             f"Expected a finite gradient, got NaN or infinity in the sum of {self.rows} rows. No update "
             'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
             '"skip" looks at each micro-batch as it comes.'
@@ -231,13 +269,14 @@ class Window:
 
     def discard(self) -> None:
         """End the window: without an update, model, buffers, gradients and random state are as before it."""
-        if self._phase == "open":
-            self._run.undo()
-        elif self._phase == "updated":
-            if not self._is_undone:  # what was there before has come back
-                self._run.clear()
-        else:
+        if self._phase == "closed":
             return
+        self._sums.close()
+        if self._phase == "open":
+            self._before.put_back()
+            self._task.scale.load(self._sums.scale_before)
+        else:
+            finish(self._sums, self._before)
         self._phase = "closed"
         self._step.open_window = None
 
@@ -253,13 +292,21 @@ class Window:
         finally:
             self.discard()  # does nothing to a window that is over
 
-    def _refuse_changed_gradients(self) -> None:
-        if self._run.is_disturbed():
-            self.discard()
+    def _refuse_gradients(self) -> None:
+        """Between two `add`s nobody has gradients: zeros are dropped, others are refused by name."""
+        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
+        if not found:
+            return
+        names = self._task.names()
+        wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
+        if wrong:
             raise WindowError(
-                "Expected gradients to be left alone while a window is open, got changed ones, so it was "
-                "discarded. Call zero_grad(), backward() or clipping before it is opened or after it is over."
+                f"Expected no gradients while a window is open, got a `.grad` that is not zero of "
+                f"{wrong[:3]}. "
+                "Clear it with zero_grad(), and call backward() or clipping before the window is opened or "
+                "after it is over."
             )
+        clear([p for p, _ in found])
 
     def _expect(self, phase: str, wish: str) -> None:
         if self._phase != phase:
@@ -269,13 +316,7 @@ class Window:
             )
 
 
-@contextmanager
-def _as_begun(run: Run, task: Task) -> Generator[None]:
-    """The gradients as the window found them: a plan counts its sums itself."""
-    held = [(parameter, parameter.grad) for parameter in (*task.parameters, *task.others)]
-    run.before.put_gradients_back()
-    try:
-        yield
-    finally:
-        for parameter, gradient in held:
-            parameter.grad = gradient
+def _is_zero(gradient: Tensor) -> bool:
+    return all_finite([gradient]) and not bool(
+        gradient.count_nonzero() if not gradient.is_sparse else gradient.coalesce().values().count_nonzero()
+    )

@@ -5,27 +5,26 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.core import CheckpointError
-from anybatch.engine import Gradients, Plan, Redone, Run, Task, accumulation_dtype
-from anybatch.step import noted
-from anybatch.step.noted import Noted, copied, plain, tensor
+from anybatch.core import torch_private as private
+from anybatch.engine import Accumulator, Apart, Plan, Redone, Task, accumulation_dtype
 
-FORMAT = "window 1"
+FORMAT = "window 2"
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
 def write(
-    run: Run, task: Task, settings: Plan, loss: object, *, rows: int, is_skipped: bool
+    sums: Accumulator, task: Task, settings: Plan, loss: object, *, rows: int, is_skipped: bool
 ) -> dict[str, Any]:
     """All that a window needs to go on elsewhere: copies on the host, as a checkpoint can hold them.
 
     Args:
-        run: its sums.
+        sums: of the window.
         task: what it is carried out on.
         settings: what was decided without looking at the rows.
         loss: as the caller gave it.
@@ -38,81 +37,48 @@ def write(
         "bits": _bits(task.parameters),
         "rows": rows,
         "is_skipped": is_skipped,
-        "cut": list(run.rows),
-        "redone": [[one.rows, one.may_be_cut] for one in run.redone],
-        "dropped": run.dropped,
-        "fold": _fold(run) if run.rows else {},  # nothing was added before that
-        "gradients": _gradients(run.gradients) if run.rows else {},
-        "before": noted.write(run.before, task),
+        "cut": list(sums.rows),
+        "redone": [[one.rows, one.may_be_cut] for one in sums.redone],
+        "dropped": sums.dropped,
+        "fold": sums.fold() if sums.gradients is not None else {},  # nothing was added before that
+        "gradients": _gradients(sums) if sums.gradients is not None else {},
         "scale": task.scale.state(),
-        "scale_before": run.scale_before,
+        "scale_before": sums.scale_before,
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Halfway:
+class SavedWindow:
     """A state that was read and found to fit; nothing has been touched yet.
 
     Attributes:
         rows: added so far.
         is_skipped: whether no update is to be made.
-        counts: attributes of a run that are plain values.
-        fold: sums, weights and divisors, attributes of a run too; empty where nothing was added.
+        counts: attributes of the sums that are plain values.
+        fold: sums, weights and provisional divisors; empty where nothing was added.
         banks: the gradient sums of each term, by parameter.
         errors: their rounding errors, where sums are compensated.
-        in_place: the gradient sums that stand in `.grad`.
-        before: what was noted before the first micro-batch.
         scale: the loss scale.
-        scale_before: the loss scale when the window began.
     """
 
     rows: int
     is_skipped: bool
     counts: Mapping[str, Any]
     fold: Mapping[str, Any]
-    banks: Mapping[str, Mapping[nn.Parameter, Tensor]]
-    errors: Mapping[str, Mapping[nn.Parameter, Tensor]]
-    in_place: Mapping[nn.Parameter, Tensor]
-    before: Noted
+    banks: Mapping[str, dict[nn.Parameter, Tensor]]
+    errors: Mapping[str, dict[nn.Parameter, Tensor]]
     scale: Mapping[str, Any]
-    scale_before: Mapping[str, Any]
 
-    def into(self, run: Run, task: Task, settings: Plan) -> None:
-        """Let a run that has just begun go on from here.
-
-        Args:
-            run: without any micro-batch yet.
-            task: what it is carried out on.
-            settings: what was decided without looking at the rows.
-        """
-        for name, value in {**self.counts, **self.fold}.items():
-            setattr(run, name, value)
+    def into(self, sums: Accumulator, task: Task) -> None:
+        """Let the sums of a window that has just begun go on from here."""
+        for name, value in self.counts.items():
+            setattr(sums, name, value)
         if self.fold:
-            self._sums_into(run, task, settings)
-        self.before.into(run.before)
+            sums.restore(self.fold, self.banks, self.errors)
         task.scale.load(dict(self.scale))
-        run.scale_before = dict(self.scale_before)
-
-    def _sums_into(self, run: Run, task: Task, settings: Plan) -> None:
-        gradients = Gradients(
-            task.parameters,
-            dtype=settings.accumulation_dtype,
-            compensated=settings.compensated,
-            banks=list(self.banks),
-            bucket=settings.bucket if run.is_guarded else None,
-        )
-        for name, bank in self.banks.items():
-            gradients._banks[name].update(bank)
-            errors = self.errors.get(name, {})
-            gradients._errors.update({bank[parameter]: error for parameter, error in errors.items()})
-        for parameter, total in self.in_place.items():
-            parameter.grad = total
-        gradients._awaited = [parameter for parameter in gradients._awaited if parameter.grad is None]
-        gradients.begin()
-        run.gradients = gradients
 
 
-def read(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -> Halfway:
+def read(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -> SavedWindow:
     """Read what `write` gave, for the same step; nothing is touched, and the state stays as it is.
 
     Raises:
@@ -204,85 +170,44 @@ def _bits(parameters: Sequence[nn.Parameter]) -> list[int]:
 # ---- sums
 
 
-def _fold(run: Run) -> dict[str, Any]:
-    cotangents = None if run._divisors is None else run._cotangents
-    return {
-        "coefficients": {name: float(value) for name, value in run._coefficients.items()},
-        "divisors": None if run._divisors is None else _floats(run._divisors),
-        "cotangents": {
-            name: [copied(value), str(value.device)] for name, value in (cotangents or {}).items()
-        },
-        "sums": [_floats(sums) for sums in run._sums],
-        "weights": [_floats(weights) for weights in run._weights],
-        "flowed": run._flowed,
-    }
+def _gradients(sums: Accumulator) -> dict[str, Any]:
+    """Sums and their rounding errors, by bank and the position of the parameter."""
+    position = {parameter: index for index, parameter in enumerate(sums.task.parameters)}
+    assert isinstance(sums.gradients, Apart)  # noqa: S101 - as in every window
+
+    def plain(banks: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> dict[str, dict[int, Any]]:
+        return {
+            name: {position[parameter]: _plain(total) for parameter, total in bank.items()}
+            for name, bank in banks.items()
+        }
+
+    return {"banks": plain(sums.gradients.gradients().banks), "errors": plain(sums.gradients.errors())}
 
 
-def _read_fold(values: Mapping[str, Any], task: Task) -> dict[str, Any]:
-    """The attributes of a run; none where nothing was added."""
-    if not values:
-        return {}
-    here = {str(device): device for device in task.devices}
-    fallback = next(iter(task.devices), torch.device("cpu"))
-    return {
-        "_coefficients": dict(values["coefficients"]),
-        "_divisors": None if values["divisors"] is None else dict(values["divisors"]),
-        "_cotangents": {
-            name: value.to(here.get(device, fallback), copy=True)
-            for name, (value, device) in values["cotangents"].items()
-        },
-        "_sums": [dict(sums) for sums in values["sums"]],
-        "_weights": [dict(weights) for weights in values["weights"]],
-        "_flowed": bool(values["flowed"]),
-    }
+def _read(state: Mapping[str, Any], task: Task, settings: Plan) -> SavedWindow:
+    fold = dict(state["fold"])
+    found = state["gradients"] if fold else {"banks": {}, "errors": {}}
+    if list(found["banks"]) != list(fold.get("coefficients", ())):
+        raise ValueError(f"gradients of {list(found['banks'])}, not of {list(fold.get('coefficients', ()))}")
 
-
-def _gradients(gradients: Gradients) -> dict[str, Any]:
-    """Sums and their rounding errors by bank and the position of the parameter; those in `.grad` by it."""
-    position = {parameter: index for index, parameter in enumerate(gradients._parameters)}
-    errors = gradients._errors
-    return {
-        "banks": {
-            name: {position[parameter]: plain(total) for parameter, total in bank.items()}
-            for name, bank in gradients._banks.items()
-        },
-        "errors": {
-            name: {position[p]: plain(errors[total]) for p, total in bank.items() if total in errors}
-            for name, bank in gradients._banks.items()
-        },
-        "in_place": {position[one]: plain(one.grad) for one in gradients._in_place if one.grad is not None},
-    }
-
-
-def _read(state: Mapping[str, Any], task: Task, settings: Plan) -> Halfway:
-    fold = _read_fold(state["fold"], task)
-    found = state["gradients"] if fold else {"banks": {}, "errors": {}, "in_place": {}}
-    names = list(fold.get("_coefficients", ()))
-    expected = names if not fold or fold["_divisors"] is None else names[:1]
-    if list(found["banks"]) != expected:
-        raise ValueError(f"gradients of {list(found['banks'])}, not of {expected}")
-
-    def sums(values: Mapping[int, Any], *, in_place: bool = False) -> dict[nn.Parameter, Tensor]:
+    def sums(values: Mapping[int, Any]) -> dict[nn.Parameter, Tensor]:
         pairs = [(task.parameters[int(position)], value) for position, value in values.items()]
         chosen = settings.accumulation_dtype
-        dtypes = {p: p.dtype if in_place else accumulation_dtype(p.dtype, chosen) for p, _ in pairs}
-        return {p: tensor(value, p, dtypes[p]) for p, value in pairs}
+        return {p: _tensor(value, p, accumulation_dtype(p.dtype, chosen)) for p, value in pairs}
 
-    return Halfway(
+    return SavedWindow(
         rows=int(state["rows"]),
         is_skipped=bool(state["is_skipped"]),
         counts={
             "rows": [int(rows) for rows in state["cut"]],
             "redone": [Redone(int(rows), may_be_cut=bool(may)) for rows, may in state["redone"]],
             "dropped": int(state["dropped"]),
+            "scale_before": _scale(state["scale_before"]),
         },
         fold=fold,
         banks={name: sums(values) for name, values in found["banks"].items()},
         errors={name: sums(values) for name, values in found["errors"].items()},
-        in_place=sums(found["in_place"], in_place=True),
-        before=noted.read(state["before"], task),
         scale=_scale(state["scale"]),
-        scale_before=_scale(state["scale_before"]),
     )
 
 
@@ -290,9 +215,39 @@ def _scale(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"value": float(state["value"]), "clean": int(state["clean"])}
 
 
-def _floats(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
-
-
 def _word(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# ---- tensors
+
+
+def _copied(value: Tensor) -> Tensor:
+    """A copy on the host."""
+    return value.detach().to("cpu", copy=True)
+
+
+def _plain(value: Tensor) -> Any:
+    """A copy on the host; of a sparse tensor its parts, because a checkpoint holds dense ones."""
+    if not value.is_sparse:
+        return _copied(value)
+    indices, values = private.sparse_parts(value)
+    return [_copied(indices), _copied(values), value.is_coalesced()]
+
+
+def _tensor(value: Any, like: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """What `_plain` was given, in memory of its own that is laid out as a parameter is.
+
+    Raises:
+        ValueError: it has another shape or dtype.
+    """
+    if isinstance(value, list):
+        indices, values, is_coalesced = cast("list[Any]", value)
+        size, device = like.shape, like.device
+        found = torch.sparse_coo_tensor(
+            indices, values, size, is_coalesced=is_coalesced, check_invariants=True
+        )
+        return found.to(device, copy=True)
+    if (value.dtype, value.shape) != (dtype, like.shape):
+        raise ValueError(f"{value.dtype} {tuple(value.shape)} for {dtype} {tuple(like.shape)}")
+    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(value)

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from anybatch.core import (
+    Cut,
     Fold,
     LossError,
     OpenBatch,
@@ -103,13 +104,11 @@ def _totals(
         with ExitStack() as stack:
             with step.precision.arithmetic(), computing():  # a first pass of the loss, too
                 share = stack.enter_context(whole)
-            start = 0
-            for micro, size in zip(batch.parts(sizes), sizes, strict=True):
-                part = loss if share is None else share(start, start + size)
+            for micro, index in batch.micro_batches(Cut.of_sizes(sizes).parts):
+                part = loss if share is None else share(index[0], index[-1] + 1)
                 with step.precision.arithmetic(), computing():
                     terms = part.evaluate(step.model, micro)
                 yield *_measured(part, terms), micro
-                start += size
 
 
 def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:

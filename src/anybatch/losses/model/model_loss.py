@@ -21,7 +21,7 @@ from anybatch.integrations import (
     recorded,
     wants_router_loss,
 )
-from anybatch.losses.loss import Evaluated, Loss, Plain, Share
+from anybatch.losses.loss import Evaluated, Loss, Plain, Share, rows_of
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     Found,
@@ -168,7 +168,7 @@ class ModelTerms(Plain):
         self._known, self._routers, self.tied = {}, {}, False
         self._begin()
         if batch.rows and self._router_files(model) and wants_router_loss(model):
-            self._first_pass(batch.parts(sizes), sizes, model, put_back)
+            self._first_pass(rows_of(batch, sizes), sizes, model, put_back)
         yield self._share
         for name, promised in self._promised.items():
             added = math.fsum(float(weights[name]) for weights in self._weights.values())

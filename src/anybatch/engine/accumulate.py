@@ -1,0 +1,439 @@
+"""One fold over micro-batches: forward, backward, sums and weights. Nothing here handles a failure."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import (
+    Batch,
+    LossError,
+    Micro,
+    NonFinite,
+    NonFiniteLossError,
+    Number,
+    OpenBatch,
+    all_finite,
+)
+from anybatch.engine.gradients import Apart, InPlace, Sums, accumulation_dtype, power_of_two
+from anybatch.engine.plan import Plan
+from anybatch.engine.task import Task
+from anybatch.losses import Evaluated, Loss
+
+
+@dataclass(frozen=True, slots=True)
+class Redone:
+    """A micro-batch that was undone: memory ran out in it, or its gradient overflowed.
+
+    Attributes:
+        rows: rows it had.
+        may_be_cut: whether smaller ones would do, and give the same result.
+    """
+
+    rows: int
+    may_be_cut: bool
+
+
+class Accumulator:
+    """Sums, weights and gradients of the micro-batches of a step, or of a window.
+
+    Where the weight of the whole batch is known from the batch, it divides what flows back (early): with one
+    micro-batch that is torch's own arithmetic, bit for bit. Where it is not known before the end (late), a
+    power of two near the weight of the first micro-batch stands in for it, and `finish` multiplies by that
+    over the weight: powers of two change no digit, and float16 does not overflow.
+
+    Args:
+        plan: how rows are cut, and in which dtypes.
+        task: on what.
+        batch: the logical batch, as far as it is known.
+        is_guarded: look at each micro-batch before it is added.
+        is_dry: nothing is looked at, as gradients are only to be shown.
+        window: the sums of the window that these rows belong to.
+        redone: micro-batches undone by earlier attempts.
+        scale_limit: the largest loss scale, after an earlier attempt has overflowed.
+        last_tries: first rows of micro-batches that were tried again, though they cannot be cut.
+
+    Attributes:
+        loss: of a part of the batch, or of the whole.
+        share: gives the loss of the rows of these indices.
+        is_in_window: whether the rows belong to a window.
+        offset: rows of the window before these.
+        rows: rows of each micro-batch that was added or left out.
+        dropped: rows of micro-batches that were left out.
+        gradients: how gradients are accumulated.
+        is_updated: whether optimizers have written to parameters, which cannot be undone.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        task: Task,
+        batch: Batch,
+        *,
+        is_guarded: bool = False,
+        is_dry: bool = False,
+        window: "Accumulator | None" = None,
+        redone: Sequence[Redone] = (),
+        scale_limit: float = math.inf,
+        last_tries: frozenset[int] = frozenset(),
+    ) -> None:
+        self.plan, self.task, self.batch = plan, task, batch
+        # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
+        self.loss = task.loss if plan.is_cut or window is not None else task.loss.uncut()
+        self.is_in_window = window is not None
+        self.offset = 0 if window is None else sum(window.rows)
+        self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
+        self.share: Callable[[Sequence[int]], Loss] = lambda index: self.loss
+        self._computing = task.computing(plan)
+        self._window = window
+        self._sums: list[Mapping[str, Number]] = []  # without graph, one entry per micro-batch
+        self._weights: list[Mapping[str, Number]] = []
+        self.rows: list[int] = []
+        self.redone: list[Redone] = [*redone]
+        self.dropped = 0
+        self.scale_before = task.scale.state()
+        self._scale_limit = self.scale_limit = scale_limit
+        self.last_tries = last_tries
+        self._is_scaled = task.scale.value != 1.0
+        self.is_updated = self._has_flowed = False
+        self._is_open = False
+        self._coefficients: Mapping[str, float] = {}
+        self._divisors: Mapping[str, Number] | None = None
+        self._provisional: dict[str, float] = {}
+        self._cotangents: dict[str, Tensor] = {}
+        self._scale = 0.0  # of the cotangents
+        self._is_counted = False
+        self._micro: Micro | None = None
+        self._is_divided = False
+        self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
+        self._values: Mapping[str, float] = {}
+        self.gradients: InPlace | Apart | None = None
+
+    def begin(self, micro: Micro) -> None:
+        """The next micro-batch: nothing of it is accepted yet."""
+        self._micro = micro
+        if self._is_scaled:
+            self.task.scale.begin(self.scale_limit)
+        if self.gradients is not None:
+            self.gradients.begin()
+
+    def forget_scale(self) -> None:
+        """A micro-batch is over: a fixed loss scale that gave way in it comes back for the next."""
+        self.scale_limit = self._scale_limit
+
+    def evaluate(self, micro: Micro) -> Evaluated:
+        """Forward: the model and the loss on the rows of a micro-batch."""
+        loss = self.share(micro.indices)
+        if self._computing is None:
+            terms = loss.evaluate(self.task.model, micro.rows)
+        else:
+            with self._computing():
+                terms = loss.evaluate(self.task.model, micro.rows)
+        if not self._is_open:
+            self._open(loss, terms, len(micro.indices))
+        elif terms.sums.keys() != self._coefficients.keys():
+            raise LossError(
+                f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
+                f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
+            )
+        return terms
+
+    def backward(self, terms: Evaluated) -> None:
+        """Backward: accumulate; then the sums and weights of the micro-batch count.
+
+        Raises:
+            NonFinite: the loss or a gradient is not finite, and each micro-batch is looked at.
+        """
+        sums = terms.sums
+        weights = None if self._is_counted else terms.weigh()
+        del terms  # and with it the model's outputs, as far as backward does not need them
+        flowing = {name: one for name, one in sums.items() if one.requires_grad and self._coefficients[name]}
+        if self.is_guarded and len(flowing) < len(sums) and not all_finite(list(sums.values())):
+            raise NonFinite("loss")
+        if flowing:
+            self._has_flowed = True
+            try:
+                self._flow(flowing)
+            except NonFinite:  # the sums were looked at with the gradients
+                raise NonFinite("gradient" if all_finite(list(sums.values())) else "loss") from None
+            finally:
+                for parameter in self.task.reached:  # not ours, and they may share memory with ours
+                    parameter.grad = None
+        self._sums.append({name: _kept(value) for name, value in sums.items()})
+        if weights is not None:
+            self._weights.append({name: _kept(value) for name, value in weights.items()})
+        self.rows.append(len(self._micro.indices) if self._micro is not None else 0)
+
+    def _flow(self, flowing: Mapping[str, Tensor]) -> None:
+        gradients, scale = self.gradients, self.task.scale.value
+        assert gradients is not None  # noqa: S101 - `evaluate` has opened them
+        if scale != self._scale:
+            self._set_cotangents(scale)
+        cotangents = self._cotangents
+        if isinstance(gradients, InPlace):
+            gradients.add([*flowing.values()], [cotangents[name] for name in flowing])
+        elif self._divisors is None and len(cotangents) > 1:
+            gradients.add_each(flowing, cotangents, 1 / scale)
+        else:
+            gradients.add([*flowing.values()], [cotangents[name] for name in flowing], unscale=1 / scale)
+
+    def _set_cotangents(self, scale: float) -> None:
+        self._scale = scale
+        for name, like in self._like.items():
+            if self._divisors is None:
+                self._cotangents[name] = torch.full(
+                    (), scale / self._provisional[name], dtype=like[0], device=like[1]
+                )
+            else:
+                divisor = 1 if self._is_divided else self._divisors[name]
+                cotangent = _cotangent(self._coefficients[name], divisor, *like)
+                self._cotangents[name] = cotangent if scale == 1.0 else cotangent * scale
+
+    def _open(self, loss: Loss, terms: Evaluated, rows: int) -> None:
+        """After the first forward: what divides which term, and when; how gradients are accumulated."""
+        names = list(terms.sums)
+        self._is_open, plan = True, self.plan
+        self._like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
+        self._is_divided = loss.divided
+        if self._window is not None and self._window._is_open:
+            self._go_on_like(self._window)
+        else:
+            self._coefficients = {name: loss.coefficients.get(name, 1.0) for name in names}
+            # Where micro-batches may be left out nobody knows the weight of the rest before the end.
+            is_late = self._window is not None or (plan.non_finite == "drop" and plan.is_cut)
+            self._divisors = loss.divisors(OpenBatch() if is_late else self.batch, terms, rows)
+            self._is_counted = loss.counted and self._divisors is not None
+            if self._divisors is None:
+                weights = terms.weigh()
+                self._provisional = {name: power_of_two(_size(weights[name], rows)) for name in names}
+        self.gradients = self._accumulation(names)
+
+    def _go_on_like(self, window: "Accumulator") -> None:
+        self._coefficients, self._divisors = window._coefficients, window._divisors
+        self._provisional, self._is_counted = window._provisional, window._is_counted
+
+    def _accumulation(self, names: Sequence[str]) -> InPlace | Apart:
+        plan, parameters = self.plan, self.task.parameters
+        banks = names if self._divisors is None else names[:1]
+        chosen = plan.accumulation_dtype
+        is_apart = (
+            self.is_guarded
+            or plan.compensated
+            or len(banks) > 1
+            or self.task.is_shown
+            or any(accumulation_dtype(p.dtype, chosen) != p.dtype for p in parameters)
+        )
+        if not is_apart:
+            return InPlace(parameters, banks[0])
+        return Apart(
+            parameters,
+            dtype=chosen,
+            names=banks,
+            compensated=plan.compensated,
+            is_looked_at=self.is_guarded,
+            is_whole=self._window is not None or self.task.is_shown or plan.non_finite == "drop",
+            tell=self._tell if self.task.is_shown else None,
+        )
+
+    def _tell(self, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+        shown: dict[str, list[Tensor]] = {}
+        names = self.task.names()
+        for bank in held.values():
+            for parameter, gradient in bank.items():
+                shown.setdefault(names[parameter], []).append(gradient)
+        if self._micro is not None:
+            for observer in self.task.observers:
+                if observer.wants_micro:
+                    observer.micro(self._micro, shown, self._scale)
+
+    @property
+    def has_accepted(self) -> bool:
+        """Whether anything of the micro-batch at hand has reached the sums of gradients."""
+        return self.gradients is not None and self.gradients.has_accepted
+
+    def leave_out(self, rows: int) -> None:
+        """Go on without the micro-batch at hand: neither its rows nor their weight count."""
+        self.rows.append(rows)
+        self.dropped += rows
+
+    def absorb(self, other: "Accumulator") -> None:
+        """Merge the micro-batches of one `add` into the sums of the window."""
+        if other.gradients is not None:
+            if not self._is_open:
+                self._is_open, self._is_divided = True, other._is_divided
+                self._go_on_like(other)
+            sums = other.gradients.gradients()
+            other.gradients.close()
+            for parameter in self.task.parameters:
+                parameter.grad = None
+            self._window_gradients().absorb(sums)
+        self._sums += other._sums
+        self._weights += other._weights
+        self.rows += other.rows
+        self.redone += other.redone
+        self.dropped += other.dropped
+        self._has_flowed = self._has_flowed or other._has_flowed
+
+    def fold(self) -> dict[str, Any]:
+        """Sums, weights and provisional divisors as plain values, for a checkpoint."""
+        return {
+            "coefficients": {name: float(value) for name, value in self._coefficients.items()},
+            "provisional": dict(self._provisional),
+            "sums": [_to_host(sums) for sums in self._sums],
+            "weights": [_to_host(weights) for weights in self._weights],
+            "is_divided": self._is_divided,
+            "has_flowed": self._has_flowed,
+        }
+
+    def restore(self, fold: Mapping[str, Any], banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
+        """Go on from what `fold` gave, and from sums of gradients."""
+        self._is_open = True
+        self._coefficients, self._provisional = dict(fold["coefficients"]), dict(fold["provisional"])
+        self._sums, self._weights = [*map(dict, fold["sums"])], [*map(dict, fold["weights"])]
+        self._is_divided, self._has_flowed = bool(fold["is_divided"]), bool(fold["has_flowed"])
+        self._window_gradients().restore(banks, errors)
+
+    def _window_gradients(self) -> Apart:
+        """The sums of a window, into which those of each `add` are merged."""
+        if self.gradients is None:
+            self.gradients = Apart(
+                self.task.parameters,
+                dtype=self.plan.accumulation_dtype,
+                names=[*self._coefficients],
+                compensated=self.plan.compensated,
+                is_looked_at=False,
+                is_whole=True,
+            )
+        assert isinstance(self.gradients, Apart)  # noqa: S101 - a window has no others
+        return self.gradients
+
+    def weights(self) -> dict[str, float]:
+        """The weight of each term over all micro-batches; promised and added-up weights must agree."""
+        if not self._sums:  # all was left out
+            return {}
+        known = {} if self._divisors is None else _to_host(self._divisors)
+        _check_weights(known, "the whole batch")
+        if not self._weights:  # the loss has counted the whole batch already
+            return known
+        hosted = [_to_host(weights) for weights in self._weights]
+        for index, weights in enumerate(hosted):
+            _check_weights(weights, f"micro-batch {index}")
+        added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
+        for name, promised in known.items():
+            if not math.isclose(promised, added[name], rel_tol=1e-6):
+                raise LossError(
+                    f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for "
+                    f"{name!r}, got {added[name]:g}. "
+                    "Rows that differ in length (padding) do not weigh the same: "
+                    "return ab.Total(sum, number of valid elements)."
+                )
+        return known or added
+
+    def finish(self, weights: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
+        """The gradient of the rows here, divided by the weights of all.
+
+        Raises:
+            LossError: no term depends on a parameter of the optimizer.
+            NonFiniteLossError: a sum is not finite; the message names its rows.
+        """
+        self._values = self._means(weights)
+        if not (self._has_flowed or not any(weights.values())):
+            raise LossError(
+                "Expected a loss that depends on the parameters of the optimizer, "
+                f"got terms {sorted(self._values)} without gradient. "
+                "Look for .detach(), torch.no_grad() or frozen parameters."
+            )
+        if self.gradients is None:
+            return {}
+        self.gradients.close()
+        factors = {
+            name: self._coefficients[name] * provisional / weights[name] if weights.get(name) else 0.0
+            for name, provisional in self._provisional.items()
+        }
+        return self.gradients.gradients().finish({} if self._divisors is not None else factors)
+
+    def _means(self, weights: Mapping[str, float]) -> dict[str, float]:
+        hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
+        for name, sums in hosted.items():
+            if weights[name]:
+                _check_sums(sums, self.rows, name)
+        return {
+            name: math.fsum(sums) / (1 if self._is_divided else weights[name]) if weights[name] else math.nan
+            for name, sums in hosted.items()
+        }
+
+    def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
+        """The loss of all rows, and that of each term."""
+        used = [self._coefficients[name] * value for name, value in self._values.items() if weights[name]]
+        return (math.fsum(used) if used else math.nan), self._values
+
+    def close(self) -> None:
+        """Take hooks off."""
+        if self.gradients is not None:
+            self.gradients.close()
+
+
+def _size(weight: Number, rows: int) -> float:
+    """A positive number near the weight of a micro-batch; its rows where a device would have to stop."""
+    is_far = isinstance(weight, Tensor) and weight.device.type != "cpu"
+    return rows if is_far else float(weight) or rows
+
+
+def _cotangent(coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
+    if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
+        divisor = divisor.item()  # no device has to stop for it
+    if not isinstance(divisor, Tensor):
+        return torch.full((), coefficient / divisor if divisor else 0.0, dtype=dtype, device=device)
+    divisor = divisor.to(device, dtype)
+    return torch.where(divisor == 0, 0, coefficient / divisor)
+
+
+def _kept(value: Number) -> Number:
+    """The number without its graph, and without the rows some kernels (`mse_loss`) leave in its storage.
+
+    On the host a tensor kept from each micro-batch would lie between those that come and go, so that the
+    allocator finds no room where it found some before: 4 % of a step of LeNet-5.
+    """
+    if not isinstance(value, Tensor):
+        return value
+    if value.device.type == "cpu":
+        return value.item()
+    value = value.detach()
+    return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
+
+
+def _check_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> None:
+    bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
+    if bad:
+        first = sum(rows[: bad[0]])
+        raise NonFiniteLossError(
+            f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
+            f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
+            "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
+            "a sum that overflows float16."
+        )
+
+
+def _check_weights(weights: Mapping[str, float], where: str) -> None:
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise LossError(
+                f"Expected a finite weight of at least 0 for {name!r}, got {weight} in {where}. "
+                "Count rows or tokens."
+            )
+
+
+def _all_to_host(values: Sequence[Number]) -> list[float]:
+    """Scalars as numbers; those of a device come in one go, so that it stops once."""
+    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    if device is None:
+        return [float(value) for value in values]
+    return torch.stack([torch.as_tensor(value).to(device) for value in values]).tolist()
+
+
+def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:
+    return {name: float(weight) for name, weight in weights.items()}

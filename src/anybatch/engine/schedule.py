@@ -1,0 +1,68 @@
+"""The order of the work: which micro-batch comes next, and what is left when one has failed."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+from anybatch.core import Cut, Micro
+from anybatch.engine.accumulate import Accumulator
+from anybatch.engine.plan import Plan
+from anybatch.state import Snapshot
+
+
+class Schedule:
+    """Micro-batches one after the other; what is not done comes again, perhaps smaller.
+
+    A loss in which rows meet makes its first pass when the first micro-batch is asked for.
+
+    Args:
+        plan: how the rows are cut.
+        sums: what the micro-batches are added to.
+        before: the state before the first one.
+        stack: what a first pass sets up lasts until this is closed.
+
+    Attributes:
+        left: row indices of the micro-batches that are still to be done.
+        is_open: whether the first pass is over.
+        scale_before: the loss scale before the micro-batch at hand made it give way.
+    """
+
+    def __init__(self, plan: Plan, sums: Accumulator, before: Snapshot, stack: ExitStack) -> None:
+        self._sums, self._before, self._stack = sums, before, stack
+        self._cut = plan.parts
+        self._done = 0
+        self.is_open = False
+        self.scale_before: dict[str, float] | None = None
+
+    @property
+    def left(self) -> Sequence[Sequence[int]]:
+        """Row indices of the micro-batches that are still to be done, the one at hand first."""
+        return self._cut.parts[self._done :]
+
+    def __iter__(self) -> Iterator[Micro]:
+        sums = self._sums
+        if not self.is_open:
+            self._first_pass()
+        left = self.left
+        micro_batches = sums.batch.micro_batches(left)
+        for _ in left:
+            self._before.begin()  # first: to make a micro-batch may draw random numbers, too
+            yield next(micro_batches)
+
+    def _first_pass(self) -> None:
+        sums, task = self._sums, self._sums.task
+        with sums.plan.precision.computing(task.kinds):
+            along = sums.loss.along(sums.batch, self._cut.sizes, task.model, self._before.put_buffers_back)
+            share = self._stack.enter_context(along)
+        sums.share = lambda index: share(index[0], index[-1] + 1)
+        self.is_open = True
+
+    def done(self) -> None:
+        """The micro-batch at hand is in the sums, or left out: its rows do not come again."""
+        self._done += 1
+        self.scale_before = None
+        self._sums.forget_scale()
+
+    def cut_smaller(self, most: int) -> None:
+        """Cut what is left into parts of at most so many rows."""
+        rest = self._cut.after(self._done, most=most)
+        self._cut = Cut((*self._cut.parts[: self._done], *rest.parts))
