@@ -8,6 +8,7 @@ from torch import Tensor
 
 from anybatch.core import (
     AnybatchError,
+    LossError,
     MicroBatchRedone,
     NonFinite,
     NonFiniteLossError,
@@ -22,7 +23,7 @@ from anybatch.engine.plan import Plan
 from anybatch.engine.run import Redone, Run
 from anybatch.engine.smaller import begin_again, put_back
 from anybatch.engine.task import Task
-from anybatch.losses import Loss
+from anybatch.losses import EvaluateAgain, Loss
 
 
 class Skipped(Exception):  # noqa: N818
@@ -83,8 +84,16 @@ class Adder:
                     self._run.add(micro, loss, rows, again=again)
                     self._look()
                     return ""
+                except EvaluateAgain:
+                    where = ""
                 except NonFinite as found:
                     where = found.where
+                if not where:
+                    refill()
+                    self._put_rows_back(copies, "to be evaluated again", LossError)
+                    if not put_back(self._run, self._task, "to be evaluated again", LossError):
+                        raise begin_again(self._run, self._task, [*self._run.rows, *left])
+                    continue
                 refill()  # what this forward has put into its rows is not there for the next
                 at, before = scale.value, before or scale.state()
                 reached = self._run.at_hand.noted.streams_reached()
