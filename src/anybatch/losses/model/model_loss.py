@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,11 @@ from anybatch.losses.model.graph import (
     read_tail,
 )
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
-from anybatch.losses.model.read import Form, Reading, reading_of
+from anybatch.losses.model.read import Form, Reading, reading_of, sum_of
 from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
 from anybatch.state import rng
 
+_T = TypeVar("_T")
 _ONE: Mapping[str, float] = {"loss": 1.0}
 
 
@@ -93,14 +94,14 @@ class _Reader(Plain):
         self._reading = reading_of(model)
         self._form = None if self._reading is None else self._reading.begin()
 
-    def _term(self, form: Form, loss: Tensor) -> Reduction:
-        """The mean that the loss is.
+    def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
+        """What is read of a loss.
 
         Raises:
             EvaluateAgain: it has another form than it had. From here on it is watched.
         """
         try:
-            return form.read(loss)
+            return read(loss)
         except EvaluateAgain:
             self._form = None
             if self._reading is not None:
@@ -150,10 +151,15 @@ class ModelTerms(_Reader):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and take its loss apart."""
         keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        form = self._form if keep_graph else None
-        found = self._watch(model, micro) if form is None else self._read(model, micro, form)
+        if self._form is not None and keep_graph:
+            return self._read(model, micro, self._form)
+        found = self._watch(model, micro)
         if found is None:
             return self._nothing(keep_graph=keep_graph)
+        return self._taken(model, found, keep_graph=keep_graph)
+
+    def _taken(self, model: nn.Module, found: Found, *, keep_graph: bool) -> Evaluated:
+        """The sums and weights of what was found, if it is made as in the first micro-batch."""
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
             self._look(model, found)
@@ -203,7 +209,7 @@ class ModelTerms(_Reader):
 
         At the end what was promised of the whole batch is held against what came.
         """
-        self._known, self._routers, self.tied = {}, {}, False
+        self._known, self._routers, self._files, self.tied = {}, {}, None, False
         self._open(model)
         self._begin()
         if batch.rows and self._router_files(model) and wants_router_loss(model):
@@ -251,17 +257,19 @@ class ModelTerms(_Reader):
         torch.clear_autocast_cache()  # of weights cast with a graph that is dropped
         rng.restore_process(before)
 
-    def _read(self, model: nn.Module, micro: Any, form: Form) -> Found | None:
-        """Run the model as it is and read its loss from the graph; None where it is a constant 0."""
+    def _read(self, model: nn.Module, micro: Any, form: Form) -> Evaluated:
+        """Run the model as it is, and read its loss from the graph."""
         micro = _outside_inference(micro)
         output = call_model(model, micro)
         if adds_nothing(output):
-            return None
-        one = self._term(form, loss_of(model, output))
-        is_needed = self._first is None or not one.origin.counts_classes
-        leaves = leaves_of(micro) if is_needed else {}
-        return Found(
-            terms={"loss": one},
+            return self._nothing(keep_graph=True)
+        loss = loss_of(model, output)
+        if self._first is not None and form.counts_classes:  # there is no more to compare
+            weights = {"loss": self._by(form.weigh, loss)}
+            return self._done_with(Evaluated({"loss": sum_of(loss, weights["loss"])}, lambda: weights))
+        leaves = leaves_of(micro)
+        found = Found(
+            terms={"loss": self._by(form.read, loss)},
             routers={},
             factors=_ONE,
             leaves=leaves,
@@ -269,6 +277,7 @@ class ModelTerms(_Reader):
             divides=False,
             padded=form.padded,
         )
+        return self._taken(model, found, keep_graph=True)
 
     def _watch(self, model: nn.Module, micro: Any) -> Found | None:
         """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
@@ -342,7 +351,7 @@ class ModelTerms(_Reader):
 
     def _router_files(self, model: nn.Module) -> list[ModuleType]:
         if self._files is None:
-            self._files = homes(model)
+            self._files = homes(model) if self._reading is None else self._reading.files_of(model)
         return self._files
 
 
@@ -368,7 +377,7 @@ class OwnLoss(_Reader):
         """Run the model."""
         if self._form is not None:
             loss = loss_of(model, call_model(model, micro))
-            weight = self._term(self._form, loss).weight
+            weight = self._by(self._form.weigh, loss)
             return Evaluated({"loss": loss}, lambda: {"loss": weight})
         with Watch(as_is=True) as watch:
             output = call_model(model, micro)
@@ -466,6 +475,10 @@ def _ignores_rows(first: Reduction, other: Reduction) -> bool:
 
 def _outside_inference(micro: Any) -> Any:
     """Copies of what was made in inference mode, which autograd does not take."""
+    if type(micro) is dict:
+        values: Iterable[Any] = cast("dict[str, Any]", micro).values()
+        if all(type(one) is Tensor and not one.is_inference() for one in values):  # nearly always
+            return micro
     try:
         return tree.map_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, micro)
     except BatchError:

@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
-from anybatch.core import SHORT_DTYPES
+from anybatch.core import SHORT_DTYPES, Number
 from anybatch.core import torch_private as private
+from anybatch.integrations import homes
 from anybatch.losses.loss import EvaluateAgain
 from anybatch.losses.model.graph import Found
-from anybatch.losses.model.intercept import Origin, Reduction, classes_in, is_equal, pairs_rows, widened
+from anybatch.losses.model.intercept import Reduction, classes_in, is_equal, pairs_rows, widened
 
 WATCH_EVERY = 64  # steps
 TRIES = 3  # models whose loss changes its form all the time are watched in every step
@@ -45,7 +46,7 @@ class Form:
 
     Attributes:
         term: the mean, without graph.
-        before: the name of the node before a plain mean.
+        before: the name of the node before a plain mean; empty for losses.
         padded: whether the model padded labels.
     """
 
@@ -53,8 +54,13 @@ class Form:
     before: str
     padded: bool
 
-    def read(self, loss: Tensor) -> Reduction:
-        """The same mean in another forward.
+    @property
+    def counts_classes(self) -> bool:
+        """Whether the weight depends on the values of integer targets."""
+        return self.term.origin.counts_classes
+
+    def weigh(self, loss: Tensor) -> Number:
+        """What the mean was divided by in another forward; a tensor where a device would have to stop.
 
         Args:
             loss: what the model returned.
@@ -64,66 +70,59 @@ class Form:
         """
         node: Any = loss.grad_fn
         nodes, names = _NODES[self.term.name]
-        if type(loss) is not Tensor or loss.dtype in SHORT_DTYPES or node.name() not in nodes:
+        if type(loss) is not Tensor or loss.dtype in SHORT_DTYPES or _name_of(node) not in nodes:
             raise EvaluateAgain
-        return self._read_mean(loss, node) if nodes == (_MEAN,) else self._read_loss(loss, node, names)
-
-    def _read_mean(self, loss: Tensor, node: Any) -> Reduction:
-        source, shape = node.next_functions[0][0], private.saved(node, "self_sym_sizes")
-        if shape is None or _name_of(source) != self.before:
-            raise EvaluateAgain
-        return self._term(loss, source, shape)
-
-    def _read_loss(self, loss: Tensor, node: Any, names: tuple[str, ...]) -> Reduction:
-        fixed = self.term.fixed
+        if nodes == (_MEAN,):
+            shape = private.saved(node, "self_sym_sizes")
+            if shape is None or _name_of(node.next_functions[0][0]) != self.before:
+                raise EvaluateAgain
+            return torch.Size(shape).numel()
         if private.is_packed(node, "self") or private.saved(node, "reduction") != _MEAN_REDUCTION:
             raise EvaluateAgain
+        fixed = self.term.fixed
         if not all(is_equal(_setting(node, name), fixed[name]) for name in names if name in fixed):
             raise EvaluateAgain
-        scores, target = private.saved(node, "self"), private.saved(node, "target")
-        if not self.term.origin.counts_classes:
-            return self._term(loss, node, tuple(scores.shape))
-        if target.numel() > _MOST_COUNTED:
+        if not self.counts_classes:
+            return private.saved(node, "self").numel()
+        if private.saved(node, "target").numel() > _MOST_COUNTED:
             raise EvaluateAgain
-        return self._term(
-            loss, None, (), scores=scores, target=target, weight=private.saved(node, "total_weight")
-        )
+        total = private.saved(node, "total_weight")
+        if total.device.type != "cpu":
+            return total
+        return int(total) if fixed["weight"] is None else total.item()
 
-    def _term(
-        self,
-        loss: Tensor,
-        source: Node | None,
-        shape: tuple[int, ...],
-        *,
-        scores: Tensor | None = None,
-        target: Tensor | None = None,
-        weight: Tensor | None = None,
-    ) -> Reduction:
-        old, summed, counted = self.term, None, torch.Size(shape).numel()
-        if weight is not None and weight.device.type == "cpu":  # no device has to stop for it
-            counted = weight.item() if old.fixed["weight"] is not None else int(weight)
-            summed = None if counted else widened(loss).nan_to_num(0.0)  # a mean of nothing is NaN
-        elif weight is not None:
-            counted = weight
-        origin = Origin(
-            kind=old.origin.kind,
-            settings=old.origin.settings,
-            target=target,
-            axis=shape[0] if shape else 0,
-            classes=0 if scores is None else classes_in((scores,)),
-        )
-        return Reduction(
-            name=old.name,
+    def read(self, loss: Tensor) -> Reduction:
+        """The mean in another forward, as it would be seen while the model is watched.
+
+        Args:
+            loss: what the model returned.
+
+        Raises:
+            EvaluateAgain: it has another form, or does not show it.
+        """
+        weight, old = self.weigh(loss), self.term
+        node: Any = loss.grad_fn
+        source, shape, target, classes, pairs = node, (), None, 0, False
+        if self.counts_classes:
+            scores, target, source = private.saved(node, "self"), private.saved(node, "target"), None
+            classes, pairs = classes_in((scores,)), pairs_rows(scores, target)
+        elif self.before:
+            source, shape = node.next_functions[0][0], tuple(private.saved(node, "self_sym_sizes"))
+        else:
+            shape = tuple(private.saved(node, "self").shape)
+        axis = shape[0] if shape else 0
+        return replace(
+            old,
             value=loss,
-            node=loss.grad_fn,
-            total=summed,
-            weight=counted,
-            is_sum=False,
+            node=node,
+            total=sum_of(loss, weight),
+            weight=weight,
             source=source,
-            origin=origin,
-            fixed=old.fixed,
-            pairs_rows=scores is not None and pairs_rows(scores, target),
+            origin=replace(old.origin, target=target, axis=axis, classes=classes),
+            pairs_rows=pairs,
             shape=shape,
+            picks=False,
+            may_be_parameters=False,
         )
 
 
@@ -137,6 +136,7 @@ class Reading:
     """
 
     def __init__(self) -> None:
+        self._files: list[ModuleType] | None = None
         self._form: Form | None = None
         self._steps, self._misses = 0, 0
 
@@ -144,8 +144,16 @@ class Reading:
         """What the next step reads by; None where it is watched."""
         if self._form is not None and self._steps >= WATCH_EVERY:
             self._form, self._misses = None, 0
+        if self._form is None:
+            self._files = None
         self._steps += 1
         return self._form
+
+    def files_of(self, model: nn.Module) -> list[ModuleType]:
+        """Those that define a router loss, as they were when the model was last watched."""
+        if self._files is None:
+            self._files = homes(model)
+        return self._files
 
     def learn(self, model: nn.Module, found: Found) -> None:
         """Note the form of a loss that was watched, if it can be read."""
@@ -205,7 +213,20 @@ def form_of(found: Found) -> Form | None:
         settings={**one.origin.settings, **kept.fixed},  # as they are now
         target=None if target is None else target.new_empty(0),  # no rows are kept, only what kind they are
     )
-    return Form(term=replace(kept, origin=origin), before=_name_of(one.source), padded=found.padded)
+    before = _name_of(one.source) if one.name == "mean" else ""
+    return Form(term=replace(kept, origin=origin), before=before, padded=found.padded)
+
+
+def sum_of(loss: Tensor, weight: Number) -> Tensor:
+    """The sum behind a mean: their product, 0 of nothing, where the mean is NaN. The graph is kept.
+
+    Example:
+        >>> sum_of(torch.tensor(0.5, requires_grad=True), 4).item()
+        2.0
+    """
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0, widened(loss) * weight)
+    return widened(loss) * weight if weight else widened(loss).nan_to_num(0.0)
 
 
 def _name_of(node: Any) -> str:
