@@ -198,7 +198,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "what is averaged": (READ["mean"], lambda s, y: torch.stack([size(s), 2 * size(s)]).mean()),
     "in a checkpoint": (tokens, WATCHED["in a checkpoint"]),
-    "dtype": (tokens, lambda scores, labels: tokens(scores.bfloat16(), labels).double()),
+    "dtype": (tokens, lambda scores, labels: tokens(scores.bfloat16(), labels)),
 }
 
 
@@ -349,6 +349,16 @@ def test_shapes_alone_are_watched() -> None:
     with FakeMode():
         assert read.reading_of(model) is None
     assert read.reading_of(model) is not None
+
+
+@pytest.mark.parametrize("weight", [0, 3, torch.tensor(0.0), torch.tensor(3.0)])
+def test_the_sum_behind_a_mean(weight: Any) -> None:
+    scores = torch.zeros(3, 2, requires_grad=True)
+    loss = F.cross_entropy(scores, torch.full((3,), 1 if weight else -100))
+    total = read.sum_of(loss, weight)
+    assert total.item() == pytest.approx(3 * math.log(2) if weight else 0)
+    (gradient,) = torch.autograd.grad(total, scores)
+    assert gradient.abs().sum().item() == pytest.approx(3 if weight else 0)
 
 
 def test_no_target_at_all() -> None:

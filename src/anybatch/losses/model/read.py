@@ -70,7 +70,7 @@ class Form:
         """
         node: Any = loss.grad_fn
         nodes, names = _NODES[self.term.name]
-        if type(loss) is not Tensor or loss.dtype in SHORT_DTYPES or _name_of(node) not in nodes:
+        if type(loss) is not Tensor or loss.dtype != self.term.value.dtype or _name_of(node) not in nodes:
             raise EvaluateAgain
         if nodes == (_MEAN,):
             shape = private.saved(node, "self_sym_sizes")
