@@ -235,10 +235,10 @@ def test_neighbours_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(apply, "find_blocks", lambda model: calls.append(model) or own(model))
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 3)
     for count in (1, 1):
-        with apply.applied(encoder, (("layers.1", "offload"),)):
+        with apply.apply_policies(encoder, (("layers.1", "offload"),)):
             assert "forward" in vars(encoder.layers[2])
         assert len(calls) == count
     encoder.layers = encoder.layers[:2]  # what is no longer there is looked for again
-    with apply.applied(encoder, (("layers.1", "offload"),)):
+    with apply.apply_policies(encoder, (("layers.1", "offload"),)):
         assert "forward" in vars(encoder.layers[0])
     assert len(calls) == 2

@@ -1,9 +1,8 @@
 """A model whose weights are stored short: cast where values enter and leave, parts of it left in float32."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from anybatch.batchnorm import BatchNorm
 from anybatch.core import SHORT_DTYPES, PlanError
 from anybatch.integrations import refuse_without_float8, with_float8_linear
-from anybatch.precision.casting import Around, Outside, Within, lengthened
+from anybatch.precision.casting import Around, Outside, Within, cast_of, lengthened
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters, lengthen, lengthen_states
 from anybatch.precision.policy import Precision, find_precision
@@ -59,9 +58,9 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     """Bring a model into a precision, in place; nothing happens to it where that leaves it as it is.
 
     Weights and buffers are stored short, all but those of parts that stay in float32, and the model takes and
-    gives what it did before: hooks cast what enters to the short dtype and what leaves to float32. The hooks
-    stay, so the model can be called by anybody afterwards; they warn of a forward that writes to what is
-    stored short (`anybatch.precision.stalled`). Under autocast only the parts that stay in float32 get hooks.
+    gives what it did before: its `forward` casts what enters to the short dtype and what leaves to float32.
+    That stays, so the model can be called by anybody afterwards. Under autocast only the `forward` of parts
+    that stay in float32 is changed.
 
     The model may be part of another that was lowered, or hold one: it is what the last call says of it, and
     casts only where it is the outermost that runs in its thread (`compile()` of the outer one in place does
@@ -104,12 +103,13 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     if precision.is_mixed:
         for module in called:
             if not isinstance(module, BatchNorm):  # autocast knows it
-                _hook(module, Outside())
+                Outside(module).put_on()
         return masters
-    dtype = cast("torch.dtype", precision.storage)
+    dtype = precision.storage or torch.float32
     for module in model.modules():
-        if module not in called:
-            _unhook(module, Within)
+        cast = cast_of(module)
+        if module not in called and isinstance(cast, Within):
+            cast.take_off()
     for module in inside:
         for parameter in module.parameters(recurse=False):
             lengthen(parameter)
@@ -120,7 +120,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         like = _first(model, dtype)
         if like is not None:
             for module in called:
-                _hook(module, Within(like))
+                Within(module, like).put_on()
     return masters
 
 
@@ -140,40 +140,14 @@ def _store(
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     for module in short:
-        like = _first(module, dtype) if module is model or _keys(_tables(module)[0], Around) else None
+        is_cast = module is model or isinstance(cast_of(module), Around)
+        like = _first(module, dtype) if is_cast else None
         if like is not None:
-            _hook(module, Around(like))
+            Around(module, like).put_on()
 
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
     return next((parameter for parameter in module.parameters() if parameter.dtype == dtype), None)
-
-
-def _tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    return module._forward_pre_hooks, module._forward_hooks  # pyright: ignore[reportPrivateUsage]
-
-
-def _keys(table: Mapping[int, Any], kind: type) -> list[int]:
-    return [key for key, hook in table.items() if isinstance(getattr(hook, "__self__", None), kind)]
-
-
-def _hook(module: nn.Module, hooks: Around | Within | Outside) -> None:
-    """Put hooks on a module, in the place of those that another step has put there."""
-    found = [_keys(table, type(hooks)) for table in _tables(module)]
-    if not any(found):
-        module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
-        always = not isinstance(hooks, Within)
-        module.register_forward_hook(hooks.leave, with_kwargs=True, always_call=always)
-    for table, keys, hook in zip(_tables(module), found, (hooks.enter, hooks.leave), strict=True):
-        table.update(dict.fromkeys(keys, hook))
-
-
-def _unhook(module: nn.Module, kind: type) -> None:
-    """Take hooks off; they may have come with a copy of the module, so that nobody has their handles."""
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        for key in _keys(vars(module)[name], kind):
-            for flags in (name, f"{name}_with_kwargs"):
-                vars(module)[flags].pop(key, None)
 
 
 def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
@@ -219,9 +193,9 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
-    """Hooks tell who stored weights short: it was no caller, whose own choice is left as it is."""
-    hooked = [module for module in model.modules() if _keys(_tables(module)[0], Around)]
-    short = {p.dtype for module in hooked for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
+    """A cast tells who stored weights short: it was no caller, whose own choice is left as it is."""
+    lowered = [module for module in model.modules() if isinstance(cast_of(module), Around)]
+    short = {p.dtype for module in lowered for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
     if short:
         raise PlanError(
             "Expected a model that stores its weights as it was made, got one that an earlier step stores in "

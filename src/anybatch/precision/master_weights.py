@@ -29,18 +29,15 @@ class _Backup:
 
     def refresh(self, parameter: nn.Parameter) -> None:
         """Where somebody has written to the parameter, or moved it, that is what counts."""
-        if self.weights.device != parameter.device or self.weights.shape != parameter.shape:
-            self.weights = parameter.data.float()
+        data = parameter.data
+        if self.weights.device != data.device or self.weights.shape != data.shape:
+            self.weights = data.float()
             self.note(parameter)
         elif self.version != _version(parameter):
-            # Element by element: what nobody wrote to keeps the digits that it has behind it. Who has widened
-            # what was stored has written nothing.
-            data, weights = parameter.data, self.weights
-            is_kept = data == weights.to(data.dtype)
-            if self.dtype != data.dtype:
-                is_kept |= data == weights.to(self.dtype).to(data.dtype)
-            if not is_kept.all():
-                weights.copy_(torch.where(is_kept, weights, data.to(weights.dtype)))
+            # Who has only widened what was stored has written nothing.
+            is_kept = data == self.weights.to(self.dtype).to(data.dtype)
+            if not is_kept.all():  # elements that nobody wrote to, such as those that a clamp leaves
+                self.weights.copy_(torch.where(is_kept, self.weights, data.float()))
             self.version = _version(parameter)
 
 
