@@ -35,9 +35,10 @@ class _Backup:
             self.note(parameter)
         elif self.version != _version(parameter):
             # Who has only widened what was stored has written nothing.
-            is_kept = data == self.weights.to(self.dtype).to(data.dtype)
+            full, stored = self.weights, self.weights.to(self.dtype)
+            is_kept = (data == full.to(data.dtype)) | (data == stored.to(data.dtype))
             if not is_kept.all():  # elements that nobody wrote to, such as those that a clamp leaves
-                self.weights.copy_(torch.where(is_kept, self.weights, data.float()))
+                full.copy_(torch.where(is_kept, full, data.float()))
             self.version = _version(parameter)
 
 
