@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.draws import Draws
 from anybatch.check.rows import Axis, Part
+from anybatch.core import torch_private as private
 
 Key = tuple[str, int]  # a module's name, and which of its calls
 
@@ -35,7 +34,7 @@ class Returned:
     @staticmethod
     def of(outputs: Any) -> "Returned":
         """Of the outputs of a call that has just ended."""
-        leaves, form = pytree.tree_flatten(outputs)
+        leaves, form = private.pytree.tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
@@ -45,7 +44,7 @@ class Returned:
         leaves = list(self.leaves)
         for place, value in zip(self.places, outputs, strict=True):
             leaves[place] = value
-        return pytree.tree_unflatten(leaves, self.form)
+        return private.pytree.tree_unflatten(leaves, self.form)
 
 
 class Call:
@@ -78,7 +77,7 @@ class Call:
         """Call a module in the same way, with these tensors in place of its own."""
         rest = iter(inputs)
         values = [next(rest) if isinstance(value, Tensor) else value for value in self.values]
-        args, kwargs = pytree.tree_unflatten(values, self.form)
+        args, kwargs = private.pytree.tree_unflatten(values, self.form)
         return tensors(module(*args, **kwargs))
 
     def flat(self) -> "Iterator[Call]":
@@ -122,7 +121,7 @@ class Calls:
                 return
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
-            values, form = pytree.tree_flatten((args, kwargs))
+            values, form = private.pytree.tree_flatten((args, kwargs))
             kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
             self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
 
@@ -142,11 +141,12 @@ def tensors(value: Any) -> list[Tensor]:
     """The tensors of any nested value, whatever else stands in it.
 
     Example:
+        >>> import torch
         >>> len(tensors({"a": torch.ones(1), "b": (1, [torch.ones(2)])}))
         2
     """
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return private.is_in_backward()

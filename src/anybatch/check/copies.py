@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from anybatch.core import torch_private as private
 from anybatch.losses import module_of
 from anybatch.state import rng
 
@@ -172,9 +173,10 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
         twin = memo.get(id(parameter), parameter)
         if twin is parameter:
             continue
-        for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore
+        on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
+        for hook in on_gradient.values():
             twin.register_hook(hook)
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+        for hook in once_accumulated.values():
             twin.register_post_accumulate_grad_hook(hook)
 
 

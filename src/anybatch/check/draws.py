@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.core import torch_private as private
 from anybatch.state import rng
 
 Place = tuple[str, bytes]  # a stream and where it stands
@@ -39,7 +39,7 @@ class _Draw:
     axis: Axis | None = None
 
 
-class Draws(TorchDispatchMode):
+class Draws(private.TorchDispatchMode):
     """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
 
     A draw is known by where the stream stood before it, so that a forward repeated in backward
@@ -92,7 +92,7 @@ class Draws(TorchDispatchMode):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
         """Of the class that keeps torch's compiler out, where it has been loaded."""
-        kind: Any = _Uncompiled if "torch._dynamo" in sys.modules else cls
+        kind: Any = _Uncompiled if private.is_compiler_loaded() else cls
         return super().__new__(kind)
 
     @classmethod

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from anybatch.batchnorm import BatchNorm
+
 SHOWN = 3  # modules of a kind and class that are named when they are printed
 
 #: The kinds of findings, and what they mean.
@@ -130,7 +132,7 @@ def module_finding(
         >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
         'layers.1 (BatchNorm1d)'
     """
-    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+    is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     culprit = f"{name or 'the model'} ({type(module).__name__})"
     return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or usual)

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.calls import Call
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench
 from anybatch.check.rows import Axis, Part, agree, select
+from anybatch.core import torch_private as private
 
 BY_TURNS = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them), which "
@@ -223,7 +223,7 @@ class Nature:
         )
 
 
-class _Counting(TorchDispatchMode):
+class _Counting(private.TorchDispatchMode):
     """Counts draws from torch's streams."""
 
     def __init__(self) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.calls import Call, tensors
 from anybatch.check.compare import Court, Trial
@@ -16,6 +15,7 @@ from anybatch.check.cut import Cut
 from anybatch.check.draws import Draws
 from anybatch.check.passes import Bench
 from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.core import torch_private as private
 from anybatch.core import tree
 from anybatch.losses import resolve
 
@@ -217,7 +217,7 @@ class Stub:
         return hook
 
     def _replace(self, output: Any, given: Sequence[Tensor]) -> Any:
-        leaves, form = pytree.tree_flatten(output)
+        leaves, form = private.pytree.tree_flatten(output)
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         if len(places) != len(given):
             return output
@@ -229,4 +229,4 @@ class Stub:
                 self._leaves.append(own)
                 # Not the leaf itself, which nothing may be written into.
                 leaves[place] = own * 1 if own.requires_grad else own
-        return pytree.tree_unflatten(leaves, form)
+        return private.pytree.tree_unflatten(leaves, form)

@@ -1,6 +1,6 @@
 """What a step means: errors, units, nested tensors, batches, totals and reports."""
 
-from anybatch.core import tree
+from anybatch.core import torch_private, tree
 from anybatch.core.batch import Batch, Collate, OpenBatch, SampleBatch, TensorBatch, cut_sizes
 from anybatch.core.errors import (
     AnybatchError,
@@ -76,6 +76,7 @@ __all__ = [
     "released",
     "runs_backward_inside",
     "tensors_in",
+    "torch_private",
     "tree",
     "weighted_mean",
 ]

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from anybatch.core import torch_private as private
+
 
 class NonFinite(Exception):  # noqa: N818
     """A micro-batch gave values that are not finite; whoever runs it mends that, or says so in words.
@@ -46,7 +48,7 @@ class Look:
                 one = torch.ones(1, dtype=torch.float32, device=device)
                 flags[device] = torch.zeros_like(one), one
             # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
-            torch._amp_foreach_non_finite_check_and_unscale_(alike, *flags[device])  # pyright: ignore
+            private.check_finite_(alike, *flags[device])
         if any(flags[device][0].item() for device in {device for device, _ in kinds}):
             return False
         self._flags = flags

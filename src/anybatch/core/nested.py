@@ -7,6 +7,8 @@ from types import CodeType
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from anybatch.core import torch_private as private
+
 
 class IndivisibleError(RuntimeError):
     """A micro-batch cannot be sent into some parameters only, so it cannot be finished half-way."""
@@ -42,7 +44,7 @@ def runs_backward_inside(values: Iterable[Tensor]) -> bool:
 
 
 def _may_run_backward(node: Node) -> bool:
-    kind = getattr(node, "_forward_cls", None)  # a function written in Python
+    kind = private.forward_class(node)  # a function written in Python
     if kind is None:
         return False
     code = getattr(unwrap(kind.backward), "__code__", None)

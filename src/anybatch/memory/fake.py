@@ -15,17 +15,16 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import PlanError, TraceError
+from anybatch.core import torch_private as private
 from anybatch.memory import likely
 from anybatch.state import Remembered, Surroundings, rng
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(private.FakeTensorMode):
     """Operations on tensors without memory; whoever asks for a value gets one that is likely.
 
     The sum of many numbers is how many they are, as if each was 1, so that counts of rows and of valid
@@ -52,7 +51,7 @@ class FakeMode(FakeTensorMode):
             return args[0].fake_device
         try:
             result: Any = _DISPATCH(self, func, types, args, kwargs)
-        except DataDependentOutputException:
+        except private.DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
                 return self._likely(args[0])
             if func in (_ATEN.equal.default, _ATEN.allclose.default):
@@ -122,11 +121,11 @@ class _Quiet(logging.Filter):
         return record.levelno < logging.ERROR
 
 
-_LOG = logging.getLogger(FakeTensorMode.__module__)
+_LOG = logging.getLogger(private.FakeTensorMode.__module__)
 _ATEN: Any = torch.ops.aten
 _DEVICE: Any = torch.ops.prim.device.default
 # Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
-_DISPATCH: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+_DISPATCH: Any = inspect.unwrap(private.FakeTensorMode.__torch_dispatch__)
 # Reduced, their scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,
@@ -134,7 +133,6 @@ _DRAGGING = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
-_CALLS = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
 _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
 
@@ -142,7 +140,7 @@ def _who_asks() -> tuple[nn.Module | None, bool]:
     """The module at work, and whether it is code of ours that asks for a number."""
     frame, asks = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
-        if frame.f_code is _CALLS:
+        if frame.f_code is private.CALL_CODE:
             return frame.f_locals["self"], False
         name = str(frame.f_globals.get("__name__"))
         if not asks and frame.f_globals is not globals() and not name.startswith("torch."):
@@ -153,7 +151,7 @@ def _who_asks() -> tuple[nn.Module | None, bool]:
 
 def _rnn_workspace(args: Sequence[Any]) -> int:
     """Bytes that the CPU's recurrent layer keeps for backward; only the kernel itself can tell."""
-    with _disable_current_modes(), torch.enable_grad():  # without, nothing is kept
+    with private.disable_current_modes(), torch.enable_grad():  # without, nothing is kept
         real = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return _RNN(*real)[3].nbytes
 
@@ -225,7 +223,7 @@ class Fakes:
 def _take_hooks_over(tensor: Tensor, fake: Tensor) -> None:
     for name, value in vars(tensor).items():  # what callers note on a parameter
         vars(fake).setdefault(name, value)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in private.HOOKS_OF_TENSORS:
         hooks = getattr(tensor, name)
         if hooks:
             setattr(fake, name, hooks.copy())
@@ -262,9 +260,7 @@ def stand_ins(
                 state = ((fakes.of(p), fakes.settings(slots)) for p, slots in one.state.items())
                 one.state = defaultdict(dict, state)
                 # Callers count updates there, and this is none.
-                vars(one).update(
-                    _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict()
-                )
+                vars(one).update({name: OrderedDict() for name in private.STEP_HOOKS})
             else:
                 vars(one).update({name: fakes.within(value) for name, value in attributes.items()})
         yield fakes
@@ -297,7 +293,7 @@ def undisturbed(
     random, collects = rng.capture_process(), gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        if "torch._dynamo" in sys.modules:
+        if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
         gc.disable()  # what hangs in a cycle stays, as it may in a real step
         torch.clear_autocast_cache()
@@ -394,5 +390,5 @@ def _young_fakes(generation: int) -> list[Any]:
     return [
         one
         for one in gc.get_objects(generation)
-        if issubclass(type(one), FakeTensor) and isinstance(one.fake_mode, FakeMode)
+        if issubclass(type(one), private.FakeTensor) and isinstance(one.fake_mode, FakeMode)
     ]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anybatch.core import torch_private as private
+
 _ATEN: Any = torch.ops.aten
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
 _ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
@@ -52,7 +54,7 @@ def note(func: Any, args: Sequence[Any], result: object) -> None:
     if (
         func is _LOOK and not args[1].is_inference()
     ):  # it writes there whether one of many numbers is not finite, and counts no version
-        _keep(args[1], 0, _version(args[1]))
+        _keep(args[1], 0, private.version(args[1]))
     if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
         return
     each = None
@@ -62,14 +64,14 @@ def note(func: Any, args: Sequence[Any], result: object) -> None:
         each = _count(func, args)
     if each is not None:
         # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        _keep(result, each, _version(result) + (result is args[0]))
+        _keep(result, each, private.version(result) + (result is args[0]))
 
 
 def _keep(tensor: Tensor, each: float, version: int) -> None:
     setattr(tensor, _EACH, (each, version))
 
 
-def known(tensor: object) -> Any:
+def known(tensor: Any) -> Any:
     """What each element is likely to be; None where nobody knows.
 
     Example:
@@ -80,11 +82,7 @@ def known(tensor: object) -> Any:
         (3, False, None)
     """
     each, version = getattr(tensor, _EACH, (None, 0))
-    return each if each is not None and _version(tensor) == version else None
-
-
-def _version(tensor: Any) -> int:
-    return tensor._version
+    return each if each is not None and private.version(tensor) == version else None
 
 
 def _truth(func: Any, args: Sequence[Any]) -> bool | None:

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import tensors_in
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, accumulation_dtype
 from anybatch.engine import update as optimize
 from anybatch.memory import FakeMode, Meter, Recording, stand_ins, undisturbed
@@ -20,7 +20,7 @@ def trace_update(
     """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
     mode = FakeMode()
     with (
-        _disable_current_modes(),  # as in `trace`
+        private.disable_current_modes(),  # as in `trace`
         undisturbed([*task.parameters, *task.others]),
         stand_ins(mode, task.modules, task.optimizers) as fakes,
     ):

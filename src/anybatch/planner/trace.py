@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, SampleBatch
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, execute
 from anybatch.engine import update as optimize
 from anybatch.memory import (
@@ -118,7 +118,7 @@ def trace(
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
     with (
-        _disable_current_modes(),  # whoever measures real tensors has nothing to see here
+        private.disable_current_modes(),  # whoever measures real tensors has nothing to see here
         undisturbed(parameters, roots=roots_of(task, batch)) as noted,
         dense_only(parameters),
     ):

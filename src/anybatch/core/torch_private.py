@@ -1,0 +1,326 @@
+"""Private names of torch, each once, with what happens where it is missing.
+
+Only this file imports private modules or functions of torch, or reads private attributes of its objects.
+What has no substitute is marked so: where torch lacks it, importing or calling it fails with torch's own
+ImportError or AttributeError.
+
+Example:
+    >>> from anybatch.core import torch_private as private
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> private.run_backward((weight.sum(),), (torch.tensor(3.0),))
+    >>> weight.grad
+    tensor([3., 3.])
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm as InstanceNorm
+from torch.optim import Optimizer
+from torch.utils import _python_dispatch as _modes
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# pyright: reportPrivateUsage=false
+
+# Classes to inherit from and to recognise, and torch's own walk through nested values. No substitute.
+__all__ = [
+    "BatchNorm",
+    "DataDependentOutputException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "InstanceNorm",
+    "TorchDispatchMode",
+    "pytree",
+]
+
+# ---- the engine of autograd
+
+_ENGINE: Any = getattr(getattr(torch.autograd, "Variable", None), "_execution_engine", None)
+_run: Any = getattr(_ENGINE, "run_backward", None)
+_is_logged = logging.getLogger("torch.autograd.graph").isEnabledFor
+
+
+def run_backward_publicly(
+    values: Sequence[Tensor], cotangents: Sequence[Tensor], *, retain_graph: bool = False
+) -> None:
+    """Call `torch.autograd.backward`; see `run_backward`."""
+    torch.autograd.backward([*values], [*cotangents], retain_graph=retain_graph)
+
+
+def run_backward_directly(
+    values: Sequence[Tensor], cotangents: Sequence[Tensor], *, retain_graph: bool = False
+) -> None:
+    """Call torch's engine; see `run_backward`."""
+    for value in values:
+        # Subclasses may have a backward of their own. Compiled code reads, in the thread of a device, the
+        # context that the public call leaves there.
+        if type(value) is not Tensor or not (value.is_cpu or _COMPILER not in sys.modules):
+            return run_backward_publicly(values, cotangents, retain_graph=retain_graph)
+    if _is_logged(logging.DEBUG):  # the public call has each node tell its name
+        return run_backward_publicly(values, cotangents, retain_graph=retain_graph)
+    # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+    _run(tuple(values), tuple(cotangents), retain_graph, False, (), True, True)
+
+
+run_backward = run_backward_publicly if _run is None else run_backward_directly
+"""Add the gradients of values to `.grad` of the leaves: `torch.autograd.backward` without its Python.
+
+Where torch's engine cannot be called, for subclasses of Tensor, and where torch logs its backward, this is
+`torch.autograd.backward`: the same numbers, some 10 to 20 us slower.
+
+Args:
+    values: tensors with a graph; tuples are fastest.
+    cotangents: what flows into each value, of its shape and dtype.
+    retain_graph: whether the graph is kept for another backward.
+"""
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is inside a backward. Where torch does not tell: always False."""
+    return _graph_task() != -1
+
+
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def is_graph_kept() -> bool:
+    """Whether the backward that is running keeps its graph for another. Where torch does not tell: True."""
+    return _keeps_graph()
+
+
+_keeps_graph: Callable[[], bool] = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks on what is saved for backward, (pack, unpack), or None. Before torch 2.8: None."""
+    return _top_hooks(True)
+
+
+_top_hooks: Callable[[bool], Any] = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+
+def forward_class(node: Any) -> Any:
+    """The `torch.autograd.Function` behind a node of the graph, or None. Where missing: None."""
+    return getattr(node, "_forward_cls", None)
+
+
+def saved(node: Any, name: str) -> Any:
+    """What a node of the graph saved under a name, such as "reduction". Where missing: None."""
+    return getattr(node, f"_saved_{name}", None)
+
+
+# ---- dispatch modes and the compiler
+
+_COMPILER = "torch._dynamo"
+
+
+def is_compiler_loaded() -> bool:
+    """Whether torch has loaded its compiler, which happens at its first use. Where renamed: False."""
+    return _COMPILER in sys.modules
+
+
+disable_current_modes: Callable[[], AbstractContextManager[object]] = getattr(
+    _modes, "_disable_current_modes", nullcontext
+)
+"""Inside, no dispatch mode sees an operation.
+
+Where missing: modes see all. A meter then counts what it should not, and tracing a step fails.
+"""
+
+
+def operator_of(overload: Any) -> Any:
+    """The operator, such as `aten.add`, of an overload, such as `aten.add.Tensor`. No substitute."""
+    return overload._overloadpacket
+
+
+def arguments_of(overload: Any) -> Sequence[Any]:
+    """The arguments in an overload's schema, each with `name` and `alias_info`. No substitute."""
+    return overload._schema.arguments
+
+
+# ---- tensors
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor was written to in place; 0 for inference tensors, which do not count. No substitute.
+
+    Writes through `.data` and by fused kernels do not count.
+
+    Example:
+        >>> value = torch.ones(2)
+        >>> before = version(value)
+        >>> version(value.add_(1)) - before
+        1
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """`version` of each, in one loop in C; none may be an inference tensor."""
+    return [*map(_read_version, tensors)]
+
+
+_read_version: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Tell a tensor's storage from all others that are alive. Where missing: where its memory begins."""
+    storage = tensor.untyped_storage()
+    key = getattr(storage, "_cdata", None)
+    return storage.data_ptr() if key is None else key
+
+
+def _count_holders(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _count_none(tensor: Tensor) -> int:
+    return 1
+
+
+_COUNTS_HOLDERS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.UntypedStorage, "_cdata")
+
+holders = _count_holders if _COUNTS_HOLDERS else _count_none
+"""How many hold a tensor's memory, this question included; more than `ALONE` if somebody else does.
+
+Where missing: always more than `ALONE`, so that memory counts as shared.
+"""
+
+ALONE = holders(torch.empty(1)) if _COUNTS_HOLDERS else 0
+
+
+HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def hooks_of_tensor(tensor: Tensor) -> list[Mapping[int, Any]]:
+    """Hooks on a tensor's gradient, and hooks called once it is accumulated. Where missing: none."""
+    return [getattr(tensor, name, None) or {} for name in HOOKS_OF_TENSORS]
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse COO tensor as they are, not coalesced. No substitute."""
+    return tensor._indices(), tensor._values()
+
+
+# ---- many tensors at once
+
+
+def _one_by_one(write: Callable[..., Any]) -> Callable[..., None]:
+    def each(totals: Sequence[Tensor], values: Sequence[Tensor] | float, **settings: Any) -> None:
+        for index, total in enumerate(totals):
+            write(total, values if isinstance(values, int | float) else values[index], **settings)
+
+    return each
+
+
+def _check_one_by_one(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
+    for tensor in tensors:
+        if not tensor.isfinite().all():
+            found.fill_(1)
+
+
+foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", None) or _one_by_one(Tensor.add_)
+"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. Where missing: a loop."""
+
+foreach_mul_: Callable[..., None] = getattr(torch, "_foreach_mul_", None) or _one_by_one(Tensor.mul_)
+"""`foreach_mul_(values, factor)`: multiply each value by one number. Where missing: a loop.
+
+On the CPU torch rounds the factor to the dtype of the values first, which changes results in bfloat16;
+`Tensor.mul_` and the loop do not. Powers of two are exact.
+"""
+
+foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", None) or _one_by_one(Tensor.copy_)
+"""`foreach_copy_(targets, values)`: write each value into its target. Where missing: a loop."""
+
+check_finite_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = getattr(
+    torch, "_amp_foreach_non_finite_check_and_unscale_", _check_one_by_one
+)
+"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite.
+
+All must be on one device and of one dtype; `found` and `one` are float32 of shape (1,). The tensors are
+multiplied by `one`, which holds 1. Where missing: a loop.
+"""
+
+# ---- modules and optimizers
+
+HOOKS_OF_MODULES = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+CALL_CODE: CodeType = nn.Module._call_impl.__code__
+"""The code that calls a module's forward, as found in frames. No substitute."""
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own table of buffers, which may be written to. No substitute."""
+    return module._buffers
+
+
+def separate_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Give a module a table of buffers of its own, with the same buffers, and return it. No substitute."""
+    buffers = module.__dict__["_buffers"] = {**module._buffers}
+    return buffers
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """A module's own table of parameters, which may be written to. No substitute."""
+    return module._parameters
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """A module's own table of submodules, which may be written to. No substitute."""
+    return module._modules
+
+
+def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
+    """A module's own tables of hooks on its forward: before, after, then flags of both. No substitute.
+
+    A hook has the same key in all of them, which no other hook has.
+    """
+    return [vars(module)[name] for name in HOOKS_OF_MODULES]
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `module.compile()` puts what is called in the place of forward."""
+
+
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` made of a module, or None. Where missing: None."""
+    return getattr(module, COMPILED_CALL, None)
+
+
+def compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module that `torch.compile(module)` has wrapped, or None. Where missing: None."""
+    return getattr(module, "_orig_mod", None)
+
+
+def global_optimizer_hooks() -> list[Callable[..., Any]]:
+    """Hooks on the steps of all optimizers. Where missing: none."""
+    names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
+    return [hook for name in names for hook in getattr(sys.modules[Optimizer.__module__], name, {}).values()]
+
+
+def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Hooks on the step of one optimizer. Where missing: none."""
+    return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
