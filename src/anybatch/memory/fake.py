@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from anybatch.core import PlanError, TraceError
 from anybatch.core import torch_private as private
 from anybatch.memory import likely
-from anybatch.state import Remembered, Surroundings, rng
+from anybatch.state import ObjectState, Surroundings, rng
 
 
 class FakeMode(private.FakeTensorMode):
@@ -277,7 +277,7 @@ def undisturbed(
     *,
     roots: Iterable[object] = (),
     is_real: bool = False,
-) -> Generator[Remembered]:
+) -> Generator[ObjectState]:
     """Random streams, gradients, buffers, warnings and collector as before; nothing is compiled meanwhile.
 
     Args:
@@ -287,7 +287,7 @@ def undisturbed(
         is_real: values may be written to, so those of small tensors that can be reached are put back.
     """
     known = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
-    noted = Remembered(roots, but_for=known if is_real else None)
+    noted = ObjectState(roots, but_for=known if is_real else None)
     buffers = Surroundings([*modules, *(noted.modules if is_real else ())])
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
 from anybatch.engine import Before, Plan, Task, execute
-from anybatch.state import Remembered, rng
+from anybatch.state import ObjectState, rng
 
 ROUNDS = 5
 
@@ -86,11 +86,11 @@ def _once(plan: Plan, task: Task, batch: Batch) -> float:
         rng.restore_process(random)
 
 
-def _noted(task: Task, batch: Batch) -> Remembered:
+def _noted(task: Task, batch: Batch) -> ObjectState:
     """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
-    return Remembered([task.model, task.loss, *task.modules, *collate], but_for=known)
+    return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
 
 
 def _copied(batch: Batch) -> Batch:

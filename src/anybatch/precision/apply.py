@@ -6,12 +6,12 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch.batchnorm import BatchNorm
 from anybatch.core import SHORT_DTYPES, PlanError
+from anybatch.core import torch_private as private
 from anybatch.integrations import refuse_without_float8, with_float8_linear
 from anybatch.precision.casting import Around, Outside, Within, cast_of, lengthened
 from anybatch.precision.loss_scale import LossScale
@@ -114,7 +114,7 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         for parameter in module.parameters(recurse=False):
             lengthen(parameter)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = lengthened(buffer)  # pyright: ignore[reportPrivateUsage]
+            private.buffers_of(module)[name] = lengthened(buffer)
     if model not in inside:
         _store(model, [one for one in model.modules() if one not in inside], dtype, masters, set(trained))
         like = _first(model, dtype)
@@ -136,7 +136,7 @@ def _store(
     for module in short:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and not _is_frequency(name):
-                module._buffers[name] = buffer.to(dtype)  # pyright: ignore[reportPrivateUsage]
+                private.buffers_of(module)[name] = buffer.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     for module in short:
@@ -171,7 +171,7 @@ def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 def _stays(module: nn.Module, precision: Precision) -> bool:
     """Whether it is a norm whose statistics would stand still in a short dtype, or turns by wrong angles."""
-    keeps = isinstance(module, _InstanceNorm) and module.track_running_stats
+    keeps = isinstance(module, private.InstanceNorm) and module.track_running_stats
     own = [name for name, _ in module.named_buffers(recurse=False)]
     turns = any(map(_is_frequency, own)) and not any(True for _ in module.parameters())
     return isinstance(module, BatchNorm) or ((keeps or turns) and precision.store is not None)

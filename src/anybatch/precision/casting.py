@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import SHORT_DTYPES, is_recomputing, mould, parts
+from anybatch.core import torch_private as private
 
 
 class Cast:
@@ -118,7 +119,9 @@ def _outwards(outer: Around | None, last: list[tuple[Tensor, int, Tensor]], valu
     for short, version, full in last:
         # A block under an old checkpoint gives what has no graph yet, and gets one afterwards. In inference
         # nobody counts who writes to a tensor.
-        is_it = short is value and full.requires_grad == value.requires_grad and version == _version(value)
+        is_it = (
+            short is value and full.requires_grad == value.requires_grad and version == private.version(value)
+        )
         if is_it and (not value.is_inference() or torch.equal(full.to(value.dtype), value)):
             return full
     return lengthened(value)
@@ -149,7 +152,7 @@ class Within(Cast):
             return value
         short = value.to(self.like.dtype)
         if is_remembered:
-            _NEST.last.append((short, _version(short), value))
+            _NEST.last.append((short, private.version(short), value))
         return short
 
 
@@ -167,10 +170,6 @@ class Outside(Cast):
             for kind in found:
                 stack.enter_context(torch.autocast(kind, enabled=False))
             return self._forward(*args, **kwargs)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:

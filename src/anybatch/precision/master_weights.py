@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybatch.core import SHORT_DTYPES
+from anybatch.core import torch_private as private
 
 
 class _Backup:
@@ -155,7 +156,7 @@ class Masters:
                 parameter.data = own
             with torch.no_grad():
                 if held:
-                    torch._foreach_copy_(short, full)  # pyright: ignore
+                    private.foreach_copy_(short, full)
             for parameter, backup in held.items():
                 backup.note(parameter)
 
@@ -281,5 +282,4 @@ def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
 
 def _version(parameter: nn.Parameter) -> tuple[int, int]:
     """What changes where somebody writes to a parameter, or puts other memory in its place."""
-    memory = parameter.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    return parameter._version, memory  # pyright: ignore[reportPrivateUsage]
+    return private.version(parameter), private.storage_key(parameter)

@@ -11,12 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from anybatch.core import PlanError
+from anybatch.core import torch_private as private
 from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
 from anybatch.recompute.blocks import POLICIES, Choice, find_blocks
 from anybatch.recompute.checkpoint import Call, is_readable
 from anybatch.recompute.offload import Offload
-from anybatch.state import Inside
+from anybatch.state import Reachable
 
 Forward = Callable[..., Any]
 
@@ -75,7 +76,7 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
     try:
         for name, block, policy in blocks:
             # A compiled block is called by another name, and stays compiled.
-            slot = "forward" if _compiled(block) is None else "_compiled_call_impl"
+            slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
             forward = getattr(block, slot)
             found.append((vars(block), slot, vars(block).get(slot, _ABSENT)))
             vars(block)[slot] = _under(policy, name, block, forward, offload, verify)
@@ -133,7 +134,8 @@ def _others(model: nn.Module, choice: Choice) -> list[str]:
 
 def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify: bool) -> Forward:
     contexts = selective.contexts if policy == "selective" else noop_context_fn
-    known = cache(partial(Inside.of, block))  # looked at once, when first called
+    look = partial(Reachable, [block], is_block=True)
+    look_once = cache(look)
     # Its noise is saved before it is filled: a run that stops at the last tensor saved has none.
     is_filled_late = any(isinstance(module, nn.RReLU) for module in block.modules())
 
@@ -147,18 +149,16 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
             return forward(*args, **kwargs)
         arguments = with_empty_cache(block, args, kwargs)
         done, way = _VERIFIED.setdefault(block, set()), (policy, block.training)
-        inside = known() if way in done else Inside.of(block)
-        call = Call(name, once, inside, arguments)
-        if verify or way not in done:
-            tensors = call.tensors or block.parameters()
-            if any(map(is_readable, tensors)):  # no fakes of a trace
-                call.verified = partial(done.add, way)
+        call = Call(name, once, look_once() if way in done else look(), arguments)
+        # Where a step is traced, tensors are fakes, and nothing can be compared.
+        if (verify or way not in done) and any(map(is_readable, call.tensors or block.parameters())):
+            call.verified = partial(done.add, way)
         return _run(call, contexts, stops=call.verified is None and not is_filled_late)
 
     return evaluate
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+@private.not_compiled
 def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
     # `Call` replays random streams: torch does so only on the devices of the arguments.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
@@ -189,7 +189,7 @@ def _block(model: nn.Module, name: str) -> nn.Module:
     """The module of this name; none on the way to it may be compiled."""
     block = model
     for part in name.split(".") if name else ():
-        if _compiled(block) is not None or hasattr(block, "_orig_mod"):
+        if private.compiled_call_of(block) is not None or private.compiled_from(block) is not None:
             raise PlanError(
                 f"Expected {name!r} to be in a module that is not compiled, got a compiled "
                 f"{type(block).__name__} around it. Compile the blocks: "
@@ -203,7 +203,3 @@ def _block(model: nn.Module, name: str) -> nn.Module:
             )
         block = inner
     return block
-
-
-def _compiled(module: nn.Module) -> Any:
-    return module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]

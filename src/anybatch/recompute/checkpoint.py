@@ -3,12 +3,10 @@
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
-from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import CheckpointError
 
 from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
-from anybatch.state import Inside, ways
+from anybatch.core import torch_private as private
+from anybatch.state import Contents, Reachable, ways
 
 _ADVICE = (
     "Look for a generator of its own, state that its forward changes, and values read from an object that "
@@ -69,21 +68,21 @@ class State:
         inside: the block.
     """
 
-    def __init__(self, inside: Inside) -> None:
+    def __init__(self, inside: Reachable) -> None:
         self._draws = Draws(inside.generators)
         self._inside = inside
-        self._tables = [(table, copy(table)) for table in _tables(inside)]
-        self._slots = [(slots, slots.copy()) for slots in map(_buffers, inside.modules) if slots]
-        self._parameters = [(slots, slots.copy()) for slots in map(_parameters, inside.modules) if slots]
+        self._tables = Contents(_tables(inside))
+        self._parameters = Contents(map(private.parameters_of, inside.modules))
+        self._slots = [(slots, slots.copy()) for slots in map(private.buffers_of, inside.modules) if slots]
         buffers = [one for _, slots in self._slots for one in slots.values() if one is not None]
         self._copies = {buffer: buffer.detach().clone() for buffer in buffers if _is_noted(buffer)}
-        self._versions = {buffer: buffer._version for buffer in self._copies}  # pyright: ignore[reportPrivateUsage]
+        self._versions = {buffer: private.version(buffer) for buffer in self._copies}
 
     def keep_what_changed(self) -> None:
         """After the forward: drop what it cannot have changed."""
-        self._tables = [pair for pair in self._tables if not _is_same(*pair)]
+        self._tables.keep_what_changed()
         for buffer, version in self._versions.items():
-            if buffer._version == version and buffer.dim() > 1:  # pyright: ignore[reportPrivateUsage]
+            if private.version(buffer) == version and buffer.dim() > 1:
                 del self._copies[buffer]
 
     @contextmanager
@@ -100,25 +99,24 @@ class State:
         """
         self._refuse_changed(name)
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
-        draws = Draws(self._inside.generators)
-        tables = [(table, copy(table)) for table in _tables(self._inside)]
-        parameters = [(table, table.copy()) for table, _ in self._parameters]
-        slots = [(here, here.copy()) for here in map(_buffers, self._inside.modules)]
+        draws, modules = Draws(self._inside.generators), self._inside.modules
+        parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
+        now = Contents([*_tables(self._inside), *parameters, *buffers])
         try:
             self._draws.restore()
-            for found, before in (*self._tables, *self._parameters):
-                _set(found, before)
-            for found, before in self._slots:
-                _set(found, {key: fresh.get(b, b) if b is not None else b for key, b in before.items()})
+            self._tables.put_back()
+            self._parameters.put_back()
+            for slots, before in self._slots:
+                slots.clear()
+                slots.update({key: fresh.get(b, b) if b is not None else b for key, b in before.items()})
             yield
         finally:
-            for found, now in (*tables, *parameters, *slots):
-                _set(found, now)
+            now.put_back()
             draws.restore()
 
     def _refuse_changed(self, name: str) -> None:
         for buffer, version in self._versions.items():
-            if buffer not in self._copies and buffer._version != version:  # pyright: ignore[reportPrivateUsage]
+            if buffer not in self._copies and private.version(buffer) != version:
                 raise PlanError(
                     f"Expected the buffers of {name!r} to stay as they are from forward to backward, got one "
                     f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
@@ -144,7 +142,7 @@ class Call:
             was changed in place meanwhile.
     """
 
-    def __init__(self, name: str, forward: Callable[..., Any], inside: Inside, arguments: Any) -> None:
+    def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:
         self.tensors: list[Tensor] = []
         self.verified: Callable[[], object] | None = None
         args, kwargs = arguments
@@ -167,17 +165,17 @@ class Call:
         args, kwargs = self._first.pop()
         self.tensors = []  # autograd keeps them, and tells if they are changed
         self._state = State(self._inside)
-        versions = [tensor._version for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
+        versions = private.versions(tensors)
         others = _versions(self._inside) if self.verified is not None else []
         result = self._forward(*args, **kwargs)
-        if versions != [tensor._version for tensor in tensors]:  # pyright: ignore[reportPrivateUsage]
+        if versions != private.versions(tensors):
             raise PlanError(
                 f"Expected a block that leaves its arguments as they are, got {self._name!r}, which changes "
                 "one in place and so cannot be run again. Set inplace=False in its first layers, or leave "
                 "it out of `recompute`."
             )
         for tensor, version in others:
-            if tensor._version != version:  # pyright: ignore[reportPrivateUsage]
+            if private.version(tensor) != version:
                 raise BlockError(
                     f"Expected {self._name!r} to write to buffers only, got a {type(tensor).__name__} of "
                     f"shape {tuple(tensor.shape)} that its forward writes to, and would write to again in "
@@ -186,7 +184,7 @@ class Call:
                 )
         self._state.keep_what_changed()
         if self.verified is not None:
-            self._outputs = [(one, one._version) for one in _readable(result)]  # pyright: ignore[reportPrivateUsage]
+            self._outputs = [(one, private.version(one)) for one in _readable(result)]
         return result
 
     def _again(self, tensors: Sequence[Tensor]) -> Any:
@@ -210,7 +208,7 @@ class Call:
 
     def _verify(self, result: Any) -> None:
         expected, self._outputs = self._outputs, []
-        if any(one._version != version for one, version in expected):  # pyright: ignore[reportPrivateUsage]
+        if any(private.version(one) != version for one, version in expected):
             return
         found = _readable(result)
         same = [_is_equal(one, other) for (one, _), other in zip(expected, found, strict=False)]
@@ -247,12 +245,12 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _versions(inside: Inside) -> list[tuple[Tensor, int]]:
+def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
     """Parameters and tensors that are no buffers, which nobody puts back, and how often they were written."""
-    held = [one for module in inside.modules for one in _parameters(module).values()]
+    held = [one for module in inside.modules for one in private.parameters_of(module).values()]
     leaves = [one for one in inside.values if isinstance(one, Tensor) and one.is_leaf]
     found = [one for one in (*held, *leaves) if one is not None and not (is_lazy(one) or one.is_inference())]
-    return [(one, one._version) for one in found]  # pyright: ignore[reportPrivateUsage]
+    return [(one, private.version(one)) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,41 +284,10 @@ def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
     return kind([change(one) for one in value]) if kind in (list, tuple) else value
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers  # pyright: ignore[reportPrivateUsage]
-
-
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    return module._parameters  # pyright: ignore[reportPrivateUsage]
-
-
-def _tables(inside: Inside) -> list[Any]:
+def _tables(inside: Reachable) -> list[Any]:
     """All in which a forward may put one thing in the place of another, but for parameters and buffers."""
     return [*map(vars, inside.modules), *inside.containers]
 
 
 def _is_noted(buffer: Tensor) -> bool:
     return not (is_lazy(buffer) or buffer.requires_grad or buffer.is_inference())
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Whether two containers hold the same."""
-    if isinstance(now, Mapping):
-        values: Any = now.values(), cast(Mapping[Any, Any], before).values()
-        return now.keys() == cast(Mapping[Any, Any], before).keys() and all(map(is_, *values))
-    if isinstance(now, set):
-        return now == before
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _set(found: Any, values: Any) -> None:
-    """Fill a container with what another holds."""
-    if _is_same(found, values):
-        return
-    if isinstance(found, dict):
-        if found.keys() != values.keys():
-            found.clear()
-        found.update(values)
-        return
-    found.clear()
-    (found.update if isinstance(found, set) else found.extend)(values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
 from anybatch.engine import Plan, Run, Task, conditions
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Remembered
+from anybatch.state import ObjectState
 from anybatch.step.admit import admit, gather
 
 See = Callable[[Tensor], object]
@@ -73,7 +73,7 @@ def show_gradients(
         step.guard.refuse_meetings(task)
     collate = () if step.collate is None else (step.collate,)
     own = [tensor for module in task.modules for tensor in (*module.parameters(), *module.buffers())]
-    noted = Remembered([task.model, task.loss, *task.modules, *collate], but_for=own)
+    noted = ObjectState([task.model, task.loss, *task.modules, *collate], but_for=own)
     hooks = [parameter.register_hook(_shown_to(see)) for parameter in task.parameters]
     try:
         _go(plan, task, logical)
