@@ -22,6 +22,13 @@ TABLE: dict[str, Any] = {}
 OTHER = nn.Linear(1, 1)
 
 
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+
 class Plain:
     def __init__(self) -> None:
         self.value = 1
@@ -66,6 +73,8 @@ def held_in(kept: Any) -> Any:
         return kept.getstate()
     if isinstance(kept, Plain):
         return dict(vars(kept))
+    if isinstance(kept[0] if isinstance(kept, list) else None, Slotted):
+        return kept[0].kept.copy()
     if isinstance(kept, dict):
         return list(kept.items())
     return [one.copy() if isinstance(one, list) else one for one in kept]
@@ -77,6 +86,7 @@ def fill_plain(kept: Plain) -> None:
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "list": (lambda: [1, 2], lambda kept: kept.append(3)),
+    "slots": (lambda: [Slotted([1])], lambda kept: kept[0].kept.append(2)),
     "inner list": (lambda: ([1],), lambda kept: kept[0].append(3)),
     "dict": (lambda: {"a": 1}, lambda kept: kept.update(b=2)),
     "order": (lambda: OrderedDict(a=1, b=2), lambda kept: kept.move_to_end("a")),

@@ -111,7 +111,7 @@ def _inner(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` was given, of what it returned; others as they are."""
     if isinstance(module, torch.jit.ScriptModule):
         return module
-    return (private.compiled_from(module) if "_modules" in vars(module) else None) or module
+    return private.compiled_from(module) or module
 
 
 def _may_be_block(module: nn.Module) -> bool:

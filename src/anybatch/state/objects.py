@@ -47,7 +47,7 @@ class ObjectState:
     Attributes of objects, lists, dicts, sets, closures and random generators of one's own; small arrays;
     gradients of all tensors. Values of tensors only if it is said. Only what has changed is written to. What
     a function cached meanwhile (`functools.lru_cache`) is dropped, with all that it had cached before. Names
-    of modules and classes, and slots, are not put back.
+    of modules and classes, and slots, are followed, and not put back.
 
     Args:
         roots: models, losses, functions, optimizers.
@@ -208,6 +208,9 @@ class Reachable:
         if type(attributes) is dict:
             # Their hooks are called around an update, never where a step is tried out.
             self._container(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
+        for part in kind.__mro__:
+            slots = vars(part).get("__slots__", ())
+            self._push(getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
 
 
 class Contents:
