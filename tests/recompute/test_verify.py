@@ -143,8 +143,6 @@ def test_what_can_be_put_back_is(kind: str, verify: bool, policy: str) -> None:
 def test_what_cannot_is_refused_in_its_first_second_run(
     kind: str, message: str, verify: bool, policy: str
 ) -> None:
-    if (kind, policy) == ("silent buffer", "selective"):
-        pytest.skip("the product that is written is kept")
     with pytest.raises(BlockError, match=message) as caught:
         passes(made(kind), every(policy), times=1, verify=verify)
     assert caught.value.block.startswith("blocks.")
@@ -155,16 +153,13 @@ def test_not_a_number_is_the_same_as_itself() -> None:
     passes(made("nan"), every("recompute"))
 
 
-@pytest.mark.parametrize(
-    ("added", "message"),
-    [(nn.Flatten(0), "output 1 of 1"), (nn.Linear(4, 4), "'0' to save the same tensors .* more tensors")],
-)
-def test_an_output_of_another_shape_and_more_tensors_are_refused(added: nn.Module, message: str) -> None:
+@pytest.mark.parametrize("added", [nn.Flatten(0), nn.Linear(4, 4)])
+def test_an_output_of_another_shape_or_value_is_refused(added: nn.Module) -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     with apply_policies(nn.Sequential(block), (("0", "recompute"),)):
         loss = block(torch.ones(1, 4)).sum()
         block.append(added)
-        with pytest.raises(BlockError, match=message):
+        with pytest.raises(BlockError, match="output 1 of 1"):
             loss.backward()
 
 
@@ -189,37 +184,23 @@ def test_an_error_in_the_second_run_names_the_block() -> None:
     assert "'0' was run again" in caught.value.__notes__[0]
 
 
-class Ends(nn.Module):
-    """How often the end of a block is reached, after all that backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.box = nn.Linear(4, 4), {"runs": 0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = self.linear(x) + 1
-        RUNS.append(1)
-        return result
-
-
-RUNS: list[int] = []
-
-
 def test_a_block_is_compared_first_and_then_when_it_is_said() -> None:
-    """Who is not compared stops early."""
-    model, found = nn.Sequential(Ends()), []
+    """It takes one more run."""
+    block, found = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), []
+    model, count = nn.Sequential(block), []
+    block[0].register_forward_hook(lambda *_: count.append(1))
 
     def runs(policy: str, verify: bool) -> int:
-        RUNS.clear()
+        count.clear()
         with apply_policies(model, (("0", policy),), verify=verify):
             model(torch.ones(1, 4)).sum().backward()
-        return len(RUNS)
+        return len(count)
 
     for policy in ("recompute", "selective"):
         found += [runs(policy, verify) for verify in (False, False, True, False)]
     model.eval()
     found += [runs("recompute", verify=False) for _ in range(2)]
-    assert found == [2, 1, 2, 1, 2, 1, 2, 1, 2, 1]
+    assert found == [3, 2, 3, 2, 3, 2, 3, 2, 3, 2]
 
 
 def test_an_output_that_was_changed_in_place_is_compared_another_time() -> None:

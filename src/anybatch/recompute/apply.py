@@ -37,8 +37,8 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
     A block that runs again starts from the buffers, attributes and random streams that it started from, and
     all it writes is put back, so that BatchNorm's statistics are updated once and dropout repeats its masks.
     Its outputs are compared with those of the first run, bit for bit: always, until they were the same once
-    in this process under this policy; after that only if `verify` says so. Such a block runs to its end;
-    otherwise the second run stops as soon as backward has what it needs.
+    in this process under this policy; after that only if `verify` says so. It takes one more run, which saves
+    nothing.
     Hooks of the block itself run once; those of modules inside it run again with it.
 
     Backward belongs inside too. The model's code stays as it is: for the time a block has a `forward` of its
@@ -153,7 +153,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
         # Where a step is traced, tensors are fakes, and nothing can be compared.
         if (verify or way not in done) and any(map(is_readable, call.tensors or block.parameters())):
             call.verified = partial(done.add, way)
-        return _run(call, contexts, stops=call.verified is None and not is_filled_late)
+        return _run(call, contexts, stops=not is_filled_late)
 
     return evaluate
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import CheckpointError
 
 from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
 from anybatch.core import torch_private as private
@@ -137,8 +137,7 @@ class Call:
     Attributes:
         tensors: those among the arguments, each once; what `__call__` takes.
         verified: if it is set before the first run, outputs of the second are compared with those of the
-            first, and this is called where they are equal, NaN with NaN. The second run must not be stopped
-            early (`torch.utils.checkpoint.set_checkpoint_early_stop`). Nothing is compared where an output
+            first, and this is called where they are equal, NaN with NaN. Nothing is compared where an output
             was changed in place meanwhile.
     """
 
@@ -188,29 +187,27 @@ class Call:
         return result
 
     def _again(self, tensors: Sequence[Tensor]) -> Any:
-        args, kwargs = _put_together(self._arguments, tensors)
         try:
-            with recomputing(), self._state.again(self._name):
-                result = self._forward(*args, **kwargs)
             if self._outputs:
-                self._verify(result)
-        except CheckpointError as error:
-            raise BlockError(
-                f"Expected {self._name!r} to save the same tensors when it is run again in backward, got: "
-                f"{str(error).partition(chr(10))[0]} {_ADVICE}",
-                block=self._name,
-            ) from error
+                self._verify(tensors)
+            args, kwargs = _put_together(self._arguments, tensors)
+            with recomputing(), self._state.again(self._name):
+                return self._forward(*args, **kwargs)
         except Exception as error:
             if not isinstance(error, (AnybatchError, MemoryError, torch.OutOfMemoryError)):
                 error.add_note(f"This happened while block {self._name!r} was run again in backward.")
             raise
-        return result
 
-    def _verify(self, result: Any) -> None:
+    def _verify(self, tensors: Sequence[Tensor]) -> None:
+        """Run it once more, saving nothing: so it takes less memory than the run that backward needs."""
         expected, self._outputs = self._outputs, []
         if any(private.version(one) != version for one, version in expected):
             return
-        found = _readable(result)
+        args, kwargs = _put_together(self._arguments, tensors)
+        # No mode sees it: neither a meter, nor the one that gives out what a selective block has kept.
+        nothing_saved = saved_tensors_hooks(_dropped, _dropped)
+        with private.disable_current_modes(), recomputing(), self._state.again(self._name), nothing_saved:
+            found = _readable(self._forward(*args, **kwargs))
         same = [_is_equal(one, other) for (one, _), other in zip(expected, found, strict=False)]
         if len(found) != len(expected) or not all(same):
             place = (*same, False).index(False)
@@ -221,6 +218,10 @@ class Call:
             )
         if self.verified is not None:
             self.verified()
+
+
+def _dropped(value: object) -> None:
+    """Nothing is saved."""
 
 
 def is_readable(tensor: Tensor) -> bool:
