@@ -220,7 +220,7 @@ class Call:
             self.verified()
 
 
-def _dropped(value: object) -> None:
+def _dropped(value: Any) -> Any:
     """Nothing is saved."""
 
 
