@@ -80,7 +80,6 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
             they are to be as they were made; nothing is changed.
 
     Example:
-        >>> from anybatch.precision.policy import find
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         >>> masters = lower(model, find_precision("bf16-true"), model.parameters())
         >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
