@@ -145,6 +145,13 @@ def is_compiler_loaded() -> bool:
     return _COMPILER in sys.modules
 
 
+not_compiled: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+"""Keep a function from being compiled with its caller. Where missing: `torch.compiler.disable`.
+
+That one imports the compiler, which takes seconds.
+"""
+
+
 disable_current_modes: Callable[[], AbstractContextManager[object]] = getattr(
     _modes, "_disable_current_modes", nullcontext
 )

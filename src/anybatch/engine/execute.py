@@ -358,7 +358,8 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
 @contextmanager
 def _context(plan: Plan, task: Task) -> Generator[None]:
     norms = task.batch_norms if plan.batch_norm == "frozen" else ()
-    with plan.precision.arithmetic(), frozen_batch_norms(norms), apply_policies(task.model, plan.blocks):
+    policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
+    with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
         yield
 
 

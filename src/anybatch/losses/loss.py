@@ -89,7 +89,7 @@ class Loss(Protocol):
         ...
 
 
-def rows_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
+def first_pass_rows(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
     """The rows of each micro-batch, for a first pass."""
     return (micro.rows for micro in batch.micro_batches(Cut.of_sizes(sizes).parts))
 

@@ -21,7 +21,7 @@ from anybatch.integrations import (
     recorded,
     wants_router_loss,
 )
-from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, rows_of
+from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     Found,
@@ -214,7 +214,7 @@ class ModelTerms(_Reader):
         self._begin()
         if batch.rows and self._router_files(model) and wants_router_loss(model):
             self._form = None
-            self._first_pass(rows_of(batch, sizes), sizes, model, put_back)
+            self._first_pass(first_pass_rows(batch, sizes), sizes, model, put_back)
         yield self._share
         for name, promised in self._promised.items():
             added = math.fsum(float(weights[name]) for weights in self._weights.values())
