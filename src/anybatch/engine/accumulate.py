@@ -54,7 +54,6 @@ class Accumulator:
         window: the sums of the window that these rows belong to.
         redone: micro-batches undone by earlier attempts.
         scale_limit: the largest loss scale, after an earlier attempt has overflowed.
-        last_try: index of the micro-batch that is tried again, though it cannot be cut; -1 for none.
 
     Attributes:
         loss: of a part of the batch, or of the whole.
@@ -78,7 +77,6 @@ class Accumulator:
         window: "Accumulator | None" = None,
         redone: Sequence[Redone] = (),
         scale_limit: float = math.inf,
-        last_try: int = -1,
     ) -> None:
         self.plan, self.task, self.batch = plan, task, batch
         # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
@@ -93,7 +91,7 @@ class Accumulator:
         self._weights: list[Mapping[str, Number]] = []
         self.rows: list[int] = []
         self.redone: list[Redone] = [*redone]
-        self.dropped, self.last_try = 0, last_try
+        self.dropped = 0
         self.scale_before = task.scale.state()
         self._scale_limit = self.scale_limit = scale_limit
         self._is_scaled = task.scale.value != 1.0

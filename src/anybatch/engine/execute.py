@@ -42,8 +42,8 @@ class Restart(Exception):  # noqa: N818
 
     Attributes:
         plan: how: with another cut, or the same.
-        again: for the next `Accumulator`: micro-batches undone so far, whether each is to be looked at, the
-            largest loss scale, and which micro-batch has its last try.
+        again: for the next `Accumulator`: micro-batches undone so far, whether each is to be looked at, and
+            the largest loss scale.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Restart(Exception):  # noqa: N818
             "redone": sums.redone,
             "is_guarded": is_guarded or sums.is_guarded,
             "scale_limit": min(scale, sums.scale_limit),
-            "last_try": sums.last_try,
         }
 
 
@@ -238,13 +237,13 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
     task.tell(MicroBatchRedone(index=len(sums.rows), rows=rows, reason=said))
     reason = why_not_cut(sums, rows)
     sums.redone.append(Redone(rows, may_be_cut=not reason))
-    if reason and sums.last_try == len(sums.rows):
+    if reason and schedule.is_last_try:
         raise OutOfMemoryError(
             f"Expected a micro-batch of {rows} rows to fit into memory, got none left ({said}). It was tried "
             f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
             "the model, or keep less: recompute, offload, a smaller optimizer state."
         )
-    sums.last_try = len(sums.rows) if reason else -1
+    schedule.is_last_try = bool(reason)
     half = rows if reason else -(-rows // 2)
     is_tied = not is_first_pass and sums.share(schedule.left[0]).tied
     is_whole_loss = not (sums.is_in_window or plan.is_cut)  # another form of the loss than that of a part
