@@ -3,6 +3,7 @@
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --quiet --no-input --disable-pip-version-check --constraint requirements.lock
 RUN ?= runs/demo
+OLDEST_TORCH = $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 DEMO := --data digits --batch-size 32 --micro-batch 8 --epochs 20 --lr 0.02 --momentum 0.9 --label-smoothing 0.1 --seed 0 --out $(RUN)
 
 # $(call or_say,what to do next): ends a command whose failure should say so in one line.
@@ -11,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow check format bench clean
+.PHONY: help env demo test test-slow test-oldest check format bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -31,6 +32,10 @@ test-slow: env ## run the tests marked slow
 	@echo "test-slow: running the slow tests"
 	@$(BIN)/python -m pytest -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
 
+test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, with the oldest torch that is supported
+	@echo "test-oldest: running all tests but the slow ones"
+	@.venv-oldest/bin/python -m pytest -m "not slow" $(call or_say,repeat one with: .venv-oldest/bin/python -m pytest -k NAME)
+
 check: env ## check format, lint and types
 	@echo "check: format, lint, types"
 	@$(BIN)/ruff format --quiet --check --diff . $(call or_say,run: make format)
@@ -48,7 +53,7 @@ bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTor
 
 clean: ## delete .venv, caches and build outputs; runs/ stays
 	@echo "clean: deleting .venv, caches and build outputs"
-	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist
+	@rm -rf .venv .venv-oldest .pytest_cache .ruff_cache .hypothesis build dist
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The pinned torch goes first and alone: nothing that comes later can then draw in another one.
@@ -66,4 +71,13 @@ clean: ## delete .venv, caches and build outputs; runs/ stays
 .venv/.with-%: pyproject.toml .venv/.torch
 	@echo "env: installing anybatch [$*]"
 	@$(PIP) --editable '.[$*]' $(call or_say,look at the line above and at your network then repeat; afresh with: make clean)
+	@touch $@
+
+# The oldest torch of pyproject.toml, with what pip finds to go with it: requirements.lock pins another torch.
+.venv-oldest/.ready: pyproject.toml .venv/.torch
+	@echo "test-oldest: making .venv-oldest (large: minutes on a slow line)"
+	@$(BIN)/python -m venv --clear .venv-oldest
+	@.venv-oldest/bin/python -m pip install --quiet --quiet --no-input --disable-pip-version-check \
+	    'torch==$(OLDEST_TORCH).*' --editable '.[digits,plot,dev,transformers]' \
+	    $(call or_say,look at the line above and at your network then repeat; afresh with: make clean)
 	@touch $@

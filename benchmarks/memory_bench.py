@@ -15,7 +15,7 @@ from anybatch.core.errors import TraceError
 from anybatch.engine import admit, carry_out
 from anybatch.engine.plan import Plan
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import probe
+from anybatch.planner.measure import measure_step
 from anybatch.planner.report import PlanReport
 from anybatch.planner.trace import Trace, trace
 from anybatch.recompute.blocks import choose_blocks
@@ -83,7 +83,7 @@ class Subject:
         try:
             return trace(plan, task, batch, device=device)
         except TraceError:
-            return probe(plan, task, batch)
+            return measure_step(plan, task, batch)
 
     def ask(self, rows: int, memory: int | None, **options: Any) -> PlanReport:
         """The planner's answer for so many rows within so many bytes."""

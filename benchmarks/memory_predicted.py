@@ -11,8 +11,8 @@ import torch
 from anybatch.core import tree
 from anybatch.engine.plan import Plan
 from anybatch.memory.device import Device, find_device
-from anybatch.planner.cost import Family, Recorded
-from anybatch.planner.trace import grows_in_lines
+from anybatch.planner.cost import PolicyRecordings, Recorded
+from anybatch.planner.trace import is_linear_in_rows
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
 from benchmarks.report import table
@@ -97,13 +97,13 @@ class Forecast:
 
     def __init__(self, host: Subject, subject: Subject, device: Device) -> None:
         self._host, self._subject, self._device = host, subject, device
-        self._family: Family | None = None
+        self._recordings: PolicyRecordings | None = None
 
     def of(self, plan: Plan) -> dict[str, int]:
         """What there is for this plan."""
         found: dict[str, int] = {}
         task = self._subject.step.task()  # pyright: ignore[reportPrivateUsage]
-        if plan.micro_batch > max(SMALL_SIZES) and grows_in_lines(task.loss, task.model):
+        if plan.micro_batch > max(SMALL_SIZES) and is_linear_in_rows(task.loss, task.model):
             with suppress(ValueError):  # steps of these sizes differ
                 found["composed"] = self._composed(plan)
         if self._device.kind == "cuda":
@@ -112,12 +112,16 @@ class Forecast:
 
     def _composed(self, plan: Plan) -> int:
         """Of steps in which all blocks have the same policy, as the planner does it."""
-        if self._family is None:
-            self._family = Family({policy: self._record(policy) for policy in (KEEP, *POLICIES[1:3])})
+        if self._recordings is None:
+            self._recordings = PolicyRecordings(
+                {policy: self._record(policy) for policy in (KEEP, *POLICIES[1:3])}
+            )
         leaves = tree.flatten(self._subject.batch(plan.rows)).leaves
         beyond = plan.rows - 2 * plan.micro_batch  # rows of the batch that the recordings do not hold
         extra = sum(leaf.untyped_storage().nbytes() for leaf in leaves) * beyond // plan.rows
-        mixture = self._family.mix(plan.rows, plan.micro_batch, self._device, half=False, input_bytes=extra)
+        mixture = self._recordings.mixture(
+            plan.rows, plan.micro_batch, self._device, half=False, input_bytes=extra
+        )
         return mixture.peak(dict(plan.blocks))
 
     def _record(self, policy: str) -> Recorded:

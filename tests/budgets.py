@@ -14,7 +14,7 @@ from anybatch import Plan, Step
 from anybatch.core.batch import TensorBatch
 from anybatch.engine import admit, carry_out
 from anybatch.memory.meter import Meter
-from anybatch.planner.candidates import Question
+from anybatch.planner.candidates import Request
 from anybatch.recompute.blocks import find_blocks
 from tests.snapshots import changes, snapshot
 
@@ -122,14 +122,14 @@ def images(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor
     return rows_of(rows, 4, 6, 6, dtype=dtype)
 
 
-def question(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Question:
+def request(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Request:
     """What planning would ask, with nothing settled and nothing measured."""
     task = step.task()
     logical = admit(batch, task, step.collate)
     rows = logical.rows if rows is None else rows
     like = Plan(rows=rows, micro_batch=rows)
     blocks = find_blocks(step.model)
-    return Question(
+    return Request(
         **{"task": task, "batch": logical, "like": like, "blocks": blocks, "measure": False} | options
     )
 

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +32,7 @@ from tests.house import (
     only,
     ours,
     package_of,
+    private_in_torch,
     python,
     read_house,
     rule,
@@ -121,6 +123,45 @@ def test_frameworks_stay_in_their_packages(house: House) -> Iterable[str]:
             used = any(f"{use}.".startswith(f"{name}.") for use in imports(path, tree) | attributes)
             if used and not path.startswith(f"{SRC}{home}/"):
                 yield f"{path} uses {name}, which belongs in {home}/"
+
+
+@rule(
+    only("from torch.utils import _pytree as pytree"),
+    only("from torch.nn.modules.batchnorm import _BatchNorm"),
+    only("importlib.import_module('torch._dynamo')"),
+    only("import torch\ntorch._foreach_add_([], [])"),
+    only("from torch import nn\ncode = nn.Module._call_impl.__code__"),
+    only("import torch.autograd as engine\nengine._make_grads"),
+    only("vars(torch)['_C']"),
+    only("loaded = 'torch._dynamo' in sys.modules"),
+    only("def moved(tensor):\n    return tensor._version"),
+    only("def names(op):\n    return [one.name for one in op._schema.arguments]"),
+    only("getattr(node, '_saved_target')"),
+    only("vars(module).update(_buffers={})"),
+    only("class Own(nn.Module):\n    def tables(self):\n        return self._buffers"),
+)
+def test_private_names_of_torch_stand_in_one_file(house: House) -> Iterable[str]:
+    for path, tree in python(house):
+        if path != f"{SRC}core/torch_private.py":
+            for name in sorted(private_in_torch(path, tree)):
+                yield f"{path} uses {name}, which is private in torch: use a name of core/torch_private.py"
+
+
+def test_private_names_of_our_own_are_not_torchs() -> None:
+    source = """
+        import torch
+        from anybatch.core import torch_private as private
+        class Meter:
+            def __init__(self):
+                self._parameters = {}
+            def look(self):
+                return self._parameters, private.version(self._own), torch.ops.aten._to_copy, _ATEN._to_copy
+            def _saved_before(self):
+                return self._saved_before, self._indices()
+            def _indices(self):
+                return "torch._"
+    """
+    assert private_in_torch(f"{SRC}memory/meter.py", ast.parse(textwrap.dedent(source))) == set()
 
 
 # ---- the front door

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anybatch.check.compare import Court
+from anybatch.check.compare import Comparison
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.passes import Bench, Calls
@@ -20,12 +20,12 @@ def bench(model: nn.Module, loss: object) -> Bench:
 
 
 def cut(given: Any, micro_batch: int = 3) -> Cut:
-    return Cut(given=given, micro_batch=micro_batch, part=Part.whole(ROWS))
+    return Cut(data=given, micro_batch=micro_batch, part=Part.whole(ROWS))
 
 
-def court(model: nn.Module, loss: object, given: Any) -> Court:
+def comparison(model: nn.Module, loss: object, given: Any) -> Comparison:
     ours, whole = bench(model, loss), cut(given, ROWS)
-    return Court(bench=ours, whole=whole, reference=ours.run(whole, Calls()))
+    return Comparison(bench=ours, whole=whole, reference=ours.run(whole, Calls()))
 
 
 def calls(bench: Bench, cut: Cut) -> Calls:

@@ -1,9 +1,10 @@
-"""The self-test: exact where a step is, a culprit where it is not, and nothing changed by it."""
+"""The self-test: each kind of finding, and what it says."""
 
 import json
 import random
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.check.check import check
+from anybatch.check.check import check, explain, explain_padding
+from anybatch.check.compare import name_of
 from anybatch.check.draws import OutOfTime
+from anybatch.check.finding import Finding
+from anybatch.check.padding import find_padding, trimmed
 from anybatch.core.errors import BatchError, LossError, PlanError
 from anybatch.core.total import Total
 from anybatch.losses.terms import Terms
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.testing import Perceptron
+from tests.check.benches import ROWS as FEW
+from tests.check.benches import comparison
+from tests.check.layers import Centred, Pooled
 
 ROWS = 12
 
@@ -208,9 +215,9 @@ def test_report_in_words_and_in_json() -> None:
     exact = check(Perceptron(5, 2), nn.MSELoss(), rows(), rows=5)
     assert str(exact).startswith("exact: split equals whole on 5 rows, cut as 2+2+1, 3+2 and 1 by 1")
     broken = check(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), nn.MSELoss(), rows())
-    told = json.loads(broken.to_json())
-    assert told["exact"] is False
-    assert told["findings"][0]["kind"] == "meeting"
+    summaries = json.loads(broken.to_json())
+    assert summaries["exact"] is False
+    assert summaries["findings"][0]["kind"] == "meeting"
     assert str(broken).startswith("NOT exact: gradient error ")
     assert "meeting: 0 (BatchNorm1d)" in str(broken)
 
@@ -388,3 +395,97 @@ def test_a_batch_norm_is_named_even_when_there_is_no_time(monkeypatch: pytest.Mo
         ("meeting", "1 (BatchNorm1d)")
     ]
     assert "No time" in report.findings[0].what
+
+
+# ---- from cuts that differ to findings
+
+
+BATCH = torch.randn(FEW, 4, generator=torch.Generator().manual_seed(0)), torch.ones(FEW, 1)
+
+
+def fit(model: nn.Module, micro: Any) -> Total:
+    errors = (model(micro[0]) - micro[1]).square()
+    return Total(errors.sum(), errors.numel())
+
+
+def explained(model: nn.Module, loss: Any) -> list[Finding]:
+    ours = comparison(model, loss, BATCH)
+    return explain(ours, [ours.cut_by(size) for size in (3, 5)], "mine")
+
+
+def test_modules_and_terms_are_both_found() -> None:
+    def means(model: nn.Module, micro: Any) -> Total:
+        return Total(fit(model, micro).mean(), 1)
+
+    both = explained(nn.Sequential(Centred(), Perceptron(4, 1)), means)
+    assert [(finding.kind, finding.culprit) for finding in both] == [
+        ("meeting", "0 (Centred)"),
+        ("denominator", "term 'loss' of mine"),
+    ]
+    assert [finding.kind for finding in explained(Perceptron(4, 1), means)] == ["denominator"]
+
+
+def test_what_the_loss_does_before_the_model_is_found() -> None:
+    def centred(model: nn.Module, micro: Any) -> Total:
+        return fit(model, (micro[0] - micro[0].mean(0), micro[1]))
+
+    (finding,) = explained(Perceptron(4, 1), centred)
+    assert (finding.kind, finding.culprit) == ("meeting", "mine")
+
+
+def test_value_that_a_module_makes_of_all_rows_is_found() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), Pooled())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows, size = self.layers(x)
+            return rows.sum(1, keepdim=True) * size
+
+    (finding,) = explained(Own(), fit)
+    assert finding.culprit == "layers.1 (Pooled)" or finding.culprit == "the model (Own)"
+    assert finding.kind == "meeting"
+
+
+def test_what_cannot_be_explained_is_said() -> None:
+    def whole_only(model: nn.Module, micro: Any) -> Total:
+        if len(micro[0]) < FEW:
+            raise RuntimeError("too few rows")
+        return fit(model, micro)
+
+    (finding,) = explained(Perceptron(4, 1), whole_only)
+    assert finding.kind == "unexplained"
+    assert "too few rows" in finding.what
+
+
+def test_loss_that_counts_padding_is_told_from_a_module() -> None:
+    mask = torch.arange(5) < torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])[:, None]
+    batch = {"x": torch.randn(FEW, 5, 4), "y": torch.ones(FEW, 5, 1), "mask": mask}
+
+    def counts(model: nn.Module, micro: Any) -> Total:
+        return fit(model, (micro["x"], micro["y"]))
+
+    for model, culprit in (
+        (Perceptron(4, 1), "mine"),
+        (
+            nn.Sequential(Perceptron(4, 1), nn.Flatten(1), nn.Softmax(1), nn.Unflatten(1, (-1, 1))),
+            "2 (Softmax)",
+        ),
+    ):
+        ours = comparison(model, counts, batch)
+        padding = find_padding(batch, model)
+        assert padding is not None
+        padded = ours.cut_by(1)
+        short = ours.compare(trimmed(ours.whole, padding, 1), padded.result)
+        finding = explain_padding(ours, padded, short, padding.source, "mine")
+        assert (finding.kind, finding.culprit) == ("padding", culprit)
+        assert "batch['mask']" in finding.what
+
+
+def test_names_of_losses() -> None:
+    assert [name_of(loss) for loss in (fit, partial(fit), Terms(fit), nn.MSELoss(), Centred())] == [
+        *["fit"] * 3,
+        "MSELoss",
+        "Centred",
+    ]

@@ -1,4 +1,4 @@
-"""The verdict: errors relative to what was added up, and limits by the shortest dtype."""
+"""Cuts compared with the whole batch, and whether the model gives each row the same."""
 
 import math
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from anybatch.check.compare import cut_sizes_to_try, limit_of
+from anybatch.check.compare import agree_in_forward, before_the_model, cut_sizes_to_try, limit_of, rows_agree
 from anybatch.core.total import Total
 from anybatch.testing import Perceptron
-from tests.check.benches import ROWS, court, cut
+from tests.check.benches import ROWS, calls, comparison, cut
 
 BATCH = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)), torch.ones(ROWS, 1)
 
@@ -33,15 +33,15 @@ def test_limits_follow_the_shortest_dtype() -> None:
 
 
 def test_sound_cut_holds_and_mean_of_means_does_not() -> None:
-    sound = court(Perceptron(4, 1), nn.MSELoss(), BATCH)
+    sound = comparison(Perceptron(4, 1), nn.MSELoss(), BATCH)
     assert sound.cut_by(3).holds(sound.limit)
-    broken = court(
+    broken = comparison(
         Perceptron(4, 1), lambda model, micro: Total((model(micro[0]) - micro[1]).square().mean(), 1), BATCH
     )
-    trial = broken.cut_by(3)
-    assert not trial.holds(broken.limit)
-    assert trial.words == "3+3+2"
-    assert 0 < trial.error < math.inf
+    verdict = broken.cut_by(3)
+    assert not verdict.holds(broken.limit)
+    assert verdict.words == "3+3+2"
+    assert 0 < verdict.error < math.inf
 
 
 def test_error_is_infinite_where_a_cut_fails() -> None:
@@ -50,9 +50,9 @@ def test_error_is_infinite_where_a_cut_fails() -> None:
             raise RuntimeError("too few")
         return Total(model(micro[0]).sum(), len(micro[0]))
 
-    trial = court(Perceptron(4, 1), whole_only, BATCH).cut_by(3)
-    assert trial.error == math.inf
-    assert isinstance(trial.passed.error, RuntimeError)
+    verdict = comparison(Perceptron(4, 1), whole_only, BATCH).cut_by(3)
+    assert verdict.error == math.inf
+    assert isinstance(verdict.result.error, RuntimeError)
 
 
 def test_rows_that_cancel_are_measured_by_their_own_size() -> None:
@@ -63,6 +63,33 @@ def test_rows_that_cancel_are_measured_by_their_own_size() -> None:
     def signed(model: nn.Module, micro: Any) -> Total:
         return Total((model(micro[0]).exp() * micro[1]).sum(), len(micro[0]))
 
-    ours = court(Perceptron(4, 1), signed, (x * 1.1, sign))
+    ours = comparison(Perceptron(4, 1), signed, (x * 1.1, sign))
     assert ours.cut_by(3).holds(ours.limit)
-    assert ours.try_cut(cut((x, sign), 3), ours.reference).loss_error <= ours.limit
+    assert ours.compare(cut((x, sign), 3), ours.reference).loss_error <= ours.limit
+
+
+# ---- agreement
+
+
+LABELLED = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0)), torch.ones(ROWS, 1)
+
+
+def test_rows_agree_where_no_batch_norm_looks_at_them() -> None:
+    ours = comparison(nn.Sequential(nn.BatchNorm1d(4), Perceptron(4, 1)), nn.MSELoss(), LABELLED)
+    parted = calls(ours.bench, cut(LABELLED))
+    assert not rows_agree(ours, ours.reference.calls, parted, cut(LABELLED).parts)
+    assert not agree_in_forward(ours, cut(LABELLED))
+    assert agree_in_forward(ours, cut(LABELLED), frozen=True)
+
+
+def test_loss_that_changes_what_goes_into_the_model_is_told() -> None:
+    def centred(model: nn.Module, micro: Any) -> Total:
+        return Total(model(micro[0] - micro[0].mean(0)).sum(), len(micro[0]))
+
+    for loss, kinds in ((nn.MSELoss(), []), (centred, ["meeting"])):
+        ours = comparison(Perceptron(4, 1), loss, LABELLED)
+        outermost = ours.reference.calls.parts[ours.whole.part]
+        found = before_the_model(
+            outermost, calls(ours.bench, cut(LABELLED)), cut(LABELLED).parts, ours, "mine"
+        )
+        assert [finding.kind for finding in found] == kinds

@@ -1,14 +1,18 @@
-"""Denominators: candidates that fit, and rows whose weights give themselves away."""
+"""What a term is divided by."""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from anybatch.check.denominators import candidates, fit, in_words, misfit, row_weights
+from anybatch.check.denominators import candidates, fit, held_weights, in_words, misfit, row_weights
 from anybatch.check.outputs import Evaluation
 from anybatch.check.rows import Part
+from anybatch.core import tree
 from anybatch.testing import relative_error
 
 LIMIT = 1e-12
@@ -27,9 +31,9 @@ def means(
 
 
 @pytest.mark.parametrize("least", [0.0, 1.0])
-@pytest.mark.parametrize("silent", [[], [1], [3], [0, 4]])
-def test_mean_gives_its_weights_away(silent: list[int], least: float) -> None:
-    weights = [0.0 if row in silent else weight for row, weight in enumerate(WEIGHTS)]
+@pytest.mark.parametrize("unused", [[], [1], [3], [0, 4]])
+def test_mean_gives_its_weights_away(unused: list[int], least: float) -> None:
+    weights = [0.0 if row in unused else weight for row, weight in enumerate(WEIGHTS)]
     found = row_weights(means(weights, least=least), 5)
     assert found is not None
     smallest = min(weight for weight in weights if weight)
@@ -65,7 +69,7 @@ def evaluation(rows: tuple[int, ...], epsilon: float) -> Evaluation:
     leaves = [torch.tensor([WEIGHTS[row] for row in rows], dtype=torch.float64)]
     part = Part(rows, 5)
     return Evaluation(
-        part=part, sums={"loss": mean}, weights={"loss": 1.0}, pulled={}, leaves=leaves, strangers=0
+        part=part, sums={"loss": mean}, weights={"loss": 1.0}, gradients={}, leaves=leaves, unreplayed=0
     )
 
 
@@ -84,3 +88,98 @@ def test_candidate_that_fits_is_found_also_with_an_epsilon(epsilon: float, is_ne
 def test_weights_are_told_as_integers_where_they_are() -> None:
     assert in_words([1.0, 1.5, 2.0]) == "2, 3, 4"
     assert in_words([1.0, math.pi]) == "1, 3.142"
+
+
+# ---- weights
+
+
+LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])
+MASK = LABELS != -100
+BATCH = {
+    "x": torch.randn(3, 3, 2),
+    "labels": LABELS,
+    "mask": MASK,
+    "picked": torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1]]),
+    "lengths": torch.tensor([2, 1, 3]),
+    "reach": torch.tensor([0.5, math.nan, 2.0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("len(micro['x'])", 3),
+        ("micro['x'].numel()", 18),
+        ("(micro['labels'] != -100).sum()", 6),
+        ("(micro['labels'][:, 1:] != -100).sum()", 3),
+        ("(micro['labels'] != -100).flatten(1).any(1).sum()", 3),
+        ("micro['mask'].sum()", 6),
+        ("(~micro['mask']).sum()", 3),
+        ("weight[micro['labels'][micro['labels'] >= 0]].sum()", 4 + 2 + 3 + 1 + 2 + 3),
+        ("(~micro['reach'].isnan()).sum()", 2),
+        ("(micro['lengths'] - 1).sum()", 3),
+        ("(micro['mask'] * micro['picked']).sum()", 4),
+    ],
+)
+def test_candidates_count_what_their_code_says(code: str, count: float) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = {one.code: one for one in candidates(BATCH, {"weight": weight})}
+    assert found[code].count(tree.flatten(BATCH).leaves) == count
+    assert float(eval(code, {"micro": BATCH, "weight": weight})) == count
+
+
+def test_targets_are_counted_before_what_goes_in() -> None:
+    words = [one.words for one in candidates((LABELS, LABELS), {})]
+    of_last, of_first = (f"the entries of micro[{place}] that are not -100" for place in (1, 0))
+    assert words.index("the rows") < words.index(of_last) < words.index(of_first)
+
+
+class Weighted(nn.Module):
+    """Holds class weights in a buffer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("balance", weight)
+
+    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
+        """Not called."""
+        return micro
+
+
+class Trainer:
+    """Holds class weights and a loss, and cannot be called."""
+
+    def __init__(self) -> None:
+        self.balance = torch.ones(3)
+        self.names = ["a", "b"]
+
+    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
+        """Not called."""
+        return micro
+
+
+def test_class_weights_are_found_wherever_they_are_held() -> None:
+    weight = torch.ones(3)
+
+    def closed(model: nn.Module, micro: Tensor) -> Tensor:
+        return weight[micro]
+
+    def default(model: nn.Module, micro: Tensor, balance: Tensor = weight) -> Tensor:
+        return balance[micro]
+
+    holders = (
+        closed,
+        default,
+        partial(F.cross_entropy, weight=weight),
+        Weighted(weight),
+        Weighted(weight).measure,
+    )
+    for holder in holders:
+        (found,) = held_weights(holder).values()
+        assert found is weight
+    balance = [1.0, 2.0]
+    (found,) = held_weights(lambda model, micro: balance).items()
+    assert found[0] == "torch.tensor(balance)"
+    assert found[1].tolist() == balance
+    assert list(held_weights(Trainer().measure)) == ["self.balance"]
+    assert held_weights(F.mse_loss, lambda model, micro: LABELS) == {}

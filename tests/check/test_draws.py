@@ -43,7 +43,7 @@ def test_rows_keep_their_numbers(draw: Draw) -> None:
             draws.begin(part)
             torch.rand(2)
             assert draw(x[list(part.rows)]).equal(whole[list(part.rows)])
-            assert draws.strangers == 0
+            assert draws.unreplayed == 0
         draws.begin(Part.whole(ROWS))
         torch.rand(2)
         assert draw(x).equal(whole)
@@ -61,23 +61,23 @@ def test_rows_in_another_order_keep_their_numbers() -> None:
     assert found[2].equal(found[0].flip(0))
 
 
-def test_numbers_by_position_are_strangers() -> None:
+def test_numbers_by_position_are_not_replayed() -> None:
     own = torch.Generator().manual_seed(0)
     draws = Draws(0)
 
-    def strangers(draw: Callable[[], object]) -> int:
+    def unreplayed(draw: Callable[[], object]) -> int:
         draws.begin(Part.whole(ROWS))
         draw()
-        return draws.strangers
+        return draws.unreplayed
 
     def seeded() -> None:
         torch.manual_seed(0)
         torch.rand(ROWS)
 
     with rng.preserved(), draws:
-        assert strangers(lambda: torch.rand(ROWS)) == 0
-        assert strangers(lambda: torch.rand(ROWS, generator=own)) == 1
-        assert strangers(seeded) == 1
+        assert unreplayed(lambda: torch.rand(ROWS)) == 0
+        assert unreplayed(lambda: torch.rand(ROWS, generator=own)) == 1
+        assert unreplayed(seeded) == 1
 
 
 def test_packed_rows_are_a_guess_and_can_be_kept_quiet() -> None:
@@ -90,9 +90,9 @@ def test_packed_rows_are_a_guess_and_can_be_kept_quiet() -> None:
         draws.begin(Part((1,), 2))
         assert torch.rand(3, 3).equal(whole[2:])
     assert draws.guessed
-    quiet = Draws(0, is_quiet=True)
-    with rng.preserved(), quiet:
-        quiet.begin(Part.whole(ROWS))
+    without_dropout = Draws(0, without_dropout=True)
+    with rng.preserved(), without_dropout:
+        without_dropout.begin(Part.whole(ROWS))
         assert F.dropout(torch.ones(100), 0.5).equal(torch.ones(100))
 
 
@@ -109,9 +109,9 @@ def test_slopes_of_rrelu_are_replayed_in_forward_and_backward() -> None:
     with rng.preserved(), draws:
         output, gradient = run(Part.whole(ROWS))
         for part in PARTS:
-            piece, pulled = run(part)
+            piece, gradients = run(part)
             assert piece.equal(output[list(part.rows)])
-            assert pulled.equal(gradient[list(part.rows)])
+            assert gradients.equal(gradient[list(part.rows)])
 
 
 def test_casts_to_float32_stay_wide_where_asked() -> None:

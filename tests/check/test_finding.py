@@ -5,7 +5,7 @@ import json
 import pytest
 from torch import nn
 
-from anybatch.check.finding import KINDS, WAYS_OUT, Finding, module_finding, told
+from anybatch.check.finding import KINDS, WAYS_OUT, Finding, module_finding, summaries
 
 
 @pytest.mark.parametrize("kind", set(KINDS) - {"denominator"})
@@ -31,11 +31,11 @@ def test_modules_that_say_the_same_are_told_once() -> None:
     norms = [module_finding("meeting", f"{i}", nn.BatchNorm1d(1), f"`{i}` does.") for i in range(20)]
     other = module_finding("meeting", "last", nn.Linear(1, 1), "It does.")
     term = Finding(kind="denominator", culprit="term 'loss' of mine", what="It is.", ways_out=("a",))
-    texts = told([*norms[:10], other, *norms[10:], term, term])
+    texts = summaries([*norms[:10], other, *norms[10:], term, term])
     assert [text.splitlines()[0] for text in texts[:2]] == [
         "meeting: 0, 1, 2 and 17 more (BatchNorm1d)",
         "meeting: last (Linear)",
     ]
     assert "The others do the like" in texts[0]
     assert texts[1] == str(other)
-    assert told([term, term]) == [str(term)]
+    assert summaries([term, term]) == [str(term)]

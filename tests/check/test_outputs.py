@@ -40,8 +40,8 @@ def test_rows_get_the_outputs_of_the_whole_batch(pooled: bool) -> None:
     assert relative_error(sum(part.sums["rows"] for part in parts), reference.sums["rows"]) <= LIMIT
     same = relative_error(sum(part.sums["all"] for part in parts), reference.sums["all"]) <= LIMIT
     assert same == pooled
-    joined = torch.cat([part.pulled["rows"][0] for part in parts])
-    assert relative_error(joined, reference.pulled["rows"][0]) <= LIMIT
+    joined = torch.cat([part.gradients["rows"][0] for part in parts])
+    assert relative_error(joined, reference.gradients["rows"][0]) <= LIMIT
     assert [part.weights["rows"] for part in parts] == [3, 3, 2]
     assert parts[0].mean("rows") == parts[0].sums["rows"] / 3
 

@@ -30,7 +30,7 @@ def test_padding_is_told_by_a_mask(batch: Any) -> None:
     found = find_padding(batch, nn.Identity())
     assert found is not None
     assert (found.length, found.valid) == (5, tuple(LENGTHS.tolist()))
-    assert "mask" in found.told_by or "[1]" in found.told_by
+    assert "mask" in found.source or "[1]" in found.source
 
 
 def test_padding_is_told_by_the_token() -> None:
@@ -80,7 +80,7 @@ def test_refilled_rows_differ_in_padded_places_alone() -> None:
     padding = find_padding(batch, nn.Identity())
     assert padding is not None
     assert padding.is_masked
-    other = refilled(cut(batch, ROWS), padding, 1).given
+    other = refilled(cut(batch, ROWS), padding, 1).data
     for name in ("tokens", "x"):
         assert other[name][MASK].equal(batch[name][MASK])
         assert not (other[name][~MASK] == batch[name][~MASK]).any()

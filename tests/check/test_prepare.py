@@ -93,7 +93,7 @@ def test_samples_are_collated_once_for_the_whole() -> None:
             return self.layer(x.sum(1, keepdim=True))
 
     found = ready(Mean(), nn.MSELoss(), samples, collate=collate)
-    assert found.whole.given[0].shape == (4, 3, 4)
+    assert found.whole.data[0].shape == (4, 3, 4)
     assert found.samples is not None
     drawn = ready(Mean(), nn.MSELoss(), samples, collate=noisy)
     assert drawn.samples is None

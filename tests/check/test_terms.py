@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.finding import Finding
-from anybatch.check.terms import Audit
+from anybatch.check.terms import TermTest
 from anybatch.core.total import Total
 from anybatch.losses.terms import Terms
 from anybatch.testing import Perceptron
@@ -35,11 +35,11 @@ def right(model: nn.Module, micro: Any) -> Total:
     return Total(losses(model, micro, reduction="sum"), (micro[1] != -100).sum())
 
 
-def audit(loss: Any, *, bare: frozenset[str] = frozenset(), deadline: float = math.inf) -> list[Finding]:
+def term_test(loss: Any, *, bare: frozenset[str] = frozenset(), deadline: float = math.inf) -> list[Finding]:
     model = Perceptron(4, 3)
     ours, whole = bench(model, loss), cut(BATCH, ROWS)
     outermost = calls(ours, whole).parts[whole.part]
-    found = Audit(
+    found = TermTest(
         bench=ours,
         whole=whole,
         outermost=outermost,
@@ -59,7 +59,7 @@ def two_sound(model: nn.Module, micro: Any) -> dict[str, Total]:
 
 @pytest.mark.parametrize("loss", [right, two_sound, Terms(two_sound, coefficients={"size": 0.1})])
 def test_sound_terms_are_not_found(loss: Any) -> None:
-    assert audit(loss) == []
+    assert term_test(loss) == []
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_sound_terms_are_not_found(loss: Any) -> None:
     ids=["as one", "times rows", "of squares", "class weights", "shifted"],
 )
 def test_right_denominator_is_found(loss: Any, code: str) -> None:
-    (finding,) = audit(loss)
+    (finding,) = term_test(loss)
     assert finding.kind == "denominator"
     assert finding.culprit == "term 'loss' of mine"
     assert code in finding.ways_out[0]
@@ -90,7 +90,7 @@ def masked(model: nn.Module, micro: Any, epsilon: float) -> tuple[Tensor, Tensor
 
 
 def test_epsilon_in_a_denominator_hides_it_not() -> None:
-    (finding,) = audit(lambda m, b: Total(masked(m, b, 1e-6)[0], 1))
+    (finding,) = term_test(lambda m, b: Total(masked(m, b, 1e-6)[0], 1))
     assert finding.kind == "denominator"
     assert "the entries of micro[1] that are not -100, apart from an epsilon in it" in finding.what
     assert "ab.Total(sum, n)" in finding.ways_out[0]
@@ -101,7 +101,7 @@ def test_mean_with_an_epsilon_times_its_denominator_is_told_kindly() -> None:
         mean, count = masked(model, micro, 1e-6)
         return Total(mean * count, count)
 
-    (finding,) = audit(mended)
+    (finding,) = term_test(mended)
     assert finding.kind == "denominator"
     assert "but for 4e-07 of it, as an epsilon in a denominator leaves it" in finding.what
     assert "mean * n" in finding.ways_out[0]
@@ -118,11 +118,13 @@ def test_rows_are_weighed_where_their_denominator_is_on_no_list() -> None:
         total, weight = unlisted(model, micro)
         return Total(total / weight, 1)
 
-    (finding,) = audit(mean)
+    (finding,) = term_test(mean)
     weight = (LABELS[:, :1] == LABELS).sum(1) * 2 + 3
-    told = torch.tensor([int(word) for word in finding.what.split("count as ")[1].split(" (")[0].split(", ")])
+    summaries = torch.tensor(
+        [int(word) for word in finding.what.split("count as ")[1].split(" (")[0].split(", ")]
+    )
     assert finding.kind == "denominator"
-    assert torch.equal(told * weight[0], weight * told[0])
+    assert torch.equal(summaries * weight[0], weight * summaries[0])
 
 
 def root(model: nn.Module, micro: Any) -> Total:
@@ -141,7 +143,7 @@ def dice(model: nn.Module, micro: Any) -> Total:
 
 @pytest.mark.parametrize("loss", [root, over_largest, dice])
 def test_rows_that_meet_are_not_taken_for_weighed(loss: Any) -> None:
-    assert [finding.kind for finding in audit(loss)] == ["meeting"]
+    assert [finding.kind for finding in term_test(loss)] == ["meeting"]
 
 
 def test_no_row_is_looked_at_by_itself_after_the_deadline() -> None:
@@ -149,11 +151,11 @@ def test_no_row_is_looked_at_by_itself_after_the_deadline() -> None:
         assert len(micro[0]) in (8, 7, 3, 2, 1)
         return Total(unlisted(model, micro)[0] / unlisted(model, micro)[1], 1)
 
-    assert [finding.kind for finding in audit(mean, deadline=0.0)] == ["meeting"]
+    assert [finding.kind for finding in term_test(mean, deadline=0.0)] == ["meeting"]
 
 
 def test_bare_mean_is_found_even_where_it_adds_up() -> None:
-    (finding,) = audit(lambda m, b: m(b[0]).square().mean(), bare=frozenset({"loss"}))
+    (finding,) = term_test(lambda m, b: m(b[0]).square().mean(), bare=frozenset({"loss"}))
     assert "bare mean" in finding.what
     assert "the rows" in finding.what
 
@@ -214,18 +216,20 @@ def detached(model: nn.Module, micro: Any) -> Total:
     ids=["fading", "contrast", "few", "last", "place", "seed", "detached"],
 )
 def test_other_faults_are_told_apart(loss: Any, kind: str) -> None:
-    assert [finding.kind for finding in audit(loss)] == [kind]
+    assert [finding.kind for finding in term_test(loss)] == [kind]
 
 
 def test_only_the_term_that_does_not_add_up_is_named() -> None:
     def two(model: nn.Module, micro: Any) -> dict[str, Total]:
         return {"main": right(model, micro), "mean": Total(losses(model, micro), 1)}
 
-    assert [finding.culprit for finding in audit(two)] == ["term 'mean' of mine"]
+    assert [finding.culprit for finding in term_test(two)] == ["term 'mean' of mine"]
 
 
 def test_bare_term_does_not_accuse_a_sound_one() -> None:
     def two(model: nn.Module, micro: Any) -> dict[str, Any]:
         return {"main": right(model, micro), "mean": losses(model, micro)}
 
-    assert [finding.culprit for finding in audit(two, bare=frozenset({"mean"}))] == ["term 'mean' of mine"]
+    assert [finding.culprit for finding in term_test(two, bare=frozenset({"mean"}))] == [
+        "term 'mean' of mine"
+    ]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from anybatch.cli import main as cli
-from anybatch.cli import plan as plan_verb
+from anybatch.cli import plan as plan_action
 from anybatch.core.errors import PlanError
 from anybatch.engine.plan import Plan
 from anybatch.step import foresee
@@ -44,7 +44,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def planned(*arguments: str) -> tuple[dict[str, object], str]:
-    return plan_verb.plan(cli._parser().parse_args(["plan", *arguments, "--estimate"]))
+    return plan_action.plan(cli._parser().parse_args(["plan", *arguments, "--estimate"]))
 
 
 def test_function_on_the_meta_device_gives_the_same_plan(target: str) -> None:

@@ -7,16 +7,16 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 import torch
 
 from anybatch.cli import main as cli
-from anybatch.cli import train as verbs
+from anybatch.cli import train as actions
 from anybatch.core.errors import PlanError
 from anybatch.train.trainer import Trainer
 
 
 def test_devices_by_name() -> None:
-    assert verbs.find_device("cpu") == torch.device("cpu")
-    assert verbs.find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert actions.find_device("cpu") == torch.device("cpu")
+    assert actions.find_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.raises(PlanError, match="meta"):
-        verbs.find_device("meta")
+        actions.find_device("meta")
 
 
 def test_interrupted_training_says_how_to_go_on(

@@ -1,4 +1,4 @@
-"""Tests of stand-ins: fakes while it lasts, and everything as before afterwards."""
+"""Fake tensors in place of real ones, and likely values."""
 
 import gc
 import logging
@@ -6,7 +6,7 @@ import logging.handlers
 import random
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,16 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from anybatch import Step, Total
+from anybatch.core.batch import TensorBatch
 from anybatch.core.errors import PlanError, TraceError
+from anybatch.engine.plan import Plan
 from anybatch.memory.fake import (
     FakeMode,
     Fakes,
     dense_only,
     drop_left_fakes,
+    likely_value,
+    replaced_by_fakes,
+    set_likely_value,
     sparse_refused,
-    stand_ins,
     undisturbed,
 )
+from anybatch.memory.meter import Meter
+from anybatch.planner.trace import trace
 
 
 class Holder(nn.Module):
@@ -66,7 +73,7 @@ def test_modules_are_as_before(fails: bool) -> None:
     before = contents(model)
     mode = FakeMode()
     try:
-        with stand_ins(mode, model.modules(), []):
+        with replaced_by_fakes(mode, model.modules(), []):
             assert model.one.weight is model.other.weight
             assert isinstance(model.one.weight, FakeTensor)
             assert isinstance(model.one.weight, nn.Parameter)
@@ -92,7 +99,7 @@ def test_optimizers_are_as_before() -> None:
     groups, state = optimizer.param_groups, optimizer.state
     steps = [slots["step"].item() for slots in state.values()]
     mode = FakeMode()
-    with stand_ins(mode, [model], [optimizer]), mode:
+    with replaced_by_fakes(mode, [model], [optimizer]), mode:
         assert optimizer.param_groups[0]["params"][0] is model.weight
         assert isinstance(optimizer.param_groups[0]["lr"], FakeTensor)
         for parameter in model.parameters():
@@ -112,7 +119,7 @@ def test_scalars_of_optimizers_keep_their_values() -> None:
     optimizer.step()
     products = [slots["mu_product"].item() for slots in optimizer.state.values()]
     mode = FakeMode()
-    with stand_ins(mode, [model], [optimizer]) as fakes, mode:
+    with replaced_by_fakes(mode, [model], [optimizer]) as fakes, mode:
         assert optimizer.param_groups[0]["lr"].item() == 0.25
         assert [slots["mu_product"].item() for slots in optimizer.state.values()] == products
         assert products[0] not in (0.0, 1.0)
@@ -128,13 +135,13 @@ def test_shared_memory_stays_shared_and_hooks_come_along() -> None:
     first, second = nn.Parameter(flat[:3]), nn.Parameter(flat[3:])
     called: list[int] = []
     first.register_hook(lambda gradient: called.append(1))
-    first.note = "mine"  # pyright: ignore
+    first.set_likely_value = "mine"  # pyright: ignore
     mode = FakeMode()
     fakes = Fakes(mode)
     one, other = fakes.of(first), fakes.of(second)
     assert one.untyped_storage()._cdata == other.untyped_storage()._cdata
     assert one.untyped_storage().nbytes() == flat.nbytes
-    assert one.note == "mine"  # pyright: ignore
+    assert one.set_likely_value == "mine"  # pyright: ignore
     with mode:
         (one * 2).sum().backward()
     assert called == [1]
@@ -270,7 +277,7 @@ def test_sparse_gradients_are_refused_for_a_while(is_fake: bool) -> None:
         if not is_fake:
             layer(ids).sum().backward()
             return
-        with stand_ins(mode, [layer], []), mode.explained(), mode:
+        with replaced_by_fakes(mode, [layer], []), mode.explained(), mode:
             layer(torch.zeros(3, 2, dtype=torch.long)).sum().backward()
 
     with dense_only(layer.parameters()), pytest.raises(PlanError, match=r"sparse ones of shape \(5, 2\)"):
@@ -285,3 +292,128 @@ def test_sparse_gradients_are_refused_for_a_while(is_fake: bool) -> None:
 
 def test_the_refusal_says_what_came() -> None:
     assert "Expected dense gradients, got a SparseAdam: " in str(sparse_refused("a SparseAdam"))
+
+
+# ---- likely
+
+
+def bad(x: Tensor) -> None:
+    if x.isnan().any():
+        raise ValueError
+
+
+def not_all(x: Tensor) -> None:
+    if not x.isfinite().all():
+        raise ValueError
+
+
+def negated(x: Tensor) -> None:
+    assert (~x.isfinite()).sum() == 0
+    assert not (~torch.isfinite(x)).any()
+    assert torch.logical_not(x.isnan().any(1)).all()
+
+
+def either(x: Tensor) -> None:
+    assert not (x.isinf() | x.isnan()).any()
+    assert not (x.isinf().any() | x.isnan().any())
+    assert (x.isinf().any() | (x > 0).any()).item()  # any other bool is true
+
+
+def differs(x: Tensor) -> None:
+    assert not (x != x).any()
+    assert (x == x).all()
+    assert (x != x + 1).any()
+
+
+def counted(x: Tensor) -> None:
+    if x.isnan().sum() > 0 or x.isnan().sum().item() > 0:
+        raise ValueError
+    if (x > 0).sum() == 0 or (x > 0).sum() < 7:
+        raise ValueError
+    n = (x > 0).sum()
+    assert torch.where(n == 0, torch.ones_like(n), n).item() == x.numel()
+    assert x.numel() - x.isnan().sum() > 0
+    assert (x.numel() - (x < 0).sum()).item() > 0  # what is not known to be 0 weighs something
+
+
+GUARDS = [bad, not_all, negated, either, differs, counted]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_no_number_is_broken_and_counts_are_compared(guard: Callable[[Tensor], None]) -> None:
+    with FakeMode():
+        guard(torch.ones(3, 4, requires_grad=True))
+    guard(torch.ones(3, 4))  # as real ones say
+
+
+class Guarded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        bad(outputs)
+        return outputs.clamp(-9, 9) if outputs.isinf().any() else outputs
+
+
+def test_a_model_with_a_guard_against_nan_is_traced() -> None:
+    model = Guarded()
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    rows = TensorBatch((torch.ones(3, 4), torch.ones(3, 2)))
+    assert trace(Plan(rows=3, micro_batch=3), step.task(), rows).source == "predicted"
+
+
+def flipped(x: Tensor) -> Tensor:
+    return x.isnan().logical_not_()
+
+
+def joined(x: Tensor) -> Tensor:
+    broken = x.isnan()
+    broken |= x > 0
+    return broken
+
+
+def written(x: Tensor) -> Tensor:
+    broken = x.isnan()
+    broken[:, 0] = True
+    return broken
+
+
+@pytest.mark.parametrize("write", [flipped, joined, written])
+def test_what_was_written_to_is_not_known_any_more(write: Callable[[Tensor], Tensor]) -> None:
+    with FakeMode():
+        changed = write(torch.ones(3, 4))
+        assert likely_value(changed) is None
+        assert changed.any()
+        total = torch.zeros(())
+        total += torch.ones(3).sum()
+        assert likely_value(total + torch.ones(2).sum()) == likely_value(total) + 2
+
+
+def test_rows_without_labels_weigh_as_much_as_others() -> None:
+    """A weight that came to 0 would leave all parameters without gradient, and without state."""
+
+    def loss(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
+        bad = micro[1].isnan()
+        losses = (model(micro[0]) - micro[1].nan_to_num()).square() * ~bad
+        weight = bad.numel() - bad.sum()
+        return Total(losses.sum(), weight) if weight > 0 else Total(model(micro[0]).sum() * 0, weight)
+
+    model = nn.Linear(4, 2)
+    step = Step(model, loss, torch.optim.AdamW(model.parameters()))
+    rows = torch.ones(3, 4), torch.tensor([[1.0, float("nan")]]).repeat(3, 1)
+    step(rows)
+    with Meter(model, step.optimizers, batch_leaves=rows) as meter:
+        step(rows)
+    assert trace(Plan(rows=3, micro_batch=3), step.task(), TensorBatch(rows)).peak == meter.peak
+
+
+def test_what_is_not_known_stays_so() -> None:
+    with FakeMode():
+        x = torch.ones(3)
+        assert likely_value(x.max()) is likely_value(x > 0) is likely_value(x.isnan() & (x > 0)) is None
+        result = torch.ones(())
+        set_likely_value(torch.ops.aten.sum.default, [x], result)
+    assert likely_value(result) == 3
+    assert likely_value(7) is None

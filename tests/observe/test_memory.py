@@ -8,15 +8,15 @@ from anybatch.core.errors import PlanError
 from anybatch.memory.ledger import OWNERS, Ledger, Moment
 from anybatch.observe.figure import FORMATS
 from anybatch.observe.memory import COLOURS, plot
-from anybatch.planner.candidates import Survey
-from tests.budgets import make, question, rows_of
+from anybatch.planner.candidates import Candidates
+from tests.budgets import make, request, rows_of
 
 STARTS = {".png": b"\x89PNG", ".svg": b"<?xml", ".html": b"<!DOCTYPE html>", ".pdf": b"%PDF"}
 
 
 def ledger() -> Ledger:
-    asked = question(make(), rows_of(4))
-    return Survey(asked).trace(asked.uniform(2, "recompute")).ledger
+    asked = request(make(), rows_of(4))
+    return Candidates(asked).trace(asked.uniform(2, "recompute")).ledger
 
 
 @pytest.mark.parametrize("ending", [*FORMATS, ".SVG"])

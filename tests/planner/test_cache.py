@@ -1,4 +1,4 @@
-"""One plan for each shape of rows: rounded up, remembered, and never one that is too small."""
+"""One plan for each shape of rows, and the race between plans."""
 
 import json
 from collections.abc import Iterator
@@ -9,10 +9,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.core.batch import SampleBatch
-from anybatch.core.errors import BudgetError, PlanError
+from anybatch import Plan
+from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
-from anybatch.planner.cache import Budget, aimed, answer, device_of
+from anybatch.planner.cache import (
+    ROUNDS,
+    Budget,
+    Race,
+    device_of,
+    find_plan,
+    for_device,
+    longest,
+    round_up,
+    row_shape,
+    shaped,
+)
 from anybatch.planner.search import choose
 from tests.budgets import (
     Net,
@@ -21,7 +33,7 @@ from tests.budgets import (
     changed_by,
     make,
     metered,
-    question,
+    request,
     rows_of,
     sgd,
 )
@@ -32,7 +44,7 @@ MEMORY = 60_000
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The questions that a planner was asked."""
+    """The requests that a planner was asked."""
     asked: list[Any] = []
     monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
     return asked
@@ -56,7 +68,7 @@ def test_lengths_share_a_few_plans_that_hold_for_all(made: list[Any]) -> None:
     kept = Budget(MEMORY)
     sizes: dict[int, int] = {}
     for length in (9, 16, 13, 14, 15, 16, 9, 11, 10, 40, 38):
-        plan = kept.plan(question(step, lengths(length), blocks=()))
+        plan = kept.plan(request(step, lengths(length), blocks=()))
         sizes[length] = plan.micro_batch
         if length in (9, 16, 38):
             batch = lengths(length)
@@ -65,26 +77,26 @@ def test_lengths_share_a_few_plans_that_hold_for_all(made: list[Any]) -> None:
                 metered(step, lambda batch=batch, plan=plan: carried_out(step, plan, batch), batch) <= MEMORY
             )
     # 9 as it came, then 16, 14, 12, 10 and 40.
-    assert len(made) == len(kept.contests) == 6
+    assert len(made) == len(kept.races) == 6
     assert sizes[9] >= sizes[16] > sizes[40] >= 1
 
 
 def test_fewer_rows_use_the_same_plan_and_more_do_not(made: list[Any]) -> None:
     step, kept = make(net), Budget(MEMORY)
-    first = kept.plan(question(step, lengths(16), blocks=()))
-    fewer = kept.plan(question(step, lengths(16, 2), blocks=()))
+    first = kept.plan(request(step, lengths(16), blocks=()))
+    fewer = kept.plan(request(step, lengths(16, 2), blocks=()))
     assert (fewer.rows, fewer.micro_batch) == (2, min(2, first.micro_batch))
     assert len(made) == 1
-    assert kept.plan(question(step, lengths(16, 7), blocks=())).rows == 7
+    assert kept.plan(request(step, lengths(16, 7), blocks=())).rows == 7
     assert len(made) == 2
 
 
 def test_other_settings_and_refusals_have_plans_of_their_own(made: list[Any]) -> None:
     step, kept = make(net), Budget(10**6)
-    kept.plan(question(step, rows_of(8), blocks=()))
-    assert kept.plan(question(step, rows_of(8), sizes=(3,), blocks=())).micro_batch == 3
-    assert kept.plan(question(step, rows_of(8), blocks=())).micro_batch == 8
-    kept.plan(question(step, rows_of(8), blocks=(), cut_refused="rows meet"))
+    kept.plan(request(step, rows_of(8), blocks=()))
+    assert kept.plan(request(step, rows_of(8), sizes=(3,), blocks=())).micro_batch == 3
+    assert kept.plan(request(step, rows_of(8), blocks=())).micro_batch == 8
+    kept.plan(request(step, rows_of(8), blocks=(), cut_refused="rows meet"))
     assert len(made) == 3
 
 
@@ -93,12 +105,12 @@ def test_where_rounded_rows_do_not_fit_the_plan_is_for_no_longer_ones() -> None:
     step = make(net)
     length = 65
     with pytest.raises(BudgetError) as refused:
-        Budget(1).plan(question(step, lengths(length, 2), blocks=()))
+        Budget(1).plan(request(step, lengths(length, 2), blocks=()))
     kept = Budget(refused.value.smallest)
-    kept.plan(question(step, lengths(5, 2), blocks=()))
-    assert kept.plan(question(step, lengths(length, 2), blocks=())).rows == 2
+    kept.plan(request(step, lengths(5, 2), blocks=()))
+    assert kept.plan(request(step, lengths(length, 2), blocks=())).rows == 2
     with pytest.raises(BudgetError):
-        kept.plan(question(step, lengths(length + 3, 2), blocks=()))
+        kept.plan(request(step, lengths(length + 3, 2), blocks=()))
 
 
 def test_lengths_of_what_cannot_be_traced_are_measured_as_they_are() -> None:
@@ -107,33 +119,33 @@ def test_lengths_of_what_cannot_be_traced_are_measured_as_they_are() -> None:
             return super().forward(x.mean(1))
 
     kept = Budget(10**6)
-    plans = [kept.plan(question(make(Lengths), lengths(length))) for length in (5, 9, 11)]
+    plans = [kept.plan(request(make(Lengths), lengths(length))) for length in (5, 9, 11)]
     assert {plan.micro_batch for plan in plans} == {ROWS}
 
 
 def test_plans_survive_json(made: list[Any]) -> None:
     step, kept = make(net), Budget(MEMORY)
     batches = [lengths(length) for length in (16, 15, 13, 30)]
-    before = [kept.plan(question(step, batch)) for batch in batches]
+    before = [kept.plan(request(step, batch)) for batch in batches]
     count = len(made)
     again = Budget(MEMORY)
     again.load(json.loads(json.dumps(kept.state())))
-    assert [again.plan(question(step, batch)) for batch in reversed(batches)] == before[::-1]
+    assert [again.plan(request(step, batch)) for batch in reversed(batches)] == before[::-1]
     assert len(made) == count
     other = Budget(MEMORY + 1)
     other.load(kept.state())
-    assert other.contests == {}
+    assert other.races == {}
 
 
 def test_plans_of_older_checkpoints_are_taken_over(made: list[Any]) -> None:
     """They say "micro" where nothing was chosen."""
     step, kept = make(net), Budget(MEMORY)
-    before = kept.plan(question(step, lengths(16)))
+    before = kept.plan(request(step, lengths(16)))
     older = json.loads(json.dumps(kept.state()).replace('batch_norm\\": null', 'batch_norm\\": \\"micro\\"'))
     assert '"batch_norm": "micro"' in older[0]["plan"]
     again = Budget(MEMORY)
     again.load(older)
-    assert again.plan(question(step, lengths(16))) == before
+    assert again.plan(request(step, lengths(16))) == before
     assert before.batch_norm is None
     assert len(made) == 1
 
@@ -218,12 +230,12 @@ def test_no_budget_is_refused_at_once(memory: Any) -> None:
 
 
 def test_aim() -> None:
-    asked = question(make(), rows_of(8))
-    free = aimed(asked, None, None, measure=True)
+    asked = request(make(), rows_of(8))
+    free = for_device(asked, None, None, measure=True)
     assert (free.budget, free.sizes, free.blocks, free.measure) == (None, (8,), (), False)
-    near = aimed(asked, "1MB", None, measure=True)
+    near = for_device(asked, "1MB", None, measure=True)
     assert (near.budget, near.sizes, near.device.is_here, near.measure) == (10**6, (), True, True)
-    assert not aimed(asked, "1MB", "cuda:a100", measure=True).device.is_here
+    assert not for_device(asked, "1MB", "cuda:a100", measure=True).device.is_here
 
 
 def test_devices() -> None:
@@ -247,11 +259,11 @@ def test_what_is_trained_later_is_planned_anew() -> None:
         block.requires_grad_(False)
     step(batch)
     assert step.planning.budget is not None
-    assert len(step.planning.budget.contests) == 1
+    assert len(step.planning.budget.races) == 1
     for block in step.model.blocks:
         block.requires_grad_(True)
     step(batch)
-    assert len(step.planning.budget.contests) == 2
+    assert len(step.planning.budget.races) == 2
     assert metered(step, lambda: step(batch), batch) <= 60_000
 
 
@@ -267,9 +279,86 @@ def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(budget_module, "enforced", noting)
     monkeypatch.setattr(budget_module, "choose", lambda asked: kept.append(list(held)) or choose(asked))
-    asked = question(make(), rows_of())
+    asked = request(make(), rows_of())
     Budget(10**7).plan(asked)
-    answer(asked, "20MB", None, measure=False)
-    answer(asked, None, None, measure=False)
-    answer(asked, "20MB", "cuda:a100", measure=False)
+    find_plan(asked, "20MB", None, measure=False)
+    find_plan(asked, None, None, measure=False)
+    find_plan(asked, "20MB", "cuda:a100", measure=False)
     assert kept == [[10**7], ["20MB"], [], []]
+
+
+# ---- race
+
+
+PLANS = [Plan(rows=12, micro_batch=size) for size in (12, 6, 4, 3)]
+
+
+def run(seconds: dict[Plan, float], *, warm_up: float = 0.0) -> tuple[Race, list[Plan]]:
+    """The race until it is settled, and what was carried out."""
+    race, made = Race(PLANS), list[Plan]()
+    while not race.is_settled:
+        plan = race.plan
+        race.record(plan, seconds[plan] + warm_up * (plan not in made))
+        made.append(plan)
+    return race, made
+
+
+def test_the_fastest_stays_and_all_are_tried() -> None:
+    race, made = run(dict(zip(PLANS, (1.0, 0.9, 1.1, 1.15), strict=True)))
+    assert race.plan == race.fastest == PLANS[1]
+    assert made[:4] == PLANS
+    assert len(made) == 4 * ROUNDS
+
+
+def test_the_first_step_of_each_does_not_count() -> None:
+    race, _ = run(dict(zip(PLANS, (1.0, 0.9, 1.1, 1.2), strict=True)), warm_up=100.0)
+    assert race.plan == PLANS[1]
+
+
+def test_the_hopeless_are_not_tried_to_the_end() -> None:
+    race, made = run(dict(zip(PLANS, (1.0, 9.0, 9.0, 9.0), strict=True)))
+    assert race.plan == PLANS[0]
+    assert max(made.count(plan) for plan in PLANS[1:]) == 2
+
+
+def test_one_plan_needs_no_contest() -> None:
+    race = Race(PLANS[:1])
+    assert race.is_settled
+    race.record(PLANS[1], 0.0)  # of another
+    assert race.plan == PLANS[0]
+
+
+def test_the_likeliest_leads_while_nothing_is_known() -> None:
+    assert Race(PLANS).fastest == PLANS[0]
+
+
+# ---- shapes
+
+
+def test_sizes_are_rounded_up_in_steps_of_a_quarter_at_most() -> None:
+    for size in range(1, 2000):
+        assert size <= round_up(size) <= max(size * 5 // 4, 1)
+        assert round_up(round_up(size)) == round_up(size)
+    assert len({round_up(size) for size in range(65, 129)}) == 4
+
+
+def test_rows_of_another_shape() -> None:
+    found = shaped(
+        (("torch.float32", (9, 3)), ("torch.int64", ())), TensorBatch((torch.zeros(4, 2, 3), torch.arange(4)))
+    )
+    x, y = found.whole
+    assert (x.shape, y.shape, x.dtype, y.dtype) == ((1, 9, 3), (1,), torch.float32, torch.int64)
+    assert x.device.type == y.device.type == "cpu"
+
+
+def test_samples_of_other_kinds_are_refused() -> None:
+    batch = SampleBatch([0] * 9, lambda rows: torch.zeros([1] * len(rows)))
+    with pytest.raises(BatchError, match="tensors of the same kinds"):
+        longest(batch)
+
+
+def test_shape_of_a_row() -> None:
+    assert row_shape({"x": torch.zeros(4, 2, 3), "y": torch.arange(4)}) == (
+        ("torch.float32", (2, 3)),
+        ("torch.int64", ()),
+    )

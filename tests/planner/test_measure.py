@@ -1,16 +1,27 @@
-"""A step that is really run, and taken back. What cannot be traced at all is in tests/test_trace.py."""
+"""Steps that really run: bytes and seconds."""
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Step
-from anybatch.core.batch import TensorBatch
-from anybatch.core.errors import OutOfMemoryError, PlanError
-from anybatch.engine.plan import Plan
-from anybatch.planner.measure import probe
+from anybatch import Plan, Step, Total
+from anybatch.core.batch import Batch, SampleBatch, TensorBatch
+from anybatch.core.errors import OutOfMemoryError, PlanError, TraceError
+from anybatch.memory.meter import Meter
+from anybatch.planner.measure import (
+    NoUpdate,
+    has_state,
+    measure_step,
+    repeated,
+    seconds_per_row,
+    trace_update,
+)
 from anybatch.planner.trace import trace
 from tests.planner.test_trace import OPTIMIZERS, ROWS, mlp, task_of, vectors
+from tests.snapshots import changes, snapshot
 
 
 @pytest.mark.parametrize("micro_batch", [6, 12])
@@ -19,7 +30,7 @@ def test_a_probe_before_the_first_step_counts_the_state_to_come(name: str, micro
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS[name](model.parameters()), check=False)
     plan, batch = Plan(rows=ROWS, micro_batch=micro_batch), TensorBatch(vectors())
-    measured, predicted = probe(plan, task_of(step), batch), trace(plan, task_of(step), batch)
+    measured, predicted = measure_step(plan, task_of(step), batch), trace(plan, task_of(step), batch)
     state = predicted.ledger.phases()["backward"].bytes[2]
     assert measured.ledger.phases()["backward"].bytes[2] == state > 0
     assert measured.ledger.phases()["backward"].total == predicted.ledger.phases()["backward"].total
@@ -43,7 +54,7 @@ def test_weights_that_a_forward_writes_to_are_as_before() -> None:
     model = Forgetful()
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     before = model.layer.weight.detach().clone()
-    probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
+    measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
     assert torch.equal(model.layer.weight, before)
     assert [one is model.layer.weight for one in step.guard.streams.written] == [True]
 
@@ -65,14 +76,14 @@ def test_rows_that_a_forward_writes_to_are_as_before() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     x, y = vectors()
     before = x.clone()
-    probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch((x, y)))
+    measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch((x, y)))
     assert torch.equal(x, before)
 
 
 def test_parameters_without_gradient_get_no_state() -> None:
     model = Overwriting()
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), check=False)
-    found = probe(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
+    found = measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
     assert found.idle == {*model.idle.parameters()}
     count = 4 + 4  # bytes of the step counters of weight and bias
     numbers = sum(p.numel() for p in model.layer.parameters())
@@ -84,7 +95,7 @@ def test_sparse_gradients_are_refused() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     batch = TensorBatch((torch.randint(50, (ROWS, 9)), torch.randint(10, (ROWS,))))
     with pytest.raises(PlanError, match="dense"):
-        probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+        measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -102,8 +113,140 @@ def test_rows_that_are_too_many_are_not_measured_in_parts() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     before = model.layer.weight.detach().clone()
     batch = TensorBatch(vectors())
-    assert probe(Plan(rows=ROWS, micro_batch=3), task_of(step), batch).source == "measured"
+    assert measure_step(Plan(rows=ROWS, micro_batch=3), task_of(step), batch).source == "measured"
     with pytest.raises(OutOfMemoryError, match="Expected 6 rows that can be measured, got out of memory"):
-        probe(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+        measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
     assert torch.equal(model.layer.weight, before)
     assert model.layer.weight.grad is None
+
+
+# ---- optimizer
+
+
+def make(**options: object) -> Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Step(model, nn.MSELoss(), optimizer, check=False, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-true"])
+def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
+    step = make(precision=precision)
+    task = step.task()
+    recording, state, made = trace_update(
+        Plan(rows=2, micro_batch=2, precision=step.precision), task, set(), []
+    )
+    moments = [one for one in state if one.dim()]
+    numbers = sum(p.numel() for p in task.parameters)
+    assert sum(one.numel() for one in moments) == 2 * numbers
+    assert {one.dtype for one in moments} == {torch.float32}
+    assert made == set(task.parameters)
+    assert recording.peak() > 0
+    assert not has_state(task)
+    assert all(p.grad is None for p in task.parameters)
+
+
+def test_state_that_is_there_is_seen() -> None:
+    step = make()
+    step((torch.randn(2, 4), torch.randn(2, 2)))
+    assert has_state(step.task())
+
+
+def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:
+    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    one.grad = torch.ones(2)
+    no_update = NoUpdate([one, other])
+    no_update.step()
+    assert no_update.idle == {other}
+    assert torch.equal(one, torch.ones(2))
+
+
+class Asking(torch.optim.SGD):
+    """Wants a value that only a real step has."""
+
+    def step(self, closure: object = None) -> None:  # pyright: ignore
+        1 / (self.param_groups[0]["params"][0].grad.max().item() - 1)
+
+
+def test_an_update_that_cannot_be_traced_says_what_to_do() -> None:
+    step = make()
+    alone = Step(step.model, nn.MSELoss(), Asking(step.model.parameters(), lr=0.1), check=False)
+    with pytest.raises(TraceError, match=r"an update .* ZeroDivisionError .*choose micro_batch= yourself"):
+        trace_update(Plan(rows=2, micro_batch=2), alone.task(), set(), [])
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_whoever_measures_does_not_see_it() -> None:
+    step = make()
+    with Meter(step.model, step.optimizers) as meter:
+        trace_update(Plan(rows=2, micro_batch=2), step.task(), set(), [])
+    assert meter.peak == sum(p.nbytes for p in step.model.parameters())
+
+
+# ---- seconds
+
+
+TIMED_ROWS = 8
+PLANS = [Plan(rows=TIMED_ROWS, micro_batch=size) for size in (8, 4, 3)]
+JUDGE = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+class Restless(nn.Module):
+    """Changes its input, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen, self.plain = nn.Linear(3, 2), [0], torch.zeros(2)
+        self.state: Tensor | None = None
+        self.rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.sub_(0.5)
+        assert self.state is None or len(self.state) in (len(x), self.rows)
+        self.rows += len(x)
+        self.seen.append(len(x))
+        self.plain += 1
+        self.state = self.layer(x)
+        return self.state
+
+
+def loss(model: nn.Module, micro: Any) -> Total:
+    outputs = JUDGE(model(micro))
+    return Total(outputs.square().sum(), len(micro))
+
+
+def views(samples: list[Tensor]) -> Tensor:
+    return samples[0] if len(samples) == 1 else torch.stack(samples)
+
+
+@pytest.mark.parametrize(
+    "batch", [TensorBatch(torch.ones(TIMED_ROWS, 3)), SampleBatch([*torch.ones(TIMED_ROWS, 3)], views)]
+)
+def test_nothing_is_changed(batch: Batch) -> None:
+    model = Restless()
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    before, judged = snapshot(step), {name: one.clone() for name, one in JUDGE.state_dict().items()}
+    times = seconds_per_row(PLANS, step.task(), batch, limit_s=1.0)
+    assert all(one is not None and one > 0 for one in times)
+    assert not changes(before, snapshot(step))
+    assert all(torch.equal(one, judged[name]) for name, one in JUDGE.state_dict().items())
+    assert all(parameter.grad is None for parameter in JUDGE.parameters())
+    assert (model.seen, model.rows, model.state, float(model.plain.sum())) == ([0], 0, None, 0.0)
+    assert all(bool((one == 1).all()) for one in batch.given)
+
+
+def test_a_plan_that_fails_has_no_time() -> None:
+    model = nn.Linear(3, 2)
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
+    batch = TensorBatch((torch.ones(TIMED_ROWS, 3), torch.ones(TIMED_ROWS, 2)))
+    wrong = replace(PLANS[1], blocks=(("nowhere", "recompute"),))
+    good, bad = seconds_per_row([PLANS[0], wrong], step.task(), batch, limit_s=1.0)
+    assert good is not None
+    assert bad is None
+
+
+def test_rows_are_repeated_where_there_are_too_few() -> None:
+    assert repeated(TensorBatch(torch.arange(3)), 5).whole.tolist() == [0, 1, 2, 0, 1]
+    assert repeated(SampleBatch([1, 2], torch.tensor), 3).given == [1, 2, 1]
+    assert repeated(TensorBatch(torch.arange(3)), 2).rows == 2

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from anybatch.planner.mixture import KEEP, Mix, Segment
+from anybatch.planner.mixture import KEEP, Mixture, Segment
 
 
 def segment(block: str, net: int, peak: int, *, at: int = 0, seconds: float = 0.0) -> Segment:
@@ -16,21 +16,21 @@ def segment(block: str, net: int, peak: int, *, at: int = 0, seconds: float = 0.
 def test_peak_and_seconds_of_a_mixture() -> None:
     kept = [segment("a", 5, 6, seconds=1), segment("", 0, 3, seconds=1), segment("a", -5, 2, at=1, seconds=1)]
     rebuilt = [segment("a", 1, 6, seconds=1), segment("", 0, 9), segment("a", -1, 7, at=1, seconds=3)]
-    mix = Mix(start=10, segments={KEEP: kept, "recompute": rebuilt})
-    assert (mix.blocks, mix.policies) == (("a",), (KEEP, "recompute"))
-    assert mix.peak({}) == 10 + 5 + 3
-    assert mix.peak({"a": "recompute"}) == 10 + 1 + 7  # what belongs to no block is as in the kept step
-    assert (mix.seconds({}), mix.seconds({"a": "recompute"})) == (3, 5)
+    mixture = Mixture(start=10, segments={KEEP: kept, "recompute": rebuilt})
+    assert (mixture.blocks, mixture.policies) == (("a",), (KEEP, "recompute"))
+    assert mixture.peak({}) == 10 + 5 + 3
+    assert mixture.peak({"a": "recompute"}) == 10 + 1 + 7  # what belongs to no block is as in the kept step
+    assert (mixture.seconds({}), mixture.seconds({"a": "recompute"})) == (3, 5)
 
 
 def test_start_is_a_moment_too() -> None:
-    assert Mix(start=10, segments={KEEP: [segment("a", -5, 0)]}).peak({}) == 10
+    assert Mixture(start=10, segments={KEEP: [segment("a", -5, 0)]}).peak({}) == 10
 
 
 @pytest.mark.parametrize("other", [[], [segment("b", 1, 1)], [segment("a", 1, 1, at=1)]])
 def test_segments_of_another_step_are_refused(other: list[Segment]) -> None:
     with pytest.raises(ValueError, match="Expected the segments of 'keep'"):
-        Mix(start=0, segments={KEEP: [segment("a", 1, 1)], "recompute": other})
+        Mixture(start=0, segments={KEEP: [segment("a", 1, 1)], "recompute": other})
 
 
 def test_bytes_are_freed_where_that_costs_least() -> None:
@@ -47,12 +47,12 @@ def test_bytes_are_freed_where_that_costs_least() -> None:
     back = [
         Segment(block=one, place=("backward", 0), net=-10, peak=0, seconds=3.0) for one in ("twice", "dear")
     ]
-    mix = Mix(start=0, segments={KEEP: [*first, *back, *later[:-1]]})
-    assert (mix.peak({}), mix.seconds({})) == (27, 67.0)
-    found = [mix.least_seconds(budget) - 67.0 for budget in (30, 27, 22, 17, 12, 7)]
+    mixture = Mixture(start=0, segments={KEEP: [*first, *back, *later[:-1]]})
+    assert (mixture.peak({}), mixture.seconds({})) == (27, 67.0)
+    found = [mixture.least_seconds(budget) - 67.0 for budget in (30, 27, 22, 17, 12, 7)]
     assert found == [0, 0, 2, 4, 8, 12]
-    assert mix.least_seconds(6) == inf
-    assert mix.least_seconds(7, may_move=True) == 67.0
+    assert mixture.least_seconds(6) == inf
+    assert mixture.least_seconds(7, may_move=True) == 67.0
 
 
 def test_what_comes_and_goes_for_others_depends_on_their_policies() -> None:
@@ -75,21 +75,21 @@ def test_what_comes_and_goes_for_others_depends_on_their_policies() -> None:
             Segment(block="a", place=("backward", 0), net=-10, peak=5),
         ]
 
-    mix = Mix(start=0, segments={KEEP: step({"a": False}), "offload": step({"a": True})})
+    mixture = Mixture(start=0, segments={KEEP: step({"a": False}), "offload": step({"a": True})})
     found = {
-        name: [(one.net, one.peak) for one in mix.of(dict.fromkeys(name, "offload"))]
+        name: [(one.net, one.peak) for one in mixture.of(dict.fromkeys(name, "offload"))]
         for name in ("a", "b", "")
     }
     assert found["a"] == [(10, 10), (2, 12), (0, 3), (-2, 12), (-10, 5)]  # though b is kept
     assert found["b"] == found[""] == [(10, 10), (10, 12), (0, 3), (-10, 4), (-10, 5)]  # though b is moved
-    assert (mix.peak({}), mix.peak({"a": "offload"}), mix.peak({"b": "offload"})) == (24, 24, 24)
+    assert (mixture.peak({}), mixture.peak({"a": "offload"}), mixture.peak({"b": "offload"})) == (24, 24, 24)
 
 
 def test_a_policy_that_is_known_frees_bytes_at_its_own_price() -> None:
     def step(net: int, *seconds: float) -> list[Segment]:
         return [segment(block, net, 10, seconds=took) for block, took in zip("ab", seconds, strict=True)]
 
-    kept = Mix(start=0, segments={KEEP: step(10, 4.0, 4.0)})
-    known = Mix(start=0, segments={KEEP: step(10, 4.0, 4.0), "offload": step(0, 5.0, 9.0)})
+    kept = Mixture(start=0, segments={KEEP: step(10, 4.0, 4.0)})
+    known = Mixture(start=0, segments={KEEP: step(10, 4.0, 4.0), "offload": step(0, 5.0, 9.0)})
     assert [kept.least_seconds(budget) for budget in (20, 10, 5)] == [8, 10, 11]
     assert [known.least_seconds(budget) for budget in (20, 10, 5)] == [8, 9, 10]

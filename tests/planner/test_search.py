@@ -11,8 +11,8 @@ from torch import nn
 from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError, OutOfMemoryError
 from anybatch.engine.plan import Plan
-from anybatch.planner import candidates as survey
-from anybatch.planner.candidates import Question, Survey
+from anybatch.planner import candidates as candidates
+from anybatch.planner.candidates import Candidates, Request
 from anybatch.planner.report import Option
 from anybatch.planner.search import _ahead, _grown, _ordered, choose
 from anybatch.recompute.blocks import choose_blocks as settle
@@ -27,17 +27,17 @@ from tests.budgets import (
     images,
     make,
     metered,
-    question,
+    request,
     rows_of,
     sgd,
 )
 
 
-def within(asked: Question, budget: int) -> PlanReport:
+def within(asked: Request, budget: int) -> PlanReport:
     return choose(replace(asked, budget=budget))
 
 
-def smallest(asked: Question) -> int:
+def smallest(asked: Request) -> int:
     with pytest.raises(BudgetError) as refused:
         within(asked, 1)
     return int(refused.value.smallest)
@@ -92,10 +92,10 @@ CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] =
 def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest(name: str) -> None:
     build, batch_of, options = CASES[name]
     step, batch = build(), batch_of()
-    asked = question(step, batch, **options)
+    asked = request(step, batch, **options)
     changed = changed_by(step, lambda: smallest(asked))
     assert changed == []
-    least, most = smallest(asked), Survey(asked).trace(asked.like).peak
+    least, most = smallest(asked), Candidates(asked).trace(asked.like).peak
     for budget in (least, (least + max(least, most)) // 2):
         report = within(asked, budget)
         assert report.peak <= budget
@@ -110,7 +110,7 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
 
 
 def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> None:
-    asked = question(small(), vectors())
+    asked = request(small(), vectors())
     whole = within(asked, 2**40)
     assert whole.plan == asked.like
     assert within(asked, whole.peak).plan == asked.like
@@ -119,7 +119,7 @@ def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> 
 
 
 def test_options_are_the_next_best() -> None:
-    report = within(question(small(), vectors()), 2**40)
+    report = within(request(small(), vectors()), 2**40)
     assert [option.seconds for option in report.options] == sorted(
         option.seconds for option in report.options
     )
@@ -130,7 +130,7 @@ def test_options_are_the_next_best() -> None:
 
 def test_rows_that_meet_are_not_cut() -> None:
     step, batch = make(ConvNet), images()
-    asked = question(step, batch, cut_refused="rows meet.")
+    asked = request(step, batch, cut_refused="rows meet.")
     least, most = smallest(asked), within(asked, 2**40).peak
     report = within(asked, (least + most) // 2)
     assert not report.plan.is_cut
@@ -138,7 +138,7 @@ def test_rows_that_meet_are_not_cut() -> None:
 
 
 def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
-    asked = question(make(ConvNet), images(), cut_refused="rows meet.")
+    asked = request(make(ConvNet), images(), cut_refused="rows meet.")
     device, most = asked.device, within(asked, 2**40).peak
     slow = replace(device, flops=device.flops / 1e9, bandwidth=device.bandwidth / 1e9, launch_s=5e3)
     fast, late = within(asked, most - 1), within(replace(asked, device=slow), most - 1)
@@ -152,11 +152,13 @@ def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
     monkeypatch: pytest.MonkeyPatch, part: float, is_recorded: bool
 ) -> None:
     """The larger budget makes the step 1.17 times as slow if it is cut, and no less if blocks are rebuilt."""
-    asked = question(make(), rows_of(24, 300, 8))
+    asked = request(make(), rows_of(24, 300, 8))
     least, most = smallest(asked), within(asked, 2**40).peak
     recorded: list[list[str]] = []
-    own = Survey.add_policies
-    monkeypatch.setattr(Survey, "add_policies", lambda self, new: (recorded.append(new), own(self, new))[1])
+    own = Candidates.add_policies
+    monkeypatch.setattr(
+        Candidates, "add_policies", lambda self, new: (recorded.append(new), own(self, new))[1]
+    )
     report = within(asked, int(least + part * (most - least)))
     assert (bool(recorded), bool(report.plan.blocks)) == (is_recorded, is_recorded)
 
@@ -165,7 +167,7 @@ def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
 def test_settled_blocks_leave_only_the_size(asked_for: Any) -> None:
     step, batch = small(), vectors()
     blocks = settle(step.model, asked_for)
-    asked = question(step, batch, blocks=(), like=replace(question(step, batch).like, blocks=blocks))
+    asked = request(step, batch, blocks=(), like=replace(request(step, batch).like, blocks=blocks))
     # Just below a size that would fit by what was composed: the last bytes come out in the trace.
     for size in (3, 2):
         exact = within(replace(asked, sizes=(size,)), 2**40).peak
@@ -176,7 +178,7 @@ def test_settled_blocks_leave_only_the_size(asked_for: Any) -> None:
 
 
 def test_a_settled_size_leaves_only_the_blocks() -> None:
-    asked = question(small(), vectors(), sizes=(6,))
+    asked = request(small(), vectors(), sizes=(6,))
     least, most = smallest(asked), within(asked, 2**40).peak
     report = within(asked, (least + most) // 2)
     assert report.plan.micro_batch == 6
@@ -185,20 +187,20 @@ def test_a_settled_size_leaves_only_the_blocks() -> None:
 
 def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
     step, batch = make(lambda: Net(blocks=2), foreach), rows_of(12)
-    asked = question(step, batch)
+    asked = request(step, batch)
     least = smallest(asked)
     assert within(asked, 2**40).plan.foreach is None
     report = within(asked, least)
     assert report.plan.foreach is False
     assert peak_of(step, report, batch) == report.peak <= least
-    plain = question(make(lambda: Net(blocks=2)), batch)
+    plain = request(make(lambda: Net(blocks=2)), batch)
     assert least == smallest(plain)
 
 
 def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
     """Its gradients need no second copy to be added to."""
     step, batch = linear(), pairs()
-    asked = question(step, batch)
+    asked = request(step, batch)
     uncut = within(asked, 2**40).peak
     assert uncut < within(replace(asked, sizes=(1,)), 2**40).peak
     assert smallest(asked) == uncut
@@ -218,7 +220,7 @@ def test_bytes_that_are_no_line_are_traced_one_by_one() -> None:
             return outputs + (outputs @ outputs.T).tanh().mean(1, keepdim=True)
 
     step, batch = make(Squares), rows_of(24)
-    asked = question(step, batch)
+    asked = request(step, batch)
     least, most = smallest(asked), within(asked, 2**40).peak
     report = within(asked, (least + most) // 2)
     assert any("straight line" in note for note in report.notes)
@@ -231,7 +233,7 @@ def test_bytes_that_are_no_line_are_traced_one_by_one() -> None:
 
 
 def test_a_race_says_that_it_measured() -> None:
-    asked = question(small(), vectors(), measure=True)
+    asked = request(small(), vectors(), measure=True)
     report = within(asked, 2**40)
     assert report.measured
     assert report.seconds > 0
@@ -282,15 +284,15 @@ def test_no_real_run_is_known_beforehand_to_go_over_the_budget(
 ) -> None:
     build, batch_of, options = UNTRACEABLE[name]
     runs: list[tuple[int, int]] = []
-    own = survey.probe
+    own = candidates.measure_step
 
-    def probe(plan: Plan, *given: Any, **more: Any) -> Any:
+    def measure_step(plan: Plan, *given: Any, **more: Any) -> Any:
         found = own(plan, *given, **more)
         runs.append((plan.micro_batch, found.peak))
         return found
 
-    monkeypatch.setattr(survey, "probe", probe)
-    asked = question(build(), batch_of(), **options)
+    monkeypatch.setattr(candidates, "measure_step", measure_step)
+    asked = request(build(), batch_of(), **options)
     whole = within(asked, 2**40).peak
     assert max(runs)[0] >= 100
     for budget in (1, whole // 8, whole // 2, whole * 4 // 5, whole - 1):
@@ -300,27 +302,27 @@ def test_no_real_run_is_known_beforehand_to_go_over_the_budget(
         except BudgetError as error:
             assert error.smallest > budget  # noqa: PT017
         # Where bytes bend upwards between two sizes a line is a little below them.
-        assert all(peak <= 1.05 * budget for size, peak in runs if size > survey.LOW)
+        assert all(peak <= 1.05 * budget for size, peak in runs if size > candidates.LOW)
         assert runs
 
 
 def test_what_runs_out_of_memory_while_it_is_measured_is_over_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    own = survey.probe
+    own = candidates.measure_step
 
-    def probe(plan: Plan, *given: Any, **more: Any) -> Any:
+    def measure_step(plan: Plan, *given: Any, **more: Any) -> Any:
         if plan.micro_batch > most:
             raise OutOfMemoryError(f"Expected memory, got none for {plan.micro_batch} rows.")
         return own(plan, *given, **more)
 
-    monkeypatch.setattr(survey, "probe", probe)
+    monkeypatch.setattr(candidates, "measure_step", measure_step)
     for most in (5, 1):
-        report = within(question(make(Untraceable), rows_of(24)), 2**20)
+        report = within(request(make(Untraceable), rows_of(24)), 2**20)
         assert 1 <= report.plan.micro_batch <= most
     most = 0
     with pytest.raises(BudgetError, match=r"at least 1.0 MiB .*It was not run"):
-        within(question(make(Untraceable), rows_of(24)), 2**20)
+        within(request(make(Untraceable), rows_of(24)), 2**20)
 
 
 class Heavy(nn.Module):
@@ -338,19 +340,19 @@ def test_what_has_to_be_run_may_fit_only_uncut() -> None:
     """Its gradients need no sums beside them."""
     model = Heavy()
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    asked = question(step, (torch.randn(8, 64), torch.randn(8, 512)))
+    asked = request(step, (torch.randn(8, 64), torch.randn(8, 512)))
     uncut = within(replace(asked, budget=2**40), 2**40).peak
     report = within(asked, uncut)
     assert not report.plan.is_cut
-    assert report.peak == uncut < Survey(asked).trace(replace(asked.like, micro_batch=1)).peak
+    assert report.peak == uncut < Candidates(asked).trace(replace(asked.like, micro_batch=1)).peak
 
 
 def test_without_a_budget_running_out_of_memory_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
-    def probe(*given: Any, **more: Any) -> Any:
+    def measure_step(*given: Any, **more: Any) -> Any:
         raise OutOfMemoryError("Expected memory, got none.")
 
-    monkeypatch.setattr(survey, "probe", probe)
-    asked = question(make(Untraceable), rows_of(24), sizes=(24,))
+    monkeypatch.setattr(candidates, "measure_step", measure_step)
+    asked = request(make(Untraceable), rows_of(24), sizes=(24,))
     with pytest.raises(OutOfMemoryError):
         choose(asked)
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.memory.device import find_device
-from anybatch.planner.candidates import Question, Survey
+from anybatch.planner.candidates import Candidates, Request
 from anybatch.planner.search import choose
 from anybatch.recompute import offload
-from tests.budgets import make, question
+from tests.budgets import make, request
 
 
 class Block(nn.Module):
@@ -28,12 +28,12 @@ class Block(nn.Module):
         return x + y
 
 
-def blocks(rows: int, share: float, **options: Any) -> Question:
+def blocks(rows: int, share: float, **options: Any) -> Request:
     """About a budget of so many times the bytes of the parameters."""
     step = make(lambda: nn.Sequential(nn.Sequential(*[Block() for _ in range(8)]), nn.Linear(256, 4)))
     budget = int(share * sum(p.nbytes for p in step.model.parameters()))
     batch = torch.randn(rows, 256), torch.randint(4, (rows,))
-    return question(step, batch, budget=budget, device=find_device("cuda:rtx3060"), **options)
+    return request(step, batch, budget=budget, device=find_device("cuda:rtx3060"), **options)
 
 
 def test_an_update_that_goes_one_by_one_leaves_blocks_to_be_rebuilt() -> None:
@@ -70,8 +70,8 @@ def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None
     batch = torch.randn(16, 80, 64), torch.randint(4, (16,))
     assert offload.SMALLEST in range(2 * 80 * 64 * 4, 5 * 80 * 64 * 4)
     for share in (0.6, 0.5):
-        budget = int(share * choose(question(step, batch)).peak)
-        assert choose(question(step, batch, budget=budget)).peak <= budget
+        budget = int(share * choose(request(step, batch)).peak)
+        assert choose(request(step, batch, budget=budget)).peak <= budget
 
 
 @pytest.mark.parametrize(("smallest", "is_moved"), [(0, True), (8 * 256 * 4, False)])
@@ -80,7 +80,7 @@ def test_what_is_too_small_to_move_is_not_moved_in_a_mixture(
 ) -> None:
     """At the recorded size it is large enough; with fewer rows it stays."""
     monkeypatch.setattr(offload, "SMALLEST", smallest // 2)
-    survey = Survey(blocks(64, 5.0))
-    survey.add_policies(["offload"])
-    assert "offload" in survey.mix(16, None).policies
-    assert ("offload" in survey.mix(3, None).policies) is is_moved
+    candidates = Candidates(blocks(64, 5.0))
+    candidates.add_policies(["offload"])
+    assert "offload" in candidates.mixture(16, None).policies
+    assert ("offload" in candidates.mixture(3, None).policies) is is_moved

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from anybatch.planner.mixture import KEEP, Mix, Segment
+from anybatch.planner.mixture import KEEP, Mixture, Segment
 from anybatch.planner.solve import _rows, added_up, as_choice, fastest, smallest
 
 POLICIES = (KEEP, "selective", "recompute")
 
 
-def drawn(seed: int, blocks: int = 5) -> Mix:
+def drawn(seed: int, blocks: int = 5) -> Mixture:
     """A step like those that there are: forwards, a loss, backwards in the other order, with noise."""
     draw = random.Random(seed)
     names = [f"block{index}" for index in range(blocks)]
@@ -35,13 +35,13 @@ def drawn(seed: int, blocks: int = 5) -> Mix:
                 Segment(block=name, place=("backward", 0), net=net, peak=max(0, peak), seconds=seconds)
             )
         segments[policy] = found
-    return Mix(start=draw.randint(0, 10**10), segments=segments)
+    return Mixture(start=draw.randint(0, 10**10), segments=segments)
 
 
-def moved(seed: int) -> Mix:
+def moved(seed: int) -> Mixture:
     """The same, where what is moved goes while the next block computes and comes back in its backward."""
-    mix = drawn(seed)
-    kept = mix.segments[KEEP]
+    mixture = drawn(seed)
+    kept = mixture.segments[KEEP]
     forwards = [one.block for one in kept if one.place[0] == "forward" and one.block]
     count = len(forwards)
     found = list(kept)
@@ -54,59 +54,59 @@ def moved(seed: int) -> Mix:
         found[back] = replace(other, net=other.net + size, peak=other.peak + size, others={before: size})
     cost = random.Random(seed).uniform(0.1, 2.0)
     found = [replace(one, seconds=one.seconds + cost * abs(one.net) / 1e11) for one in found]
-    return Mix(start=mix.start, segments={**mix.segments, "offload": found})
+    return Mixture(start=mixture.start, segments={**mixture.segments, "offload": found})
 
 
-def everything(mix: Mix) -> list[dict[str, str]]:
-    tried = itertools.product(mix.policies, repeat=len(mix.blocks))
-    return [{b: p for b, p in zip(mix.blocks, policies, strict=True) if p != KEEP} for policies in tried]
+def everything(mixture: Mixture) -> list[dict[str, str]]:
+    tried = itertools.product(mixture.policies, repeat=len(mixture.blocks))
+    return [{b: p for b, p in zip(mixture.blocks, policies, strict=True) if p != KEEP} for policies in tried]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("make", [drawn, moved])
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_that_fits_is_faster(seed: int, make: Callable[[int], Mix], share: float) -> None:
-    mix = make(seed)
-    choices = everything(mix)
-    peaks = [mix.peak(choice) for choice in choices]
+def test_nothing_that_fits_is_faster(seed: int, make: Callable[[int], Mixture], share: float) -> None:
+    mixture = make(seed)
+    choices = everything(mixture)
+    peaks = [mixture.peak(choice) for choice in choices]
     least = min(peaks) * (1.00001 if make is moved else 1)  # a solver has tolerances
-    budget = int(least + share * (mix.peak({}) - least))
-    best = min(mix.seconds(choice) for choice, peak in zip(choices, peaks, strict=True) if peak <= budget)
-    found = fastest(mix, budget)
+    budget = int(least + share * (mixture.peak({}) - least))
+    best = min(mixture.seconds(choice) for choice, peak in zip(choices, peaks, strict=True) if peak <= budget)
+    found = fastest(mixture, budget)
     assert found is not None
-    assert mix.peak(found) <= budget
-    assert mix.seconds(found) <= best * 1.01
+    assert mixture.peak(found) <= budget
+    assert mixture.seconds(found) <= best * 1.01
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_nothing_is_smaller(seed: int) -> None:
-    mix = drawn(seed)
-    least = min(mix.peak(choice) for choice in everything(mix))
-    assert mix.peak(smallest(mix)) <= least * 1.000001
-    assert fastest(mix, least - least // 100) is None
+    mixture = drawn(seed)
+    least = min(mixture.peak(choice) for choice in everything(mixture))
+    assert mixture.peak(smallest(mixture)) <= least * 1.000001
+    assert fastest(mixture, least - least // 100) is None
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_program_adds_up_what_is_moved(seed: int) -> None:
-    mix = moved(seed)
-    for choice in everything(mix)[::37]:
-        assert added_up(mix, choice) == mix.peak(choice)
+    mixture = moved(seed)
+    for choice in everything(mixture)[::37]:
+        assert added_up(mixture, choice) == mixture.peak(choice)
         alive = {
-            row.constant + sum(row.parts.get((b, choice.get(b, KEEP)), 0.0) for b in mix.blocks)
-            for row in _rows(mix)
+            row.constant + sum(row.parts.get((b, choice.get(b, KEEP)), 0.0) for b in mixture.blocks)
+            for row in _rows(mixture)
         }
-        assert max(alive) == mix.peak(choice)
+        assert max(alive) == mixture.peak(choice)
 
 
 def test_what_fits_is_kept() -> None:
-    mix = drawn(0)
-    assert fastest(mix, mix.peak({})) == {}
+    mixture = drawn(0)
+    assert fastest(mixture, mixture.peak({})) == {}
 
 
 def test_without_blocks_there_is_nothing_to_choose() -> None:
-    mix = Mix(start=3, segments={KEEP: [Segment(block="", place=("forward", 0), net=2, peak=4)]})
-    assert smallest(mix) == {}
-    assert (fastest(mix, 7), fastest(mix, 6)) == ({}, None)
+    mixture = Mixture(start=3, segments={KEEP: [Segment(block="", place=("forward", 0), net=2, peak=4)]})
+    assert smallest(mixture) == {}
+    assert (fastest(mixture, 7), fastest(mixture, 6)) == ({}, None)
 
 
 def test_choice_keeps_the_order() -> None:

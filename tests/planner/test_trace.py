@@ -1,4 +1,4 @@
-"""Tests of traces: the same peak to the byte as the real step's, and nothing changed."""
+"""Traces: the bytes of a step without memory."""
 
 import functools
 import math
@@ -14,13 +14,15 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
-from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
 from anybatch.engine.task import Task
+from anybatch.losses.resolve import resolve
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import probe
-from anybatch.planner.trace import Trace, trace
+from anybatch.planner.measure import measure_step
+from anybatch.planner.trace import Trace, fake_batch, leaves_of, rows_kept, run_sizes, trace
+from benchmarks.zoo import ZOO
 from tests.snapshots import changes, make_batch, make_step, snapshot
 
 ROWS = 12
@@ -310,7 +312,7 @@ def test_what_cannot_be_traced_is_named_and_measured() -> None:
     with pytest.raises(TraceError, match=r"aten\.(nonzero|index)\.\w+ in 1"):
         trace(step.plan(8), task_of(step), batch)
     assert not changes(before, snapshot(step))
-    measured = probe(step.plan(8), task_of(step), batch)
+    measured = measure_step(step.plan(8), task_of(step), batch)
     assert not changes(before, snapshot(step))
     assert measured.ledger.source == "measured"
     assert {"forward", "loss", "backward", "update"} <= measured.ledger.phases().keys()
@@ -352,7 +354,7 @@ def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_ba
 
     model = mlp()
     step = Step(model, loss, OPTIMIZERS["adamw"](model.parameters()), check=False, micro_batch=micro_batch)
-    for run in (trace, probe):
+    for run in (trace, measure_step):
         run(step.plan(ROWS), task_of(step), TensorBatch(vectors()))
         assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
         assert all(parameter.grad is None for parameter in judge.parameters())
@@ -380,7 +382,12 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     optimizer, batch = OPTIMIZERS[name](model.parameters()), vectors()
     step = Step(model, nn.CrossEntropyLoss(), optimizer, check=False)
     idle = frozenset([model.unused])
-    runs = [trace, probe, functools.partial(trace, idle=idle), functools.partial(probe, idle=idle)]
+    runs = [
+        trace,
+        measure_step,
+        functools.partial(trace, idle=idle),
+        functools.partial(measure_step, idle=idle),
+    ]
     found = [run(step.plan(ROWS), task_of(step), TensorBatch(batch)) for run in runs]
     assert {one.idle for one in found} == {idle}
     _, meter = compare(model, nn.CrossEntropyLoss(), optimizer, batch)
@@ -398,3 +405,71 @@ def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
         with Meter(model, step.optimizers, batch_leaves=batch) as meter:
             step(batch)
     assert predicted == meter.peak
+
+
+# ---- feed
+
+
+LOSS = resolve(torch.nn.MSELoss())
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [
+        (Plan(rows=9, micro_batch=9), (9,)),
+        (Plan(rows=9, micro_batch=3), (3, 3, 3)),
+        (Plan(rows=10, micro_batch=2), (2, 2, 2)),
+        (Plan(rows=11, micro_batch=2), (2, 2, 1)),
+        (Plan(rows=11, micro_batch=2, compensated=True), (2, 2, 2, 1)),
+        (Plan(rows=11, micro_batch=5, cut=(5, 3, 2, 1)), (5, 3, 2, 1)),
+    ],
+)
+def test_of_many_alike_a_few_are_run(plan: Plan, sizes: tuple[int, ...]) -> None:
+    assert run_sizes(plan, LOSS, nn.Identity()) == sizes
+
+
+def test_a_loss_over_all_rows_runs_them_all() -> None:
+    assert run_sizes(Plan(rows=10, micro_batch=1), WholeBatch(torch.sum), nn.Identity()) == (1,) * 10
+
+
+def test_views_of_one_tensor_stay_views_of_one() -> None:
+    whole = torch.arange(20).reshape(2, 10)
+    batch, leaves = fake_batch(TensorBatch((whole[:, :-1], whole[:, 1:])), 7, 7, LOSS)
+    assert batch.rows == 7
+    assert [leaf.shape for leaf in leaves] == [(7, 9), (7, 9)]
+    assert leaves[0].untyped_storage()._cdata == leaves[1].untyped_storage()._cdata
+    assert leaves[0].untyped_storage().nbytes() == 7 * 10 * 8
+    assert leaves[1].storage_offset() == 1
+
+
+def test_all_rows_are_there_where_only_the_first_are_run() -> None:
+    batch, leaves = fake_batch(TensorBatch(torch.zeros(1, 3)), 100, 6, LOSS)
+    assert (batch.rows, len(batch.whole), len(leaves[0])) == (6, 100, 100)
+    assert [len(micro) for micro in batch.cut(2)] == [2, 2, 2]
+
+
+def test_samples_are_collated_anew() -> None:
+    batch, leaves = fake_batch(SampleBatch([torch.zeros(3)], torch.stack), 5, 5, LOSS)
+    assert not leaves
+    assert [micro.shape for micro in batch.cut(3)] == [(3, 3), (2, 3)]
+    assert leaves_of(batch) == ()
+
+
+def test_leaves_are_those_of_the_batch() -> None:
+    given = torch.zeros(2), torch.ones(2)
+    assert all(one is other for one, other in zip(leaves_of(TensorBatch(given)), given, strict=True))
+
+
+@pytest.mark.parametrize(
+    "batch", [TensorBatch((torch.ones(2), None)), SampleBatch([torch.ones(1)] * 2, list)]
+)
+def test_rows_are_kept(batch: Batch) -> None:
+    with rows_kept(batch):
+        batch.given[0].zero_()
+    assert float(batch.given[0].sum()) == len(batch.given[0])
+
+
+def test_a_router_s_scores_are_held_of_all_rows() -> None:
+    model, loss = ZOO["mixtral"].build("small").model, resolve(ModelLoss())
+    assert run_sizes(Plan(rows=10, micro_batch=1), loss, model) == (1,) * 10
+    assert len(run_sizes(Plan(rows=10, micro_batch=1), loss, nn.Identity())) == 3

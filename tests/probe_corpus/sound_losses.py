@@ -92,9 +92,9 @@ def connectionist_temporal_classification() -> Case:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x).log_softmax(dim=2).transpose(0, 1)
 
-    heard = torch.tensor([9, 7, 8, 9, 6, 9, 7, 8])
+    used = torch.tensor([9, 7, 8, 9, 6, 9, 7, 8])
     said = torch.tensor([3, 1, 2, 3, 2, 1, 3, 2])
-    batch = torch.randn(8, 9, WIDTH), (torch.randint(1, 5, (8, 3)), heard, said)
+    batch = torch.randn(8, 9, WIDTH), (torch.randint(1, 5, (8, 3)), used, said)
     return Case(model=Listener(), loss=nn.CTCLoss(), batch=batch)
 
 

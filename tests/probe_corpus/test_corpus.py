@@ -32,7 +32,7 @@ def ids(make: Make) -> str:
 # ---- what the corpus says of itself, found without the self-test
 
 
-def quiet(case: Case) -> nn.Module:
+def without_dropout(case: Case) -> nn.Module:
     """The model in the case's dtype, in the same mode, without random numbers."""
     for module in case.model.modules():
         for name in DROPOUTS:
@@ -64,7 +64,7 @@ def run(make: Make, micro_batch: int, *, repadded: bool = False) -> tuple[Tensor
     Each term is summed over the micro-batches, then divided by the sum of its weights.
     """
     case = make()
-    model = quiet(case)
+    model = without_dropout(case)
     module_of(case.loss).to(case.dtype)
     loss = resolve(as_totals(case.loss))
     parameters = [p for p in [*model.parameters(), *module_of(case.loss).parameters()] if p.requires_grad]
@@ -182,7 +182,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else type(value).__name__
 
 
-def told(make: Make) -> tuple[Case, Any]:
+def summaries(make: Make) -> tuple[Case, Any]:
     """The report on a case, of which nothing else has changed."""
     from anybatch.check.check import check
 
@@ -196,7 +196,7 @@ def told(make: Make) -> tuple[Case, Any]:
 
 @pytest.mark.parametrize("make", FAULTS, ids=ids)
 def test_fault_is_named(make: Make) -> None:
-    case, report = told(make)
+    case, report = summaries(make)
     assert not report.exact, str(report)
     named = [
         f"{finding.culprit}\n{finding.what}" for finding in report.findings if finding.kind in case.kinds
@@ -206,6 +206,6 @@ def test_fault_is_named(make: Make) -> None:
 
 @pytest.mark.parametrize("make", SOUND, ids=ids)
 def test_sound_model_raises_no_alarm(make: Make) -> None:
-    _, report = told(make)
+    _, report = summaries(make)
     assert report.exact, str(report)
     assert report.findings == (), str(report)

@@ -126,7 +126,7 @@ def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
     memory = refused.value.smallest - 1
     alone = {rows: step()(images(rows)).cut for rows in (8, 13, 24)}
     assert all(len(cut) > 1 for cut in alone.values())
-    assert not any(one.rivals for one in made if one.is_cut_felt)
+    assert not any(one.rivals for one in made if one.depends_on_cut)
     made.clear()
     after = step()
     for rows in (13, 24, 8, 24, 13, 8, 8, 13):
@@ -227,7 +227,7 @@ def test_one_layer_is_told_as_one() -> None:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The questions that a planner was asked."""
+    """The requests that a planner was asked."""
     asked: list[Any] = []
     monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
     return asked
@@ -240,7 +240,7 @@ def test_foreseeing_and_stepping_plan_once(made: list[Any]) -> None:
     assert step(vectors()).cut == report.plan.sizes
     step(vectors(rows=7))
     assert len(made) == 1
-    assert step.foresee(vectors(), memory=10**6).plan.rows == ROWS  # another budget is another question
+    assert step.foresee(vectors(), memory=10**6).plan.rows == ROWS  # another budget is another request
     assert len(made) == 2
 
 
@@ -249,7 +249,7 @@ def test_a_run_that_goes_on_cuts_as_before(made: list[Any]) -> None:
     for rows, length in ((12, 5), (12, 9), (5, 8)):
         step(rows_of(rows, length, 8))
     assert step.planning.budget is not None
-    fastest = [contest.fastest for contest in step.planning.budget.contests.values()]
+    fastest = [race.fastest for race in step.planning.budget.races.values()]
     count = len(made)
     again = make(net, memory=MEMORY)
     assert again.planning.budget is not None
@@ -302,13 +302,13 @@ def test_a_block_that_is_not_trusted_is_left_alone() -> None:
     assert step.planning.budget is not None
     plan = Plan(rows=ROWS, micro_batch=ROWS, blocks=(("blocks.0", "selective"), ("blocks.1", "recompute")))
     assert step.planning.distrust("blocks.1", plan)
-    assert not step.planning.budget.contests
+    assert not step.planning.budget.races
     assert not step.planning.distrust("blocks.1", plan)  # twice would be for ever
-    question = step.planning._question(step.task(), TensorBatch(vectors()), ROWS)
-    assert "blocks.1" not in question.blocks
-    assert question.policies == ("recompute", "selective")
+    request = step.planning._request(step.task(), TensorBatch(vectors()), ROWS)
+    assert "blocks.1" not in request.blocks
+    assert request.policies == ("recompute", "selective")
     assert not make(net).planning.distrust("blocks.0", plan)  # nobody chose it here
     assert step.planning.distrust("blocks.0", plan)
-    question = step.planning._question(step.task(), TensorBatch(vectors()), ROWS)
-    assert "blocks.0" in question.blocks  # run again as a whole it may do the same
-    assert question.policies == ("recompute",)
+    request = step.planning._request(step.task(), TensorBatch(vectors()), ROWS)
+    assert "blocks.0" in request.blocks  # run again as a whole it may do the same
+    assert request.policies == ("recompute",)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from anybatch import Step, StepReport
 from anybatch.state import rng
-from anybatch.train.loggers import Course, EpochReport, Watcher
+from anybatch.train.loggers import EpochReport, RunInfo, Watcher
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same, snapshot
@@ -135,11 +135,11 @@ class Diary:
 
     def __init__(self, at: tuple[str, int] = ("never", 0), then: Callable[[], None] = lambda: None) -> None:
         self.events: list[str] = []
-        self.told: list[Course | StepReport | EpochReport] = []
+        self.told: list[RunInfo | StepReport | EpochReport] = []
         self.at, self.then = at, then
 
-    def start(self, course: Course) -> None:
-        self._note("start", course)
+    def start(self, info: RunInfo) -> None:
+        self._note("start", info)
 
     def step(self, report: StepReport) -> None:
         self._note("step", report)

@@ -10,10 +10,10 @@ import pytest
 
 from anybatch.core.report import StepReport
 from anybatch.train import loggers as watch
-from anybatch.train.loggers import Course, EpochReport, JsonLog, TextLog
+from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
 from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
 
-COURSE = Course(epochs=2, done_updates=0, total_updates=6, rows=14_000)
+COURSE = RunInfo(epochs=2, done_updates=0, total_updates=6, rows=14_000)
 NOWHERE = EpochReport(
     epoch=12,
     updates=6,
@@ -53,7 +53,7 @@ def test_watchers_are_told_in_order_and_each_event_once() -> None:
     assert second.events == first.events
     assert first.told == second.told
     assert [told for told in first.told if isinstance(told, EpochReport)] == reports
-    assert first.told[0] == Course(epochs=2, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN)
+    assert first.told[0] == RunInfo(epochs=2, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN)
 
 
 def test_course_of_a_run_that_goes_on() -> None:
@@ -61,7 +61,7 @@ def test_course_of_a_run_that_goes_on() -> None:
     trainer = make_trainer(watchers=[diary])
     trainer.fit(epochs=1)
     trainer.fit(epochs=3)
-    courses = [told for told in diary.told if isinstance(told, Course)]
+    courses = [told for told in diary.told if isinstance(told, RunInfo)]
     assert [(one.done_updates, one.total_updates) for one in courses] == [(0, 3), (3, 9)]
 
 

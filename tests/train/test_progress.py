@@ -14,12 +14,12 @@ from rich.console import Console
 
 from anybatch.core.report import StepReport
 from anybatch.train import progress
-from anybatch.train.loggers import Course, EpochReport
+from anybatch.train.loggers import EpochReport, RunInfo
 from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
 from tests.train.runs import UPDATES, Diary, make_trainer, raising
 
 CPU = torch.device("cpu")
-COURSE = Course(epochs=2, done_updates=3, total_updates=6, rows=300)
+COURSE = RunInfo(epochs=2, done_updates=3, total_updates=6, rows=300)
 STEP = StepReport(loss=0.5, terms={}, weights={}, rows=100, micro_batches=1, grad_norm=0.0, updated=True)
 EPOCH = EpochReport(
     epoch=2,

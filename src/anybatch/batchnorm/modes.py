@@ -4,11 +4,11 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import PlanError
+from anybatch.core import torch_private as private
 
-BatchNorm = _BatchNorm  # torch names it as if nobody needed it
+BatchNorm = private.BatchNorm
 
 #: What a caller may choose for BatchNorm in training mode; None where nothing was chosen.
 BATCH_NORM_CHOICES = ("micro", "frozen")

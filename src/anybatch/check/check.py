@@ -11,8 +11,8 @@ from torch import nn
 
 from anybatch.batchnorm import BatchNorm, find_batch_norms
 from anybatch.check.compare import (
-    Court,
-    Trial,
+    Comparison,
+    Verdict,
     agree_in_forward,
     before_the_model,
     cut_sizes_to_try,
@@ -23,13 +23,13 @@ from anybatch.check.compare import (
 )
 from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
-from anybatch.check.finding import WAYS_OUT, Finding, module_finding, told
-from anybatch.check.modules import Search
-from anybatch.check.outputs import make_given
+from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
+from anybatch.check.modules import ModuleSearch
+from anybatch.check.outputs import mark_replayable
 from anybatch.check.padding import Padding, find_padding, first_difference, refilled, trimmed
 from anybatch.check.passes import Calls
 from anybatch.check.prepare import Prepared, prepare
-from anybatch.check.terms import Audit
+from anybatch.check.terms import TermTest
 from anybatch.core import BatchError, Collate, PlanError
 from anybatch.engine import check_micro_batch
 
@@ -67,19 +67,9 @@ class CheckReport:
 
     def to_json(self) -> str:
         """One JSON object; what is infinite is null."""
-        errors = {"error": self.error, "loss_error": self.loss_error}
-        values: dict[str, Any] = {
-            "exact": self.exact,
-            **{name: value if math.isfinite(value) else None for name, value in errors.items()},
-            "rows": self.rows,
-            "cuts": list(self.cuts),
-            "dtype": self.dtype,
-            "limit": self.limit,
-            "findings": [finding.to_dict() for finding in self.findings],
-            "notes": list(self.notes),
-            "seconds": self.seconds,
-        }
-        return json.dumps(values)
+        values = {name: getattr(self, name) for name in CheckReport.__slots__}
+        values |= {name: None for name in ("error", "loss_error") if not math.isfinite(values[name])}
+        return json.dumps(values | {"findings": [finding.to_dict() for finding in self.findings]})
 
     def __str__(self) -> str:
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
@@ -90,7 +80,7 @@ class CheckReport:
                 [f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})", *notes]
             )
         head = f"NOT exact: {errors}, on {self.rows} rows cut as {cuts}"
-        found = ["  " + text.replace("\n", "\n  ") for text in told(self.findings)]
+        found = ["  " + text.replace("\n", "\n  ") for text in summaries(self.findings)]
         return "\n".join([head, *found, *notes])
 
 
@@ -157,35 +147,37 @@ def check(
             seed=seed,
             start=start,
         )
-        court, trials = _try_cuts(prepared, micro_batch, start)
-        differ = not all(trial.holds(court.limit) for trial in trials)
-        if differ and not court.reference.strangers and is_sound_when_quiet(court, trials, start + CUTTING_S):
-            prepared = prepared.quiet()
-            court, trials = _try_cuts(prepared, micro_batch, start)
-            differ = not all(trial.holds(court.limit) for trial in trials)
-        limit = court.limit
+        comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
+        differ = not all(verdict.holds(comparison.limit) for verdict in verdicts)
+        if (
+            differ
+            and not comparison.reference.unreplayed
+            and agrees_without_dropout(comparison, verdicts, start + CUTTING_S)
+        ):
+            prepared = prepared.without_dropout()
+            comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
+            differ = not all(verdict.holds(comparison.limit) for verdict in verdicts)
+        limit = comparison.limit
         findings: list[Finding] = []
         notes = list(prepared.notes)
-        if court.reference.bare or differ:
-            findings += explain(
-                court, trials, name_of(loss), bare=court.reference.bare, deadline=start + CHECK_S
-            )
+        if comparison.reference.bare or differ:
+            findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
         loss_is_found = any(finding.kind == "denominator" for finding in findings)
         try:
-            with court.bench.draws.until(start + CHECK_S):
+            with comparison.bench.draws.until(start + CHECK_S):
                 more, found = _try_padding(
-                    court, prepared, trials, name_of(loss), loss_is_found=loss_is_found
+                    comparison, prepared, verdicts, name_of(loss), loss_is_found=loss_is_found
                 )
-            trials, findings = [*trials, *more], [*findings, *found]
+            verdicts, findings = [*verdicts, *more], [*findings, *found]
         except OutOfTime:
             notes.append("there was no time to look whether padding matters")
     dtype = next(iter(prepared.bench.subject.named.values())).dtype
     return CheckReport(
         exact=not findings,
-        error=max(trial.error for trial in trials),
-        loss_error=max(trial.loss_error for trial in trials),
+        error=max(verdict.error for verdict in verdicts),
+        loss_error=max(verdict.loss_error for verdict in verdicts),
         rows=len(prepared.whole.part.rows),
-        cuts=tuple(trial.words for trial in trials),
+        cuts=tuple(verdict.words for verdict in verdicts),
         dtype=str(dtype).removeprefix("torch."),
         limit=limit,
         findings=tuple(findings),
@@ -195,11 +187,7 @@ def check(
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
-    """Refuse what has shapes only: there is nothing to compare.
-
-    Raises:
-        PlanError: a parameter or buffer is on the meta device.
-    """
+    """Refuse what has shapes only: there is nothing to compare."""
     held = [one for one in (model, loss) if isinstance(one, nn.Module)]
     named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
     empty = [name for name, tensor in named if tensor.is_meta]
@@ -210,7 +198,7 @@ def refuse_without_data(model: nn.Module, loss: object) -> None:
         )
 
 
-def _open(prepared: Prepared) -> Court:
+def _open(prepared: Prepared) -> Comparison:
     reference = prepared.probed or whole_pass(prepared.bench, prepared.whole)
     if reference.error is not None:
         raise reference.error
@@ -220,35 +208,42 @@ def _open(prepared: Prepared) -> Court:
             f"Expected rows that count, got {rows} whose weight is 0 (all of them are masked). "
             "Hand over a batch with valid targets."
         )
-    return Court(bench=prepared.bench, whole=prepared.whole, reference=reference)
+    return Comparison(bench=prepared.bench, whole=prepared.whole, reference=reference)
 
 
-def _try_cuts(prepared: Prepared, micro_batch: int | None, start: float) -> tuple[Court, list[Trial]]:
-    court = _open(prepared)
+def _compare_cuts(
+    prepared: Prepared, micro_batch: int | None, start: float
+) -> tuple[Comparison, list[Verdict]]:
+    comparison = _open(prepared)
     rows = range(len(prepared.whole.part.rows))
-    trials: list[Trial] = []
+    verdicts: list[Verdict] = []
     for size in cut_sizes_to_try(len(rows), micro_batch):
         try:
-            with court.bench.draws.until(start + CUTTING_S if trials else math.inf):
-                trials.append(court.cut_by(size))
+            with comparison.bench.draws.until(start + CUTTING_S if verdicts else math.inf):
+                verdicts.append(comparison.cut_by(size))
         except OutOfTime:
             break
-        if court.reference.bare:
+        if comparison.reference.bare:
             break  # never exact, whatever the others say
-    if court.reference.strangers:
+    if comparison.reference.unreplayed:
         # Numbers by position may come out right as long as rows come in order: one stream goes on for all.
-        turned = replace(court.whole.only(rows[::-1]), micro_batch=1)
-        trials.append(court.try_cut(turned, court.reference, "1 by 1 from the last"))
-    several = [trial for trial in trials if trial.cut.micro_batch > 1 or trial.passed.error is None]
+        turned = replace(comparison.whole.only(rows[::-1]), micro_batch=1)
+        verdicts.append(comparison.compare(turned, comparison.reference, "1 by 1 from the last"))
+    several = [verdict for verdict in verdicts if verdict.cut.micro_batch > 1 or verdict.result.error is None]
     # A model may refuse single rows (BatchNorm does): no fault where other cuts run.
-    return court, several or trials
+    return comparison, several or verdicts
 
 
 def _try_padding(
-    court: Court, prepared: Prepared, trials: Sequence[Trial], loss_name: str, *, loss_is_found: bool
-) -> tuple[list[Trial], list[Finding]]:
+    comparison: Comparison,
+    prepared: Prepared,
+    verdicts: Sequence[Verdict],
+    loss_name: str,
+    *,
+    loss_is_found: bool,
+) -> tuple[list[Verdict], list[Finding]]:
     """The same cut with as little padding as its rows need: as `collate` makes it, or cut off."""
-    sound = [trial for trial in trials if trial.passed.error is None and trial.cut.part.is_whole]
+    sound = [verdict for verdict in verdicts if verdict.result.error is None and verdict.cut.part.is_whole]
     if not sound or prepared.whole.collate is not None:
         return [], []
     padded = sound[-1] if prepared.samples is None else sound[0]
@@ -256,25 +251,25 @@ def _try_padding(
     padding = None
     if prepared.samples is not None:
         cut, words = replace(prepared.samples, micro_batch=size), "as `collate` makes it"
-        told = "`collate` pads each micro-batch by itself"
+        source = "`collate` pads each micro-batch by itself"
     else:
-        with court.bench.fresh() as (model, _):
-            padding = find_padding(prepared.whole.given, model)
+        with comparison.bench.fresh() as (model, _):
+            padding = find_padding(prepared.whole.data, model)
         if padding is None:
             return [], []
         cut, words = trimmed(prepared.whole, padding, size), "without padding"
-        told = f"{padding.told_by} says that rows are filled up to {padding.length} places"
-    short = court.try_cut(cut, padded.passed, f"{padded.words} {words}")
+        source = f"{padding.source} says that rows are filled up to {padding.length} places"
+    short = comparison.compare(cut, padded.result, f"{padded.words} {words}")
     kept = None
-    if padding is not None and short.passed.error is not None:
+    if padding is not None and short.result.error is not None:
         # A model of fixed length: padding stays, but what stands in it should not matter.
         cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
-        short = court.try_cut(cut, padded.passed, f"{padded.words} with other padding")
-        if short.passed.error is not None or not padding.is_masked:
+        short = comparison.compare(cut, padded.result, f"{padded.words} with other padding")
+        if short.result.error is not None or not padding.is_masked:
             return [], []
-    if short.holds(court.limit):
+    if short.holds(comparison.limit):
         return [short], []
-    finding = explain_padding(court, padded, short, told, loss_name, kept)
+    finding = explain_padding(comparison, padded, short, source, loss_name, kept)
     return [short], [] if loss_is_found and finding.culprit == loss_name else [finding]
 
 
@@ -285,105 +280,86 @@ CLOSER = 1e-6  # how exactly sums of float32 add up, if they do
 
 
 def explain(
-    court: Court,
-    trials: Sequence[Trial],
-    loss_name: str,
-    *,
-    bare: frozenset[str],
-    deadline: float = math.inf,
+    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, *, deadline: float = math.inf
 ) -> list[Finding]:
-    """Where split and whole part.
-
-    Args:
-        court: what the cuts were held against.
-        trials: cuts of the same tensors, those that differ and those that do not.
-        loss_name: what the caller's loss is called.
-        bare: terms that are means which have lost their denominators.
-        deadline: when to look no further, on the clock of `time.perf_counter`.
-    """
-    worst = worst_of(court, trials)
-    parts, outermost = worst.cut.parts, court.reference.calls.parts.get(court.whole.part, [])
-    is_sound = rows_agree(court, court.reference.calls, worst.passed.calls, parts)
-    make_given(court, worst)
+    """Where split and whole part."""
+    worst = worst_of(comparison, verdicts)
+    parts, outermost = worst.cut.parts, comparison.reference.calls.parts.get(comparison.whole.part, [])
+    is_sound = rows_agree(comparison, comparison.reference.calls, worst.result.calls, parts)
+    mark_replayable(comparison, worst)
     terms: list[Finding] = []
     found: list[Finding] = []
     pooled: list[Finding] = []
-    draws = court.bench.draws
+    draws = comparison.bench.draws
     try:
         with draws.until(deadline):
-            terms = _terms(court, trials, loss_name, bare, deadline, is_sound=is_sound)
+            terms = _terms(comparison, verdicts, loss_name, deadline, is_sound=is_sound)
             if terms and is_sound:
                 return terms  # to take a sound model apart costs the most
-            found = [] if is_sound else _batch_norms(court, worst, has_terms=bool(terms))
+            found = [] if is_sound else _batch_norms(comparison, worst, has_terms=bool(terms))
         if not found:
-            search = Search(
-                bench=court.bench,
+            search = ModuleSearch(
+                bench=comparison.bench,
                 parts=parts,
-                table=worst.passed.calls.table(parts[0]),
-                tolerance=10 * court.limit,  # of single outputs, with less to average over
+                table=worst.result.calls.table(parts[0]),
+                tolerance=10 * comparison.limit,  # of single outputs, with less to average over
                 deadline=deadline,
             )
             found, pooled = search.find(outermost)
     except OutOfTime:
         pass
     found = [*found, *terms]
-    found = found or before_the_model(outermost, worst.passed.calls, parts, court, loss_name) or pooled
-    found = found or _suspects(court)
+    found = found or before_the_model(outermost, worst.result.calls, parts, comparison, loss_name) or pooled
+    found = found or _possible_norms(comparison)
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
 def _terms(
-    court: Court,
-    trials: Sequence[Trial],
-    loss_name: str,
-    bare: frozenset[str],
-    deadline: float,
-    *,
-    is_sound: bool,
+    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, deadline: float, *, is_sound: bool
 ) -> list[Finding]:
-    whole = court.whole
+    whole = comparison.whole
     sizes = cut_sizes_to_try(len(whole.part.rows), None)
-    cuts = [trial.cut for trial in trials]
+    cuts = [verdict.cut for verdict in verdicts]
     known = {cut.micro_batch for cut in cuts}
     cuts += [replace(whole, micro_batch=size) for size in sizes if size not in known]
     # In float32, terms of about the same size seem to add up: then they are looked at more closely.
-    limits = (court.limit, CLOSER) if is_sound and court.limit > CLOSER else (court.limit,)
+    limits = (comparison.limit, CLOSER) if is_sound and comparison.limit > CLOSER else (comparison.limit,)
     for limit in limits:
-        audit = Audit(
-            bench=court.bench,
+        term_test = TermTest(
+            bench=comparison.bench,
             whole=whole,
-            outermost=court.reference.calls.parts.get(whole.part, []),
+            outermost=comparison.reference.calls.parts.get(whole.part, []),
             tolerance=limit,
             name=loss_name,
-            bare=bare,
+            bare=comparison.reference.bare,
             pooled=not is_sound,
             deadline=deadline,
         )
-        found = audit.find(cuts)
+        found = term_test.find(cuts)
         if found:
             return found
     return []
 
 
-def _norms(court: Court) -> list[tuple[str, BatchNorm]]:
+def _norms(comparison: Comparison) -> list[tuple[str, BatchNorm]]:
     """BatchNorms that take their statistics from the rows at hand, by name."""
-    with court.bench.fresh() as (model, _):
+    with comparison.bench.fresh() as (model, _):
         return [(name, norm) for name, module in model.named_modules() for norm in find_batch_norms([module])]
 
 
-def _suspects(court: Court) -> list[Finding]:
+def _possible_norms(comparison: Comparison) -> list[Finding]:
     """Where no experiment came to an end in time: what is known to make rows meet."""
     what = "takes mean and variance of all rows of a micro-batch. (No time was left to try if it is all.)"
-    norms = [] if court.bench.batch_norm == "frozen" else _norms(court)
+    norms = [] if comparison.bench.batch_norm == "frozen" else _norms(comparison)
     return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
 
 
-def _batch_norms(court: Court, worst: Trial, *, has_terms: bool) -> list[Finding]:
+def _batch_norms(comparison: Comparison, worst: Verdict, *, has_terms: bool) -> list[Finding]:
     """All BatchNorms in training mode, if nothing else makes rows differ: one experiment for all of them."""
-    norms = _norms(court)
+    norms = _norms(comparison)
     if not norms or any(norm.running_mean is None for _, norm in norms):
         return []
-    if court.bench.batch_norm == "frozen" or not agree_in_forward(court, worst.cut, frozen=True):
+    if comparison.bench.batch_norm == "frozen" or not agree_in_forward(comparison, worst.cut, frozen=True):
         return []
     what = (
         "takes mean and variance of all rows of a micro-batch; with running statistics the same cuts agree."
@@ -391,79 +367,70 @@ def _batch_norms(court: Court, worst: Trial, *, has_terms: bool) -> list[Finding
     return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
 
 
-def is_sound_when_quiet(court: Court, trials: Sequence[Trial], deadline: float) -> bool:
+def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], deadline: float) -> bool:
     """Whether the model gives rows the same in every cut once dropout is off, but not with it.
 
     Its numbers go to other rows where a model sorts them, or packs them, and puts them back.
-
-    Args:
-        court: what the cuts were held against.
-        trials: the cuts, of which one differs.
-        deadline: when to look no further, on the clock of `time.perf_counter`.
     """
-    draws, worst = court.bench.draws, worst_of(court, trials)
+    draws, worst = comparison.bench.draws, worst_of(comparison, verdicts)
     if draws.guessed:
         return True
-    if not draws.thrown or rows_agree(court, court.reference.calls, worst.passed.calls, worst.cut.parts):
+    if not draws.has_dropout or rows_agree(
+        comparison, comparison.reference.calls, worst.result.calls, worst.cut.parts
+    ):
         return False
-    quiet = replace(court, bench=replace(court.bench, draws=draws.anew(is_quiet=True)))
+    bench = replace(comparison.bench, draws=draws.restarted(without_dropout=True))
+    without_dropout = Comparison(bench=bench, whole=comparison.whole, reference=comparison.reference)
     try:
-        with quiet.bench.draws.until(deadline):
-            return agree_in_forward(quiet, worst.cut)
+        with without_dropout.bench.draws.until(deadline):
+            return agree_in_forward(without_dropout, worst.cut)
     except OutOfTime:
         return False
 
 
 def explain_padding(
-    court: Court,
-    padded: Trial,
-    short: Trial,
-    told: str,
+    comparison: Comparison,
+    padded: Verdict,
+    short: Verdict,
+    source: str,
     loss_name: str,
     padding: Padding | None = None,
 ) -> Finding:
-    """Which module, or else the loss, looks at padded places.
-
-    Args:
-        court: where passes are made.
-        padded: a cut as it came.
-        short: the same cut, without padding that its rows do not need, or with another.
-        told: what says that there is padding.
-        loss_name: what the caller's loss is called.
-        padding: where it is, if the other cut is of single rows that are padded too.
-    """
+    """Which module, or else the loss, looks at padded places."""
     long_calls, short_calls = Calls(), Calls()
-    court.bench.run(padded.cut, long_calls)
-    court.bench.run(short.cut, short_calls)
+    comparison.bench.run(padded.cut, long_calls)
+    comparison.bench.run(short.cut, short_calls)
     parts = padded.cut.parts
     found = first_difference(
         [(part, long_calls.parts.get(part, [])) for part in parts],
         [(part, short_calls.table(part)) for part in parts],
-        10 * court.limit,
+        10 * comparison.limit,
         padding,
     )
-    error = short.passed.error
+    error = short.result.error
     apart = (
         f"it fails with {type(error).__name__}: {error}"
         if error is not None
         else f"the gradient changes by {short.error:.2g}, the loss by {short.loss_error:.2g}"
     )
-    told = f"{told}; {'without what rows do not need' if padding is None else 'with other content'} {apart}"
+    source = (
+        f"{source}; {'without what rows do not need' if padding is None else 'with other content'} {apart}"
+    )
     if found is None:
-        what = f"It counts padded places ({told})."
+        what = f"It counts padded places ({source})."
         ways_out = ("Ignore padded places: ignore_index, or a weight of 0.", *WAYS_OUT["padding"][1:])
         return Finding(kind="padding", culprit=loss_name, what=what, ways_out=ways_out)
-    with court.bench.fresh() as (model, _):
+    with comparison.bench.fresh() as (model, _):
         name, inside = found
         module = model.get_submodule(name)
     place = f"`{name or type(module).__name__}`" + f" (first at `{inside}` inside it)" * (inside != name)
-    what = f"{place} lets padding change what belongs to valid places: {told}."
+    what = f"{place} lets padding change what belongs to valid places: {source}."
     return module_finding("padding", name, module, what)
 
 
-def _unexplained(trial: Trial, loss_name: str, *, is_late: bool) -> Finding:
-    error = trial.passed.error
+def _unexplained(verdict: Verdict, loss_name: str, *, is_late: bool) -> Finding:
+    error = verdict.result.error
     reason = "" if error is None else f" It fails with {type(error).__name__}: {str(error).splitlines()[0]}"
     where = "there was no time to look where" if is_late else "nobody can tell where"
-    what = f"Cut as {trial.words}, it differs from the whole batch, and {where}.{reason}"
+    what = f"Cut as {verdict.words}, it differs from the whole batch, and {where}.{reason}"
     return Finding(kind="unexplained", culprit=loss_name, what=what, ways_out=WAYS_OUT["unexplained"])

@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from anybatch.batchnorm import find_batch_norms, frozen_batch_norms
-from anybatch.check.copies import moved
+from anybatch.check.copies import perturbed
 from anybatch.check.finding import WAYS_OUT, Finding
-from anybatch.check.passes import Bench, Call, Calls, Passed, norm
+from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
 from anybatch.check.rows import Cut, Part, agree
 from anybatch.check.tolerance import tolerance
 from anybatch.losses import Terms, resolve
@@ -22,54 +22,40 @@ from anybatch.losses import Terms, resolve
 _SLACK = {torch.float64: 16, torch.float32: 16}
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
 _TINY = 1e-6  # a gradient this small may be nothing but rounding
-_SWAY = 1e6
+_NOISE = 1e6
 _TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trial:
-    """One cut held against what it should be.
+class Verdict:
+    """One cut held against what it should be."""
 
-    Attributes:
-        cut: the rows and how they are parted.
-        passed: what came of it.
-        error: of the gradient, relative.
-        loss_error: of the loss, relative.
-        words: what the cut is called.
-    """
-
-    cut: Cut
-    passed: Passed
-    error: float
-    loss_error: float
-    words: str
+    cut: Cut  # the rows and how they are parted
+    result: PassResult  # what came of it
+    error: float  # of the gradient, relative
+    loss_error: float  # of the loss, relative
+    words: str  # what the cut is called
 
     def holds(self, limit: float) -> bool:
         """Whether both errors are rounding."""
         return self.error <= limit and self.loss_error <= limit
 
 
-def worst_of(court: "Court", trials: Sequence[Trial]) -> Trial:
+def worst_of(comparison: "Comparison", verdicts: Sequence[Verdict]) -> Verdict:
     """The first cut that differs, most gladly one that came to its end."""
-    differing = [trial for trial in trials if not trial.holds(court.limit)] or list(trials)
-    return next((trial for trial in differing if trial.passed.error is None), differing[0])
+    differing = [verdict for verdict in verdicts if not verdict.holds(comparison.limit)] or list(verdicts)
+    return next((verdict for verdict in differing if verdict.result.error is None), differing[0])
 
 
 def name_of(loss: object) -> str:
-    """What a loss is called.
-
-    Example:
-        >>> from torch import nn
-        >>> name_of(nn.MSELoss()), name_of(Terms(name_of))
-        ('MSELoss', 'name_of')
-    """
+    """What a loss is called."""
     held: Any = loss.function if isinstance(loss, Terms) else loss
     held = cast("partial[Any]", held).func if isinstance(held, partial) else held
     name = getattr(held, "__qualname__", type(held).__qualname__)
     return name.rpartition("<locals>.")[2]
 
 
-def whole_pass(bench: Bench, whole: Cut) -> Passed:
+def whole_pass(bench: Bench, whole: Cut) -> PassResult:
     """The pass that all others are held against, with its calls."""
     return bench.run(whole, Calls())
 
@@ -88,31 +74,16 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
 
 
 def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
-    """What counts as rounding, by the shortest dtype that was computed in.
-
-    Example:
-        >>> limit_of([torch.float64], 8) < 1e-11 < limit_of([torch.float64, torch.float32], 8)
-        True
-    """
+    """What counts as rounding, by the shortest dtype that was computed in."""
     shortest = next((dtype for dtype in _TABLE if dtype in set(dtypes)), torch.float32)
     return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Court:
-    """Holds passes against a reference.
+class Comparison:
+    """Compares passes on a bench with a reference, the pass over all rows uncut."""
 
-    Args:
-        bench: where passes are made.
-        whole: all rows, uncut.
-        reference: what came of them.
-    """
-
-    bench: Bench
-    whole: Cut
-    reference: Passed
-    _scales: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    _moves: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    def __init__(self, *, bench: Bench, whole: Cut, reference: PassResult) -> None:
+        self.bench, self.whole, self.reference = bench, whole, reference
 
     @property
     def limit(self) -> float:
@@ -120,74 +91,72 @@ class Court:
         dtypes = {parameter.dtype for parameter in self.bench.subject.named.values()}
         return limit_of(dtypes | self.bench.draws.dtypes, len(self.whole.part.rows))
 
-    def cut_by(self, micro_batch: int) -> Trial:
+    def cut_by(self, micro_batch: int) -> Verdict:
         """The same rows in micro-batches of a size."""
-        return self.try_cut(replace(self.whole, micro_batch=micro_batch), self.reference)
+        return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
 
-    def try_cut(self, cut: Cut, reference: Passed, words: str = "") -> Trial:
+    def compare(self, cut: Cut, reference: PassResult, words: str = "") -> Verdict:
         """Any cut, held against any reference."""
-        passed = self.bench.run(cut, Calls())
+        result = self.bench.run(cut, Calls())
         words = words or cut.words
-        if passed.error is not None or reference.error is not None:
-            return Trial(cut=cut, passed=passed, error=math.inf, loss_error=math.inf, words=words)
-        error, loss_error = self._errors(passed, reference, (0.0, 0.0))
-        size, largest = norm(reference.gradients.values()), passed.largest
+        if result.error is not None or reference.error is not None:
+            return Verdict(cut=cut, result=result, error=math.inf, loss_error=math.inf, words=words)
+        error, loss_error = self._errors(result, reference, (0.0, 0.0))
+        size, largest = norm(reference.gradients.values()), result.largest
         is_plain = error > PLAIN and 0 < largest < 10 * size
         if max(error, loss_error) > self.limit and not is_plain:
             # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
-            error, loss_error = self._errors(passed, reference, self._scale())
+            error, loss_error = self._errors(result, reference, self._scale)
         if max(error, loss_error) > self.limit and (max(error, loss_error) < PLAIN or size < _TINY):
-            error, loss_error = self._errors(passed, reference, self._sway(size))
+            error, loss_error = self._errors(result, reference, self._noise_scale(size))
         if max(error, loss_error) <= self.limit and not reference.bare:
-            passed = replace(passed, calls=Calls())  # nobody will ask for them, and they are large
-        return Trial(cut=cut, passed=passed, error=error, loss_error=loss_error, words=words)
+            result = replace(result, calls=Calls())  # nobody will ask for them, and they are large
+        return Verdict(cut=cut, result=result, error=error, loss_error=loss_error, words=words)
 
-    def _errors(self, passed: Passed, wanted: Passed, least: tuple[float, float]) -> tuple[float, float]:
+    def _errors(
+        self, result: PassResult, wanted: PassResult, least: tuple[float, float]
+    ) -> tuple[float, float]:
         size = max(norm(wanted.gradients.values()), least[0])
-        names = passed.gradients.keys() | wanted.gradients.keys()
-        apart = norm(_difference(passed.gradients, wanted.gradients, name) for name in sorted(names))
+        names = result.gradients.keys() | wanted.gradients.keys()
+        apart = norm(_difference(result.gradients, wanted.gradients, name) for name in sorted(names))
         loss_size = max(abs(wanted.loss), wanted.scale, least[1])
-        loss_apart = abs(passed.loss - wanted.loss)
-        if math.isnan(passed.loss) and math.isnan(wanted.loss):
+        loss_apart = abs(result.loss - wanted.loss)
+        if math.isnan(result.loss) and math.isnan(wanted.loss):
             loss_apart = 0.0
         return _ratio(apart, size), _ratio(loss_apart, loss_size)
 
+    @cached_property
     def _scale(self) -> tuple[float, float]:
         """The size of gradient and loss of either half of the rows."""
-        if not self._scales:
-            rows = range(len(self.whole.part.rows))
-            middle = len(rows) // 2
-            halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
-            sound = [half for half in halves if half.error is None and half.weighed]
-            self._scales.append(
-                (
-                    max((norm(half.gradients.values()) for half in sound), default=0.0),
-                    max((half.scale for half in sound), default=0.0),
-                )
-            )
-        return self._scales[0]
+        rows = range(len(self.whole.part.rows))
+        middle = len(rows) // 2
+        halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
+        sound = [half for half in halves if half.error is None and half.weighed]
+        size = max((norm(half.gradients.values()) for half in sound), default=0.0)
+        return size, max((half.scale for half in sound), default=0.0)
 
-    def _sway(self, size: float) -> tuple[float, float]:
+    @cached_property
+    def _noise(self) -> tuple[float, float]:
+        """How far gradient and loss move when all parameters move to a neighbouring number, over epsilon."""
+        named = self.bench.subject.named
+        with perturbed(named.values()):
+            result = self.bench.run(self.whole)
+        if result.error is not None:
+            return 0.0, 0.0
+        names = result.gradients.keys() | self.reference.gradients.keys()
+        apart = norm(_difference(result.gradients, self.reference.gradients, name) for name in names)
+        epsilon = max((torch.finfo(value.dtype).eps for value in named.values()), default=1.0)
+        return apart / epsilon, abs(result.loss - self.reference.loss) / epsilon
+
+    def _noise_scale(self, size: float) -> tuple[float, float]:
         """Of what size gradient and loss behave as if they were: rounding moves them by that times epsilon.
 
         Where numbers cancel inside of the model or the loss (a perfect fit, two equal distributions), what is
-        left is rounding. One more pass, after all parameters have moved to a neighbouring number, tells.
+        left is rounding.
         """
-        if not self._moves:
-            named = self.bench.subject.named
-            with moved(named.values()):
-                passed = self.bench.run(self.whole)
-            sway = (0.0, 0.0)
-            if passed.error is None:
-                names = passed.gradients.keys() | self.reference.gradients.keys()
-                apart = norm(_difference(passed.gradients, self.reference.gradients, n) for n in names)
-                sway = apart, abs(passed.loss - self.reference.loss)
-            epsilon = max((torch.finfo(value.dtype).eps for value in named.values()), default=1.0)
-            # What falls on the other side of a threshold moves far, and is no excuse for what is not small.
-            most = math.inf if size < _TINY else _SWAY * size
-            self._moves.append((min(sway[0] / epsilon, most), sway[1] / epsilon))
-        scale = self._scale()
-        return max(scale[0], self._moves[0][0]), max(scale[1], self._moves[0][1])
+        # What falls on the other side of a threshold moves far, and is no excuse for what is not small.
+        most = math.inf if size < _TINY else _NOISE * size
+        return max(self._scale[0], min(self._noise[0], most)), max(self._scale[1], self._noise[1])
 
 
 def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> Tensor:
@@ -205,16 +174,9 @@ def _ratio(difference: float, size: float) -> float:
 # ---- outputs of the model, row by row
 
 
-def rows_agree(court: Court, whole: Calls, calls: Calls, parts: Sequence[Part]) -> bool:
-    """Whether the model gives each row the same, cut or not.
-
-    Args:
-        court: what counts as rounding.
-        whole: calls over all rows.
-        calls: calls over the parts.
-        parts: their rows.
-    """
-    for call in whole.parts.get(court.whole.part, []):
+def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[Part]) -> bool:
+    """Whether the model gives each row the same, cut or not."""
+    for call in whole.parts.get(comparison.whole.part, []):
         peers = [calls.table(part).get(call.key) for part in parts]
         for index, value in enumerate(call.outputs):
             pieces = [
@@ -226,26 +188,20 @@ def rows_agree(court: Court, whole: Calls, calls: Calls, parts: Sequence[Part]) 
                 return False
             if all(piece.shape == value.shape for piece, _ in pieces):
                 continue  # one value for all rows
-            if agree(value, pieces, 10 * court.limit) is not True:
+            if agree(value, pieces, 10 * comparison.limit) is not True:
                 return False
     return True
 
 
-def agree_in_forward(court: Court, cut: Cut, *, frozen: bool = False) -> bool:
-    """Whether the model gives each row the same, cut or not, in forwards made for this.
-
-    Args:
-        court: where they are made.
-        cut: which is held against the whole.
-        frozen: whether each BatchNorm takes its running statistics.
-    """
+def agree_in_forward(comparison: Comparison, cut: Cut, *, frozen: bool = False) -> bool:
+    """Whether the model gives each row the same, cut or not, in forwards made for this."""
     whole_calls, cut_calls = Calls(), Calls()
     try:
-        _forward(court.bench, court.whole, whole_calls, frozen=frozen)
-        _forward(court.bench, cut, cut_calls, frozen=frozen)
+        _forward(comparison.bench, comparison.whole, whole_calls, frozen=frozen)
+        _forward(comparison.bench, cut, cut_calls, frozen=frozen)
     except Exception:  # the user's code may raise anything
         return False
-    return rows_agree(court, whole_calls, cut_calls, cut.parts)
+    return rows_agree(comparison, whole_calls, cut_calls, cut.parts)
 
 
 def _forward(bench: Bench, cut: Cut, watch: Calls, *, frozen: bool) -> None:
@@ -253,27 +209,19 @@ def _forward(bench: Bench, cut: Cut, watch: Calls, *, frozen: bool) -> None:
     batch = cut.batch(bench.subject.dtype)
     with bench.fresh() as (model, loss), torch.no_grad():
         norms = find_batch_norms(model.modules()) if frozen else []
-        told = watch(model)
+        begin_part = watch(model)
         with frozen_batch_norms(norms):
             for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
                 bench.draws.begin(part)
-                told(part)
+                begin_part(part)
                 resolve(loss).evaluate(model, micro)
 
 
 def before_the_model(
-    outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], court: Court, loss_name: str
+    outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], comparison: Comparison, loss_name: str
 ) -> list[Finding]:
-    """Whether the loss hands the model other rows when it is cut.
-
-    Args:
-        outermost: calls over all rows.
-        calls: calls over the parts.
-        parts: their rows.
-        court: what counts as rounding.
-        loss_name: what the caller's loss is called.
-    """
-    if court.whole.collate is not None:
+    """Whether the loss hands the model other rows when it is cut."""
+    if comparison.whole.collate is not None:
         return []  # each micro-batch is collated by itself: numbers of nodes and the like differ rightly
     for call in outermost:
         name = call.key[0] or "the model"
@@ -283,7 +231,7 @@ def before_the_model(
             continue
         for index, value in enumerate(call.inputs):
             pieces = [(peer.inputs[index], part) for peer, part in zip(there, parts, strict=True)]
-            if agree(value, pieces, 10 * court.limit) is False:
+            if agree(value, pieces, 10 * comparison.limit) is False:
                 what = f"What goes into `{name}` differs already, before it has run."
                 return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
             if sum(len(piece) for piece, _ in pieces if piece.dim()) < (len(value) if value.dim() else 0):

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from anybatch.core import torch_private as private
 from anybatch.losses import module_of
 from anybatch.state import rng
 
@@ -93,12 +94,7 @@ class Itself:
 
 
 def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
-    """Trainable parameters of the model by name, and of the loss under `loss.`.
-
-    Example:
-        >>> list(named_parameters(nn.Linear(1, 1, bias=False), nn.MSELoss()))
-        ['weight']
-    """
+    """Trainable parameters of the model by name, and of the loss under `loss.`."""
     named = dict(model.named_parameters())
     own = set(named.values())
     named |= {f"loss.{name}": p for name, p in module_of(loss).named_parameters() if p not in own}
@@ -126,15 +122,7 @@ def untouched(model: nn.Module, loss: object) -> Generator[None]:
 
 @contextmanager
 def kept(*modules: nn.Module) -> Generator[None]:
-    """Afterwards these modules are as before: values, gradients, buffers, flags, hooks, attributes.
-
-    Example:
-        >>> model = nn.BatchNorm1d(2)
-        >>> with kept(model):
-        ...     _ = model.train(False).weight.data.zero_()
-        >>> model.training, model.weight.tolist()
-        (True, [1.0, 1.0])
-    """
+    """Afterwards these modules are as before: values, gradients, buffers, flags, hooks, attributes."""
     found = {id(module): module for root in modules for module in root.modules()}.values()
     attributes = [(module, dict(vars(module))) for module in found]
     inside = [
@@ -172,19 +160,20 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
         twin = memo.get(id(parameter), parameter)
         if twin is parameter:
             continue
-        for hook in (parameter._backward_hooks or {}).values():  # pyright: ignore
+        on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
+        for hook in on_gradient.values():
             twin.register_hook(hook)
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():  # pyright: ignore
+        for hook in once_accumulated.values():
             twin.register_post_accumulate_grad_hook(hook)
 
 
 @contextmanager
-def moved(parameters: Iterable[Tensor]) -> Generator[None]:
+def perturbed(parameters: Iterable[Tensor]) -> Generator[None]:
     """Meanwhile each number is the next one above or below it.
 
     Example:
         >>> value = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        >>> with moved([value]):
+        >>> with perturbed([value]):
         ...     bool((value == 1).any())
         False
     """
@@ -227,12 +216,7 @@ def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A real floating tensor in another dtype; any other as it is.
-
-    Example:
-        >>> widen(torch.ones(1), torch.float64).dtype
-        torch.float64
-    """
+    """A real floating tensor in another dtype; any other as it is."""
     return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 

@@ -21,27 +21,17 @@ MASKS = 4  # as many are tried in pairs
 FILLS = (-100, 0, -1)  # what fills up targets most often: torch's and Hugging Face's, zero, scikit-learn's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """Something that might be the denominator.
+    """Something that might be the denominator."""
 
-    Attributes:
-        words: what it counts.
-        code: how it is counted, of a micro-batch called `micro`.
-        count: counts it, given the leaves of a micro-batch.
-    """
-
-    words: str
-    code: str
-    count: Callable[[Sequence[Tensor]], float]
+    words: str  # what it counts
+    code: str  # how it is counted, of a micro-batch called `micro`
+    count: Callable[[Sequence[Tensor]], float]  # counts it, given the leaves of a micro-batch
 
 
 def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     """What a loss of this batch may have to be divided by, the plainest first.
-
-    Args:
-        batch: nested tensors.
-        weights: tensors of one axis that the loss or the model holds, by their names.
 
     Example:
         >>> for candidate in candidates({"y": torch.tensor([3, -100])}, {}):
@@ -53,13 +43,13 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     """
     nest = tree.flatten(batch)
     names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
-    found = [Candidate(words="the rows", code=f"len({names[0]})", count=lambda leaves: float(len(leaves[0])))]
+    found = [Candidate("the rows", f"len({names[0]})", lambda leaves: float(len(leaves[0])))]
     for index, name in enumerate(names):
         found.append(
             Candidate(
-                words=f"the elements of {name}",
-                code=f"{name}.numel()",
-                count=lambda leaves, index=index: float(leaves[index].numel()),
+                f"the elements of {name}",
+                f"{name}.numel()",
+                lambda leaves, index=index: float(leaves[index].numel()),
             )
         )
     # Targets are what is counted most often: by their name, or because they come last.
@@ -75,55 +65,45 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
 
 
 def _of_leaf(index: int, name: str, leaf: Tensor) -> Iterator[Candidate]:
-    views: list[tuple[str, str, Callable[[Tensor], Tensor]]] = [(name, name, lambda value: value)]
+    yield from _of_view(index, leaf, name, name, lambda value: value)
     if leaf.dim() > 1 and leaf.shape[1] > 1:
-        views.append((f"{name} (shifted by one)", f"{name}[:, 1:]", lambda value: value[:, 1:]))
-    for words, code, view in views:
-        if _is_class(leaf):
-            last = [int(value) for value in leaf.reshape(-1)[-1:]]
-            for fill in dict.fromkeys((*FILLS, *last)):
-                yield Candidate(
-                    words=f"the entries of {words} that are not {fill}",
-                    code=f"({code} != {fill}).sum()",
-                    count=lambda leaves, view=view, fill=fill: float((view(leaves[index]) != fill).sum()),
-                )
-        if leaf.dtype == torch.bool:
-            yield Candidate(
-                words=f"the entries of {words} that are not set",
-                code=f"(~{code}).sum()",
-                count=lambda leaves, view=view: float((~view(leaves[index])).sum()),
-            )
-        if bool((leaf >= 0).all()) if not leaf.is_complex() else False:
-            yield Candidate(
-                words=f"the sum of {words}",
-                code=f"{code}.sum()",
-                count=lambda leaves, view=view: float(view(leaves[index]).double().sum()),
-            )
-        if code != name:
-            yield Candidate(
-                words=f"the elements of {words}",
-                code=f"{code}.numel()",
-                count=lambda leaves, view=view: float(view(leaves[index]).numel()),
-            )
+        words, code = f"{name} (shifted by one)", f"{name}[:, 1:]"
+        yield from _of_view(index, leaf, words, code, lambda value: value[:, 1:])
+        yield Candidate(
+            f"the elements of {words}", f"{code}.numel()", lambda leaves: float(leaves[index][:, 1:].numel())
+        )
     if leaf.is_floating_point() and bool(leaf.isnan().any()):
-        yield Candidate(
-            words=f"the entries of {name} that are not NaN",
-            code=f"(~{name}.isnan()).sum()",
-            count=lambda leaves: float((~leaves[index].isnan()).sum()),
-        )
+        words, code = f"the entries of {name} that are not NaN", f"(~{name}.isnan()).sum()"
+        yield Candidate(words, code, lambda leaves: float((~leaves[index].isnan()).sum()))
     if _is_class(leaf) and leaf.dim() == 1 and bool((leaf >= 1).all()):
-        yield Candidate(
-            words=f"the sum of {name}, less one for each row",
-            code=f"({name} - 1).sum()",
-            count=lambda leaves: float((leaves[index] - 1).sum()),
-        )
+        words, code = f"the sum of {name}, less one for each row", f"({name} - 1).sum()"
+        yield Candidate(words, code, lambda leaves: float((leaves[index] - 1).sum()))
     if _is_class(leaf) and leaf.dim() > 1:
         for fill in FILLS:
             yield Candidate(
-                words=f"the rows of {name} with an entry that is not {fill}",
-                code=f"({name} != {fill}).flatten(1).any(1).sum()",
-                count=lambda leaves, fill=fill: float((leaves[index] != fill).flatten(1).any(1).sum()),
+                f"the rows of {name} with an entry that is not {fill}",
+                f"({name} != {fill}).flatten(1).any(1).sum()",
+                lambda leaves, fill=fill: float((leaves[index] != fill).flatten(1).any(1).sum()),
             )
+
+
+def _of_view(
+    index: int, leaf: Tensor, words: str, code: str, view: Callable[[Tensor], Tensor]
+) -> Iterator[Candidate]:
+    def counted(what: str, code: str, count: Callable[[Tensor], Tensor]) -> Candidate:
+        return Candidate(what, code, lambda leaves: float(count(view(leaves[index]))))
+
+    if _is_class(leaf):
+        last = [int(value) for value in leaf.reshape(-1)[-1:]]
+        for fill in dict.fromkeys((*FILLS, *last)):
+            what = f"the entries of {words} that are not {fill}"
+            yield counted(what, f"({code} != {fill}).sum()", lambda value, fill=fill: (value != fill).sum())
+    if leaf.dtype == torch.bool:
+        yield counted(
+            f"the entries of {words} that are not set", f"(~{code}).sum()", lambda value: (~value).sum()
+        )
+    if not leaf.is_complex() and bool((leaf >= 0).all()):
+        yield counted(f"the sum of {words}", f"{code}.sum()", lambda value: value.double().sum())
 
 
 def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candidate]:
@@ -132,9 +112,9 @@ def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candid
     for one, other in itertools.combinations(masks[:MASKS], 2):
         if leaves[one].shape == leaves[other].shape:
             yield Candidate(
-                words=f"the entries that both {names[one]} and {names[other]} count",
-                code=f"({names[one]} * {names[other]}).sum()",
-                count=lambda leaves, one=one, other=other: float((leaves[one] * leaves[other]).sum()),
+                f"the entries that both {names[one]} and {names[other]} count",
+                f"({names[one]} * {names[other]}).sum()",
+                lambda leaves, one=one, other=other: float((leaves[one] * leaves[other]).sum()),
             )
 
 
@@ -147,7 +127,7 @@ def _of_classes(index: int, name: str, key: str, weight: Tensor, leaf: Tensor) -
         return float(torch.where(valid, values[torch.where(valid, labels, 0)], 0).double().sum())
 
     code = f"{key}[{name}].sum()" if int(leaf.min()) >= 0 else f"{key}[{name}[{name} >= 0]].sum()"
-    return Candidate(words=f"the sum of the class weights {key}[{name}]", code=code, count=count)
+    return Candidate(f"the sum of the class weights {key}[{name}]", code, count)
 
 
 def _is_mask(leaf: Tensor) -> bool:
@@ -163,12 +143,7 @@ def _is_class(leaf: Tensor) -> bool:
 
 
 def held_weights(*holders: Any) -> dict[str, Tensor]:
-    """Real tensors of one axis held by functions, modules and partial losses: class weights, perhaps.
-
-    Example:
-        >>> list(held_weights(partial(nn.functional.cross_entropy, weight=torch.ones(3))))
-        ['weight']
-    """
+    """Real tensors of one axis held by functions, modules and partial losses: class weights, perhaps."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for holder in holders:
@@ -233,6 +208,7 @@ def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> 
 
 
 Reading = Callable[[Evaluation], float]
+Cuts = Sequence[Sequence[Evaluation]]  # the micro-batches of each cut
 Values = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # of some groups of rows
 
 _EXACT = 1e-13  # float64 on few terms
@@ -241,38 +217,23 @@ _EPSILON = 1e-4  # what an epsilon in a denominator may leave of an error
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """A denominator that makes whole and parts agree.
+    """A denominator that makes whole and parts agree."""
 
-    Attributes:
-        words: what it counts.
-        code: how it is counted, of a micro-batch called `micro`.
-        is_near: whether something small is left, as an epsilon leaves it.
-    """
-
-    words: str
-    code: str
-    is_near: bool
+    words: str  # what it counts
+    code: str  # how it is counted, of a micro-batch called `micro`
+    is_near: bool  # whether something small is left, as an epsilon leaves it
 
 
 def fit(
     options: Iterable[Candidate],
     readings: Sequence[Reading],
     whole: Evaluation,
-    parted: Sequence[Sequence[Evaluation]],
+    parted: Cuts,
     *,
     tolerance: float,
     error: float,
 ) -> Fit | None:
-    """The candidate that makes the whole's value the weighted mean of its parts' in every cut.
-
-    Args:
-        options: candidates.
-        readings: what may be the mean of a micro-batch.
-        whole: all rows.
-        parted: the micro-batches of each cut.
-        tolerance: relative error that counts as rounding.
-        error: that of the weights that the term has now.
-    """
+    """The candidate that makes the whole's value the weighted mean of its parts' in every cut."""
     found = [
         (min(max(_misfit_of(one, read, whole, parts) for parts in parted) for read in readings), one)
         for one in options
@@ -288,12 +249,7 @@ def fit(
 
 
 def misfit(weights: Sequence[float], values: Sequence[float], wanted: float) -> float:
-    """How far a weighted mean is from what it should be, relative to what is added up.
-
-    Example:
-        >>> misfit([1, 3], [2.0, 4.0], 3.5), misfit([1, 1], [2.0, 4.0], 4.0)
-        (0.0, 0.3333333333333333)
-    """
+    """How far a weighted mean is from what it should be, relative to what is added up."""
     used = [(weight, value) for weight, value in zip(weights, values, strict=True) if weight]
     total = math.fsum(weight for weight, _ in used)
     size = math.fsum(abs(weight * value) for weight, value in used)
@@ -316,20 +272,8 @@ def row_weights(values: Values, rows: int) -> tuple[list[float], list[float]] | 
     A mean of parts that add up gives its weights away: two rows by themselves and together have
     `w_j / w_i = (m_ij - m_i) / (m_j - m_ij)`.
 
-    Args:
-        values: gives the mean of each of some groups of rows.
-        rows: how many there are.
-
     Returns:
         Weights, of which the least is 1, and values; None where it is no mean, or all rows are alike.
-
-    Example:
-        >>> def mean(rows):
-        ...     return sum(row * (row + 1) for row in rows) / sum(row + 1 for row in rows)
-        >>> def values(groups):
-        ...     return [mean(rows) for rows in groups]
-        >>> [round(weight, 9) for weight in row_weights(values, 3)[0]]
-        [1.0, 2.0, 3.0]
     """
     alone = list(values([[row] for row in range(rows)]))
     known = [row for row in range(rows) if math.isfinite(alone[row])]
@@ -388,19 +332,15 @@ def in_words(weights: Sequence[float]) -> str:
     return ", ".join(f"{weight:.4g}" for weight in weights)
 
 
-def pulls_add_up(
-    name: str,
-    whole: Evaluation,
-    parts: Sequence[Evaluation],
-    scales: Sequence[float],
-    tolerance: float,
+def gradients_add_up(
+    name: str, whole: Evaluation, parts: Sequence[Evaluation], scales: Sequence[float], tolerance: float
 ) -> bool:
     """The gradient of a sum is, row by row, that of the parts' sums, times something for each of them."""
     difference = size = 0.0
-    for index, wanted in enumerate(whole.pulled[name]):
-        if any(len(part.pulled[name]) != len(whole.pulled[name]) for part in parts):
+    for index, wanted in enumerate(whole.gradients[name]):
+        if any(len(part.gradients[name]) != len(whole.gradients[name]) for part in parts):
             return True  # outputs that cannot be told apart
-        pieces = [part.pulled[name][index] * scale for part, scale in zip(parts, scales, strict=True)]
+        pieces = [part.gradients[name][index] * scale for part, scale in zip(parts, scales, strict=True)]
         shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
         if any(share is None for share in shares):
             continue
@@ -413,21 +353,21 @@ def pulls_add_up(
     return difference**0.5 <= tolerance * size**0.5
 
 
-def left_out(name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> list[int]:
+def left_out(name: str, whole: Evaluation, parted: Cuts) -> list[int]:
     """Rows into whose outputs no gradient flows in one cut, while it does in another."""
-    silent: set[int] = set()
-    heard: set[int] = set()
+    unused: set[int] = set()
+    used: set[int] = set()
     first = parted[0][0] if parted and parted[0] else whole
     for one in (whole, *[part for parts in parted for part in parts]):
-        for index, pulled in enumerate(one.pulled[name]):
-            peers = first.pulled[name], whole.pulled[name]
+        for index, gradients in enumerate(one.gradients[name]):
+            peers = first.gradients[name], whole.gradients[name]
             if any(index >= len(peer) for peer in peers):
                 continue
             axis = find_axis(peers[1][index].shape, peers[0][index].shape, first.part)
             if axis is None:
                 continue
-            there = pulled.unflatten(axis.place, (len(one.part.rows), axis.per_row))
+            there = gradients.unflatten(axis.place, (len(one.part.rows), axis.per_row))
             flows = there.movedim(axis.place, 0).flatten(1).any(1).tolist()
-            heard |= {row for row, flow in zip(one.part.rows, flows, strict=True) if flow}
-            silent |= {row for row, flow in zip(one.part.rows, flows, strict=True) if not flow}
-    return sorted(silent & heard)
+            used |= {row for row, flow in zip(one.part.rows, flows, strict=True) if flow}
+            unused |= {row for row, flow in zip(one.part.rows, flows, strict=True) if not flow}
+    return sorted(unused & used)

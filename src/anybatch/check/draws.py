@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.core import torch_private as private
 from anybatch.state import rng
 
 Place = tuple[str, bytes]  # a stream and where it stands
@@ -26,20 +26,14 @@ class OutOfTime(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Draw:
-    """One draw of the whole batch.
+    """One draw of the whole batch."""
 
-    Attributes:
-        value: what was drawn.
-        after: where the stream stood then.
-        axis: on which axis rows lie, as far as a part has shown it.
-    """
-
-    value: Tensor
-    after: Tensor
-    axis: Axis | None = None
+    value: Tensor  # what was drawn
+    after: Tensor  # where the stream stood then
+    axis: Axis | None = None  # on which axis rows lie, as far as a part has shown it
 
 
-class Draws(TorchDispatchMode):
+class Draws(private.TorchDispatchMode):
     """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
 
     A draw is known by where the stream stood before it, so that a forward repeated in backward
@@ -48,30 +42,20 @@ class Draws(TorchDispatchMode):
 
     Args:
         seed: where all streams start in every pass: torch's, Python's and NumPy's.
-        is_quiet: whether coins that torch throws all show their expected value, which switches dropout off.
+        without_dropout: whether Bernoulli draws return their expected value, which switches dropout off.
         is_wide: whether what the model turns into float32 stays in, or becomes, float64: its copy computes in
             that, and one sum in float32 would hide all that is smaller.
 
     Attributes:
-        strangers: draws since `begin` that are not replayed.
+        unreplayed: draws since `begin` that are not replayed.
         guessed: whether it was a guess which entries of a draw belong to which row.
-        thrown: whether coins were thrown that can be kept quiet.
+        has_dropout: whether there were Bernoulli draws, which `without_dropout` switches off.
         dtypes: floating dtypes that were computed in.
-
-    Example:
-        >>> draws = Draws(0)
-        >>> with rng.preserved(), draws:
-        ...     draws.begin(Part.whole(4))
-        ...     whole = torch.rand(4, 2)
-        ...     draws.begin(Part((2, 3), 4))
-        ...     part = torch.rand(2, 2)
-        >>> torch.equal(part, whole[2:])
-        True
     """
 
-    def __init__(self, seed: int, *, is_quiet: bool = False, is_wide: bool = False) -> None:
+    def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:
         super().__init__()
-        self._seed, self._is_quiet, self._is_wide = seed, is_quiet, is_wide
+        self._seed, self._without_dropout, self._is_wide = seed, without_dropout, is_wide
         self._deadline = math.inf
         before = rng.capture_process()
         # Not the seed itself, which a model may set too, and then would seem to go on where the pass began.
@@ -86,13 +70,13 @@ class Draws(TorchDispatchMode):
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
         self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
-        self.strangers = 0
-        self.guessed = self.thrown = False
+        self.unreplayed = 0
+        self.guessed = self.has_dropout = False
         self.dtypes: set[torch.dtype] = set()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
         """Of the class that keeps torch's compiler out, where it has been loaded."""
-        kind: Any = _Uncompiled if "torch._dynamo" in sys.modules else cls
+        kind: Any = _Uncompiled if private.is_compiler_loaded() else cls
         return super().__new__(kind)
 
     @classmethod
@@ -101,12 +85,7 @@ class Draws(TorchDispatchMode):
         return False
 
     def begin(self, part: Part, states: Mapping[str, Tensor] | None = None) -> None:
-        """A micro-batch begins: streams go back to the start of the pass, or to where they stood before.
-
-        Args:
-            part: its rows.
-            states: where `states` found the streams, if not at the start.
-        """
+        """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
         rng.restore_process(self._start)
         self.restore(states or {})
         if part.is_whole or part.rows[:1] == (0,):
@@ -114,19 +93,15 @@ class Draws(TorchDispatchMode):
         self._part = part
         # A module run by itself begins in the middle of the stream, wherever that is.
         self._next = {name: bytes(state.tolist()) for name, state in (states or {}).items()}
-        self.strangers = 0
+        self.unreplayed = 0
 
-    def anew(self, *, is_quiet: bool = False) -> "Draws":
+    def restarted(self, *, without_dropout: bool = False) -> "Draws":
         """The same with nothing drawn yet."""
-        return Draws(self._seed, is_quiet=is_quiet, is_wide=self._is_wide)
+        return Draws(self._seed, without_dropout=without_dropout, is_wide=self._is_wide)
 
     @contextmanager
     def until(self, deadline: float) -> Generator[None]:
-        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`.
-
-        Raises:
-            OutOfTime: from the first operation of torch after the deadline.
-        """
+        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`."""
         before = self._deadline
         self._deadline = min(before, deadline)
         try:
@@ -170,8 +145,8 @@ class Draws(TorchDispatchMode):
         stream = _stream(device)
         own = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator) and g is not stream]
         if not own and "bernoulli_" in func.__name__:
-            self.thrown = True
-            if self._is_quiet:
+            self.has_dropout = True
+            if self._without_dropout:
                 chance = args[1] if len(args) > 1 else 0.5
                 return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
         before = stream.get_state()
@@ -184,9 +159,9 @@ class Draws(TorchDispatchMode):
         expected = self._next.setdefault(key[0], bytes(self._state_at_start(device).tolist()))
         result = func(*args, **kwargs)
         if own or not self._part.is_whole or key[1] != expected:
-            self.strangers += 1
+            self.unreplayed += 1
             return result
-        drawn = args[1] if _is_slope(func) else result[1] if isinstance(result, tuple) else result
+        drawn = args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
         after = stream.get_state()
         self._drawn[key] = _Draw(drawn.detach().clone(), after)
         self._next[key[0]] = bytes(after.tolist())
@@ -200,13 +175,13 @@ class Draws(TorchDispatchMode):
     ) -> Any:
         """The rows of a draw, in the form in which this operation returns it."""
         result: Any = func(*args, **kwargs)
-        like = args[1] if _is_slope(func) else result[1] if isinstance(result, tuple) else result
+        like = args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
         value = self._rows_of(key, draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
             pass  # an order of other things than the whole's
         elif value is None:
-            self.strangers += 1
-        elif _is_slope(func):  # backward reads the slopes, 1 where there is nothing to bend
+            self.unreplayed += 1
+        elif _is_rrelu(func):  # backward reads the slopes, 1 where there is nothing to bend
             cast("Tensor", result).copy_(args[0] * like.copy_(value))
         elif isinstance(result, tuple):  # native_dropout: the values kept, and the mask
             probability = args[1]
@@ -268,7 +243,7 @@ def _is_idle(func: Any, args: Sequence[Any]) -> bool:
     return "attention" in name or "rnn" in name or "lstm" in name
 
 
-def _is_slope(func: Any) -> bool:
+def _is_rrelu(func: Any) -> bool:
     """Whether what is drawn is put into the second argument: RReLU."""
     return "rrelu_with_noise" in func.__name__
 

@@ -1,10 +1,12 @@
 """What a check found: a kind, a culprit, a plain sentence, and the ways out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
+
+from anybatch.batchnorm import BatchNorm
 
 SHOWN = 3  # modules of a kind and class that are named when they are printed
 
@@ -87,23 +89,11 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {
-            "kind": self.kind,
-            "culprit": self.culprit,
-            "what": self.what,
-            "ways_out": list(self.ways_out),
-        }
+        return asdict(self)
 
 
-def told(findings: Iterable[Finding]) -> list[str]:
-    """Findings in words, where those that say the same of modules of one class are told once.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(2)
-        >>> found = [module_finding("meeting", f"norm{i}", norm, "Rows meet.") for i in range(5)]
-        >>> told(found)[0].splitlines()[0]
-        'meeting: norm0, norm1, norm2 and 2 more (BatchNorm1d)'
-    """
+def summaries(findings: Iterable[Finding]) -> list[str]:
+    """Findings in words, where those that say the same of modules of one class are told once."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         name, _, rest = finding.culprit.rpartition(" (")
@@ -130,7 +120,7 @@ def module_finding(
         >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
         'layers.1 (BatchNorm1d)'
     """
-    is_batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)  # pyright: ignore[reportPrivateUsage]
+    is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     culprit = f"{name or 'the model'} ({type(module).__name__})"
     return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or usual)

@@ -11,107 +11,92 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
+from anybatch.core import torch_private as private
 
-BY_TURNS = (
+ROW_BY_ROW = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them), which "
     "cannot be replayed: a row gets others in another micro-batch"
 )
-BY_TURNS_WAYS_OUT = (
+ROW_BY_ROW_WAYS_OUT = (
     "Draw for all rows at once, one entry for each: torch.rand(len(x)).",
     "Where rows may have any numbers, as in augmentation, this is no fault: check the rest in .eval().",
 )
 Run = Callable[[Sequence[Tensor], Part], list[Tensor]]
-GIVE = WAYS_OUT["position"][-1]  # the other one is about random numbers
+GIVE_TENSOR = WAYS_OUT["position"][-1]  # the other one is about random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tried:
-    """How a module's cut calls compare with its whole one.
+class ComparedCall:
+    """How a module's cut calls compare with its whole one."""
 
-    Attributes:
-        call: the whole call.
-        fault: "" where they agree, "outputs", "pooled", "gradients", "dropped rows", or "unknown".
-        strangers: random draws of the whole call that are not replayed.
-        inputs: on which axis rows lie in each tensor that goes in.
-        outputs: the same for what comes out.
-    """
-
-    call: Call
-    fault: str
-    strangers: int = 0
-    inputs: Sequence[Axis | None] = ()
-    outputs: Sequence[Axis | None] = ()
+    call: Call  # the whole call
+    fault: str  # "" where they agree, "outputs", "pooled", "gradients", "dropped rows", or "unknown"
+    unreplayed: int = 0  # random draws of the whole call that are not replayed
+    inputs: Sequence[Axis | None] = ()  # on which axis rows lie in each tensor that goes in
+    outputs: Sequence[Axis | None] = ()  # the same for what comes out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Nature:
-    """Tells how a module differs, by running it on other inputs.
+class ModuleTest:
+    """Finds out why a module differs, by running it on other inputs."""
 
-    Args:
-        bench: where it is run.
-        total: rows of the batch.
-        tolerance: relative error that counts as rounding.
-        deadline: when no more rows are changed, on the clock of `time.perf_counter`.
-    """
+    bench: Bench  # where it is run
+    total: int  # rows of the batch
+    tolerance: float  # relative error that counts as rounding
+    deadline: float = math.inf  # when no more rows are changed, on the clock of `time.perf_counter`
 
-    bench: Bench
-    total: int
-    tolerance: float
-    deadline: float = math.inf
-
-    def explain(self, tried: Tried) -> Finding:
+    def explain(self, tested: ComparedCall) -> Finding:
         """The finding about a module that differs."""
-        name = tried.call.key[0]
+        name = tested.call.key[0]
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(name)
         try:
-            kind, what, *ways_out = self._classify(tried)
+            kind, what, *ways_out = self._classify(tested)
         except Exception as error:  # not every module can be run on other rows than its own
             kind, what = "unexplained", f"differs, and fails with {type(error).__name__} on other rows"
             ways_out = list[str]()
         place = name or type(module).__name__
         return module_finding(kind, name, module, f"`{place}` {what}.", tuple(ways_out))
 
-    def _classify(self, tried: Tried) -> tuple[str, ...]:
+    def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
         """The kind, what is wrong, and ways out other than those of the kind."""
-        if tried.fault == "gradients" and self._goes_on(tried):
+        if tested.fault == "gradients" and self._changes_buffers(tested):
             return "state", "changes its buffers when it is called, and its gradient with them"
-        if tried.fault == "gradients":
+        if tested.fault == "gradients":
             return "detached", "gives rows the same output, cut or not, but another gradient when it is cut"
-        if tried.fault == "dropped rows":
+        if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
-        if tried.strangers:
+        if tested.unreplayed:
             return "position", (
                 "draws random numbers by position: from a generator of its own, or after setting a seed, "
                 "so a row gets other numbers in another micro-batch"
             )
-        if not self._repeats(tried):
+        if not self._is_deterministic(tested):
             return "state", "gives another output when it is called again with the same rows"
-        if tried.fault == "pooled":
+        if tested.fault == "pooled":
             return "meeting", "returns one value for all rows, which is another one for each micro-batch"
-        changed = self._changed(tried)
+        changed = self._count_changed(tested)
         if changed:
             return "meeting", (
                 f"changes its output for {changed} other rows of {self.total} when one row is changed"
             )
-        sources, draws, draws_of_half = self._drawn(tried)
+        sources, draws, draws_of_half = self._count_draws(tested)
         if sources:
             return "position", (
                 f"draws random numbers from {sources}, which go by position: a row gets other numbers in "
                 "another micro-batch"
             )
-        if not self._holds_without_others(tried):
+        if not self._is_row_wise(tested):
             return "meeting", "gives a row another output at the same place among fewer or other rows"
         if draws > draws_of_half:
-            return "position", BY_TURNS.format(draws, self.total, draws_of_half), *BY_TURNS_WAYS_OUT
-        if not self._moves(tried):
-            return "position", "gives a row another output at another place in the batch", GIVE
+            return "position", ROW_BY_ROW.format(draws, self.total, draws_of_half), *ROW_BY_ROW_WAYS_OUT
+        if not self._is_equivariant(tested):
+            return "position", "gives a row another output at another place in the batch", GIVE_TENSOR
         return "unexplained", "gives rows another output in a micro-batch than in the whole batch"
 
     @contextmanager
@@ -126,37 +111,37 @@ class Nature:
 
             yield run
 
-    def _repeats(self, tried: Tried) -> bool:
+    def _is_deterministic(self, tested: ComparedCall) -> bool:
         """Whether it returns the same when it is called twice."""
         whole = Part.whole(self.total)
-        with self._fresh(tried.call) as run:
-            one, two = run(tried.call.inputs, whole), run(tried.call.inputs, whole)
+        with self._fresh(tested.call) as run:
+            one, two = run(tested.call.inputs, whole), run(tested.call.inputs, whole)
         return all(agree(a, [(b, whole)], self.tolerance) for a, b in zip(one, two, strict=True))
 
-    def _changed(self, tried: Tried) -> int:
+    def _count_changed(self, tested: ComparedCall) -> int:
         """How many other rows change with one row, whichever it is: other numbers in it, or another row."""
         whole = Part.whole(self.total)
         most = 0
-        with self._fresh(tried.call) as run:
-            before = run(tried.call.inputs, whole)
+        with self._fresh(tested.call) as run:
+            before = run(tested.call.inputs, whole)
             for shift in range(self.total):  # with 0, other numbers
                 for row in whole.rows:
                     if time.perf_counter() > self.deadline and (shift, row) != (0, 0):
                         return most
-                    changed = _change_row(tried.call.inputs, tried.inputs, row, shift, self.total)
+                    changed = _change_row(tested.call.inputs, tested.inputs, row, shift, self.total)
                     others = [other for other in whole.rows if other != row]
-                    most = max(most, self._differing(tried, before, run(changed, whole), others))
+                    most = max(most, self._differing(tested, before, run(changed, whole), others))
                 if most:
                     return most
         return most
 
     def _differing(
-        self, tried: Tried, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
+        self, tested: ComparedCall, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
     ) -> int:
         """How many of some rows have another output."""
         whole = Part.whole(self.total)
         pairs = [
-            (a, b, axis) for a, b, axis in zip(before, after, tried.outputs, strict=True) if axis is not None
+            (a, b, axis) for a, b, axis in zip(before, after, tested.outputs, strict=True) if axis is not None
         ]
 
         def differs(other: Part) -> bool:
@@ -167,63 +152,63 @@ class Nature:
 
         return sum(differs(Part((row,), self.total)) for row in rows)
 
-    def _drawn(self, tried: Tried) -> tuple[str, int, int]:
+    def _count_draws(self, tested: ComparedCall) -> tuple[str, int, int]:
         """Streams that are not torch's and move; how often it draws for all rows, and for half of them."""
         counts: list[int] = []
         sources: set[str] = set()
-        with self._fresh(tried.call) as run:
+        with self._fresh(tested.call) as run:
             for rows in (self.total, self.total // 2):
                 part = Part(tuple(range(rows)), self.total)
                 before = _other_streams()
-                with _Counting() as counting:
-                    run(_select_all(tried.call.inputs, tried.inputs, part), part)
+                with _DrawCounter() as counting:
+                    run(_select_all(tested.call.inputs, tested.inputs, part), part)
                 sources |= {name for name, state in _other_streams().items() if before.get(name) != state}
                 counts.append(counting.draws)
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
-    def _goes_on(self, tried: Tried) -> bool:
+    def _changes_buffers(self, tested: ComparedCall) -> bool:
         """Whether a call changes numbers that the module holds."""
         with self.bench.fresh() as (model, _), torch.no_grad():
-            module = model.get_submodule(tried.call.key[0])
+            module = model.get_submodule(tested.call.key[0])
             before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            self.bench.draws.begin(Part.whole(self.total), tried.call.states)
-            tried.call.repeat(module, [value.clone() for value in tried.call.inputs])
+            self.bench.draws.begin(Part.whole(self.total), tested.call.states)
+            tested.call.repeat(module, [value.clone() for value in tested.call.inputs])
             return any(
                 buffer.is_floating_point() and not torch.equal(buffer, before.get(name, buffer))
                 for name, buffer in module.named_buffers()
             )
 
-    def _holds_without_others(self, tried: Tried) -> bool:
+    def _is_row_wise(self, tested: ComparedCall) -> bool:
         """Whether rows keep their outputs, at the same places, when others are missing or all alike."""
-        with self._fresh(tried.call) as run:
-            before = run(tried.call.inputs, Part.whole(self.total))
+        with self._fresh(tested.call) as run:
+            before = run(tested.call.inputs, Part.whole(self.total))
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
                 part = Part(tuple(range(rows)), self.total)
-                after = run(_select_all(tried.call.inputs, tried.inputs, part), part)
+                after = run(_select_all(tested.call.inputs, tested.inputs, part), part)
                 if not all(agree(a, [(b, part)], self.tolerance) for a, b in zip(before, after, strict=True)):
                     return False
             for row in range(self.total):
                 if time.perf_counter() > self.deadline:
                     break
                 alone = Part((row,) * self.total, self.total)  # nobody but this row
-                after = run(_select_all(tried.call.inputs, tried.inputs, alone), Part.whole(self.total))
-                if self._differing(tried, before, after, [row]):
+                after = run(_select_all(tested.call.inputs, tested.inputs, alone), Part.whole(self.total))
+                if self._differing(tested, before, after, [row]):
                     return False
         return True
 
-    def _moves(self, tried: Tried) -> bool:
+    def _is_equivariant(self, tested: ComparedCall) -> bool:
         """Whether outputs move with the rows."""
         turned = Part(tuple(range(self.total))[::-1], self.total)
-        with self._fresh(tried.call) as run:
-            before = run(tried.call.inputs, Part.whole(self.total))
-            after = run(_select_all(tried.call.inputs, tried.inputs, turned), turned)
+        with self._fresh(tested.call) as run:
+            before = run(tested.call.inputs, Part.whole(self.total))
+            after = run(_select_all(tested.call.inputs, tested.inputs, turned), turned)
         return all(
             agree(select(a, axis, turned), [(b, turned)], self.tolerance)
-            for a, b, axis in zip(before, after, tried.outputs, strict=True)
+            for a, b, axis in zip(before, after, tested.outputs, strict=True)
         )
 
 
-class _Counting(TorchDispatchMode):
+class _DrawCounter(private.TorchDispatchMode):
     """Counts draws from torch's streams."""
 
     def __init__(self) -> None:
@@ -248,6 +233,11 @@ def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Par
     return [select(value, axis, part) for value, axis in zip(inputs, axes, strict=True)]
 
 
+def _pattern(like: Tensor) -> Tensor:
+    """Numbers that differ from entry to entry."""
+    return torch.cos(torch.arange(like.numel(), device=like.device)).view(like.shape).to(like.dtype)
+
+
 def _change_row(
     inputs: Sequence[Tensor], axes: Sequence[Axis | None], row: int, shift: int, total: int
 ) -> list[Tensor]:
@@ -260,15 +250,12 @@ def _change_row(
         if axis is None or (real and not value.is_floating_point()):
             changed.append(value)
         elif real:
-            wave = (
-                torch.cos(torch.arange(value.numel(), device=value.device)).view(value.shape).to(value.dtype)
-            )
-            moved = value + wave * (1 + value.abs().mean())
+            perturbed = value + _pattern(value) * (1 + value.abs().mean())
             rows = torch.zeros(total, device=value.device, dtype=torch.bool)
             rows[row] = True
             shape = [1] * value.dim()
             shape[axis.place] = value.shape[axis.place]
-            changed.append(torch.where(rows.repeat_interleave(axis.per_row).view(shape), moved, value))
+            changed.append(torch.where(rows.repeat_interleave(axis.per_row).view(shape), perturbed, value))
         else:
             changed.append(select(value, axis, Part(tuple(order), total)))
     return changed
@@ -278,81 +265,65 @@ def _change_row(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Search:
-    """Looks for the innermost modules that differ.
+class ModuleSearch:
+    """Looks for the innermost modules that differ."""
 
-    Args:
-        bench: where modules are run.
-        parts: the micro-batches of a cut that differs from the whole.
-        table: the calls of the first micro-batch: their shapes tell on which axes rows lie.
-        tolerance: relative error that counts as rounding.
-        deadline: when to look no further, on the clock of `time.perf_counter`.
-    """
-
-    bench: Bench
-    parts: Sequence[Part]
-    table: Mapping[Key, Call]
-    tolerance: float
-    deadline: float
+    bench: Bench  # where modules are run
+    parts: Sequence[Part]  # the micro-batches of a cut that differs from the whole
+    table: Mapping[Key, Call]  # the calls of the first micro-batch: their shapes tell on which axes rows lie
+    tolerance: float  # relative error that counts as rounding
+    deadline: float  # when to look no further, on the clock of `time.perf_counter`
 
     def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
-        """A finding for each innermost module that differs, in the order in which they run.
-
-        Args:
-            outermost: the calls of a pass over the whole batch.
-
-        Returns:
-            Those whose rows differ, and those that only return a value for all rows which differs: that may
-            be meant so.
-        """
+        """A finding for each innermost module that differs, in the order in which they run."""
         calls = list(outermost)
-        tried = [one for call in calls for one in self._innermost(call, gradients=False)]
-        if all(one.fault == "pooled" for one in tried):  # else enough is found, and backward costs the most
-            tried += [one for call in calls for one in self._innermost(call, gradients=True)]
-        nature = Nature(
+        tested = [one for call in calls for one in self._innermost(call, gradients=False)]
+        if all(one.fault == "pooled" for one in tested):  # else enough is found, and backward costs the most
+            tested += [one for call in calls for one in self._innermost(call, gradients=True)]
+        module_test = ModuleTest(
             bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
         )
         found: dict[str, Finding] = {}
         pooled: dict[str, Finding] = {}
-        for one in tried:
+        for one in tested:
             table = pooled if one.fault == "pooled" else found
             name = one.call.key[0]
             if name not in table:
-                table[name] = nature.explain(one)
+                table[name] = module_test.explain(one)
         return list(found.values()), list(pooled.values())
 
-    def _innermost(self, call: Call, *, gradients: bool) -> Iterator[Tried]:
-        tried = self._try(call, gradients)
-        if not tried.fault or (time.perf_counter() > self.deadline and tried.fault == "unknown"):
+    def _innermost(self, call: Call, *, gradients: bool) -> Iterator[ComparedCall]:
+        tested = self._try(call, gradients)
+        if not tested.fault or (time.perf_counter() > self.deadline and tested.fault == "unknown"):
             return
         inner = [one for child in call.inner for one in self._innermost(child, gradients=gradients)]
         if inner:
             yield from inner
-        elif tried.fault != "unknown":
-            yield tried
+        elif tested.fault != "unknown":
+            yield tested
 
-    def _try(self, call: Call, gradients: bool) -> Tried:
+    def _try(self, call: Call, gradients: bool) -> ComparedCall:
         """Run a module on all rows at once, and on the same rows cut."""
         peer = self.table.get(call.key)
         shapes = [value.shape for value in call.inputs]
         if peer is None or len(peer.inputs) != len(shapes):
-            return Tried(call=call, fault="unknown")
+            return ComparedCall(call=call, fault="unknown")
         first = self.parts[0]
         axes = [find_axis(a, b.shape, first) for a, b in zip(shapes, peer.inputs, strict=True)]
         try:
             with self.bench.draws.until(self.deadline):
                 return self._compare(call, axes, gradients)
         except (Exception, OutOfTime):  # not every module can be run outside its model
-            return Tried(call=call, fault="unknown")
+            return ComparedCall(call=call, fault="unknown")
 
-    def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> Tried:
+    def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> ComparedCall:
         draws, whole = self.bench.draws, Part.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             leaves = _leaves(call.inputs, gradients)
             draws.begin(whole, call.states)
             outputs = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
-            strangers = draws.strangers
+            unreplayed = draws.unreplayed
             parameters = list(module.parameters())
         pieces: list[list[Tensor]] = []
         flows: list[list[Tensor | None]] = []
@@ -366,16 +337,16 @@ class Search:
                 piece = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in mine])
                 if gradients:
                     back = _cotangents(outputs, piece, part)
-                    flows.append(_pull(piece, back, mine, list(module.parameters())))
+                    flows.append(_gradients(piece, back, mine, list(module.parameters())))
                 pieces.append([value.detach() for value in piece])
-            fault, places = self._judge([value.detach() for value in outputs], pieces)
+            fault, places = self._classify_outputs([value.detach() for value in outputs], pieces)
             if gradients and fault in ("", "pooled"):
                 draws.begin(whole, call.states)
-                pulled = _pull(outputs, _cotangents(outputs, pieces[0], whole), leaves, parameters)
-                fault = self._judge_gradients(pulled, flows, axes)
-        return Tried(call=call, fault=fault, strangers=strangers, inputs=axes, outputs=places)
+                found = _gradients(outputs, _cotangents(outputs, pieces[0], whole), leaves, parameters)
+                fault = self._classify_gradients(found, flows, axes)
+        return ComparedCall(call=call, fault=fault, unreplayed=unreplayed, inputs=axes, outputs=places)
 
-    def _judge(
+    def _classify_outputs(
         self, outputs: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]]
     ) -> tuple[str, list[Axis | None]]:
         if any(len(piece) != len(outputs) for piece in pieces):
@@ -397,7 +368,7 @@ class Search:
         order = ("dropped rows", "outputs", "pooled", "unknown")
         return next((fault for fault in order if fault in faults), ""), places
 
-    def _judge_gradients(
+    def _classify_gradients(
         self,
         whole: Sequence[Tensor | None],
         pieces: Sequence[Sequence[Tensor | None]],
@@ -436,7 +407,7 @@ def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -
     """
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):
-        pattern = torch.cos(torch.arange(like.numel(), device=like.device)).view(like.shape).to(like.dtype)
+        pattern = _pattern(like)
         is_row_wise = piece.shape != like.shape
         found.append(
             take(pattern, pattern.shape if part.is_whole else piece.shape, part) if is_row_wise else None
@@ -444,7 +415,7 @@ def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -
     return found
 
 
-def _pull(
+def _gradients(
     outputs: Sequence[Tensor],
     cotangents: Sequence[Tensor | None],
     inputs: Sequence[Tensor],

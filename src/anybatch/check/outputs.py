@@ -1,4 +1,4 @@
-"""A loss by itself: evaluated while every row's output of the model is given, so only the loss can differ."""
+"""A loss by itself: evaluated on the outputs of the whole batch, so that only the loss can differ."""
 
 import math
 from collections import Counter, defaultdict
@@ -8,35 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
-from anybatch.check.compare import Court, Trial
+from anybatch.check.compare import Comparison, Verdict
 from anybatch.check.draws import Draws
 from anybatch.check.passes import Bench, Call, tensors
 from anybatch.check.rows import Axis, Cut, Part, find_axis, select, take
+from anybatch.core import torch_private as private
 from anybatch.core import tree
 from anybatch.losses import resolve
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """The terms of one micro-batch.
+    """The terms of one micro-batch."""
 
-    Attributes:
-        part: its rows.
-        sums: by the term's name.
-        weights: by the term's name.
-        pulled: by the term's name, gradients of the sum with respect to the model's outputs.
-        leaves: the tensors of the micro-batch.
-        strangers: random draws that were not replayed.
-    """
-
-    part: Part
-    sums: Mapping[str, float]
-    weights: Mapping[str, float]
-    pulled: Mapping[str, Sequence[Tensor]]
-    leaves: Sequence[Tensor]
-    strangers: int
+    part: Part  # its rows
+    sums: Mapping[str, float]  # by the term's name
+    weights: Mapping[str, float]  # by the term's name
+    # by the term's name, gradients of the sum with respect to the model's outputs
+    gradients: Mapping[str, Sequence[Tensor]]
+    leaves: Sequence[Tensor]  # the tensors of the micro-batch
+    unreplayed: int  # random draws that were not replayed
 
     def mean(self, name: str) -> float:
         """Sum over weight; NaN without weight."""
@@ -64,49 +56,44 @@ def evaluate(
                 stub.begin(part)
                 terms = resolve(loss).evaluate(model, micro)
                 weights = {name: float(weight) for name, weight in terms.weigh().items()}
-                strangers = bench.draws.strangers
+                unreplayed = bench.draws.unreplayed
                 found.append(
                     Evaluation(
                         part=part,
                         sums={name: value.item() for name, value in terms.sums.items()},
                         weights=weights,
-                        pulled={name: stub.pull(value) for name, value in terms.sums.items()},
+                        gradients={name: stub.gradients(value) for name, value in terms.sums.items()},
                         leaves=tree.flatten(micro).leaves,
-                        strangers=strangers,
+                        unreplayed=unreplayed,
                     )
                 )
     return found
 
 
-def make_given(court: Court, worst: Trial) -> None:
-    """Mark calls whose outputs can be given without running the model, if the loss needs nothing else of it.
-
-    Args:
-        court: what is known of the whole batch.
-        worst: a cut, of which the calls tell on which axes rows lie.
-    """
-    whole, reference = court.whole, court.reference
+def mark_replayable(comparison: Comparison, worst: Verdict) -> None:
+    """Mark calls whose outputs can be replayed, if the loss needs nothing else of the model."""
+    whole, reference = comparison.whole, comparison.reference
     outermost = reference.calls.parts.get(whole.part, [])
     parts = worst.cut.parts
-    tables = [worst.passed.calls.table(part) for part in parts]
+    tables = [worst.result.calls.table(part) for part in parts]
     for call in outermost:
         peers = [table[call.key] for table in tables if call.key in table]
         if len(peers) == len(parts):
             call.axes = _axes_of(call, peers, parts)
-    if not _is_enough(court, outermost):
+    if not _is_enough(comparison, outermost):
         for call in outermost:
             call.axes = None
 
 
-def _is_enough(court: Court, outermost: Sequence[Call]) -> bool:
+def _is_enough(comparison: Comparison, outermost: Sequence[Call]) -> bool:
     """Whether the loss comes to the same from what the model has given back alone."""
-    means = court.reference.means
+    means = comparison.reference.means
     try:
-        found = evaluate(court.bench, outermost, [court.whole], pooled=True)[0]
+        found = evaluate(comparison.bench, outermost, [comparison.whole], pooled=True)[0]
     except Exception:  # a loss that reads what the model has left behind, for one
         return False
     return found.sums.keys() == means.keys() and all(
-        math.isnan(mean) or math.isclose(found.mean(name), mean, rel_tol=court.limit)
+        math.isnan(mean) or math.isclose(found.mean(name), mean, rel_tol=comparison.limit)
         for name, mean in means.items()
     )
 
@@ -166,7 +153,7 @@ class Stub:
         self._part, self._depth, self._leaves = part, 0, list[Tensor]()
         self._counts: Counter[str] = Counter()
 
-    def pull(self, value: Tensor) -> list[Tensor]:
+    def gradients(self, value: Tensor) -> list[Tensor]:
         """Gradients of a scalar with respect to the outputs that were given."""
         leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
         if not leaves or not value.requires_grad:
@@ -214,12 +201,12 @@ class Stub:
 
         return hook
 
-    def _replace(self, output: Any, given: Sequence[Tensor]) -> Any:
-        leaves, form = pytree.tree_flatten(output)
+    def _replace(self, output: Any, outputs: Sequence[Tensor]) -> Any:
+        leaves, form = private.pytree.tree_flatten(output)
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        if len(places) != len(given):
+        if len(places) != len(outputs):
             return output
-        for place, whole in zip(places, given, strict=True):
+        for place, whole in zip(places, outputs, strict=True):
             value = take(whole, leaves[place].shape, self._part)
             is_pooled = whole.shape == leaves[place].shape and len(self._part.rows) < self._part.total
             if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
@@ -227,4 +214,4 @@ class Stub:
                 self._leaves.append(own)
                 # Not the leaf itself, which nothing may be written into.
                 leaves[place] = own * 1 if own.requires_grad else own
-        return pytree.tree_unflatten(leaves, form)
+        return private.pytree.tree_unflatten(leaves, form)

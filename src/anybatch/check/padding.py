@@ -17,22 +17,16 @@ Places = tuple[int, int]  # of a padded row, and valid ones of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Places at the end of rows that only fill them up.
+    """Places at the end of rows that only fill them up."""
 
-    Attributes:
-        length: of the padded rows.
-        valid: how many places of each row are not filled up.
-        told_by: what says so, in words.
-    """
-
-    length: int
-    valid: tuple[int, ...]
-    told_by: str
+    length: int  # of the padded rows
+    valid: tuple[int, ...]  # how many places of each row are not filled up
+    source: str  # what says so, in words
 
     @property
     def is_masked(self) -> bool:
         """Whether a mask tells the model where padding is; otherwise the padding itself does."""
-        return self.told_by.startswith("batch")
+        return self.source.startswith("batch")
 
 
 def find_padding(batch: Any, model: nn.Module) -> Padding | None:
@@ -40,10 +34,6 @@ def find_padding(batch: Any, model: nn.Module) -> Padding | None:
 
     A mask counts where it ends every row (or, turned round, begins with nothing), as padding does; one that
     picks places here and there means something else.
-
-    Example:
-        >>> find_padding({"x": torch.ones(2, 3), "mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}, nn.Identity())
-        Padding(length=3, valid=(3, 1), told_by="batch['mask']")
     """
     nest = tree.flatten(batch)
     is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
@@ -54,40 +44,28 @@ def find_padding(batch: Any, model: nn.Module) -> Padding | None:
         if leaf.dim() == 2 and (named or leaf.dtype == torch.bool):
             valid = _valid_by_mask(leaf)
             if valid is not None:
-                return Padding(length=leaf.shape[1], valid=valid, told_by=f"batch{path}")
+                return Padding(length=leaf.shape[1], valid=valid, source=f"batch{path}")
     for token in sorted(_padding_tokens(model)):
         found = _valid_by_token(nest.leaves, token)
         if found is not None:
-            return Padding(length=found[0], valid=found[1], told_by=f"the model's padding token {token}")
+            return Padding(length=found[0], valid=found[1], source=f"the model's padding token {token}")
     return None
 
 
 def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
-    """The same rows, where each micro-batch is no longer than its longest row.
-
-    Args:
-        whole: all rows as nested tensors.
-        padding: where they are filled up.
-        micro_batch: rows of each micro-batch.
-    """
+    """The same rows, where each micro-batch is no longer than its longest row."""
 
     def collate(rows: list[int]) -> Any:
         length = max(1, *[padding.valid[row] for row in rows])
-        return tree.map_leaves(lambda leaf: _shorten(leaf[rows], padding.length, length), whole.given)
+        return tree.map_leaves(lambda leaf: _shorten(leaf[rows], padding.length, length), whole.data)
 
     rows = list(range(len(whole.part.rows)))
-    return Cut(given=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
+    return Cut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
 
 
 def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
-    """The same rows with other content in padded places; masks and targets stay.
-
-    Args:
-        whole: all rows as nested tensors.
-        padding: where they are filled up.
-        micro_batch: rows of each micro-batch.
-    """
-    nest = tree.flatten(whole.given)
+    """The same rows with other content in padded places; masks and targets stay."""
+    nest = tree.flatten(whole.data)
     filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
 
     def refill(path: str, leaf: Tensor) -> Tensor:
@@ -98,7 +76,7 @@ def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
         return torch.where(there, leaf[:, :1] + 1 if leaf.is_floating_point() else leaf[:, :1], leaf)
 
     leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
-    return replace(whole, given=nest.build(iter(leaves)), micro_batch=micro_batch)
+    return replace(whole, data=nest.build(iter(leaves)), micro_batch=micro_batch)
 
 
 def first_difference(
@@ -108,12 +86,6 @@ def first_difference(
     padding: Padding | None = None,
 ) -> tuple[str, str] | None:
     """The first module that is given the same for valid places, and gives back something else.
-
-    Args:
-        padded: the outermost calls of each part.
-        short: the calls of the same parts, without their padding.
-        tolerance: relative error that counts as rounding.
-        padding: if given, parts are single rows, and only their valid places are looked at.
 
     Returns:
         The module's name, and that of the first one inside it whose outputs differ (its own if none does);
@@ -170,9 +142,9 @@ def _is_of_target(path: str, is_pair: bool) -> bool:
 def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         return None
-    seen = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
-    ends = bool((seen.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
-    return _as_lengths(seen.sum(1)) if ends and bool(seen[:, 0].all()) and not bool(seen.all()) else None
+    valid = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
+    ends = bool((valid.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
+    return _as_lengths(valid.sum(1)) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
 
 
 def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[int, ...]] | None:

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.check.copies import Subject
 from anybatch.check.draws import Draws, plain_kernels
 from anybatch.check.rows import Axis, Cut, Part
 from anybatch.core import AnybatchError, Batch, Event, Micro, StepReport, Total
 from anybatch.core import Cut as RowCut
+from anybatch.core import torch_private as private
 from anybatch.engine import carry_out
 from anybatch.losses import Terms, call_loss, resolve
 from anybatch.step import Step
@@ -55,12 +55,7 @@ class Observed(nn.Module):
 
 
 def observe(loss: Any) -> Any:
-    """A function of the caller's own as one that is observed; any other loss as it is.
-
-    Example:
-        >>> bare_terms(observe(nn.MSELoss())), bare_terms(observe(lambda model, micro: model(micro).mean()))
-        (frozenset(), frozenset())
-    """
+    """A function of the caller's own as one that is observed; any other loss as it is."""
     resolved = resolve(loss)
     return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
 
@@ -83,26 +78,18 @@ Key = tuple[str, int]  # a module's name, and which of its calls
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Returned:
-    """What a call gave back, but for the numbers.
+    """What a call gave back, but for the numbers."""
 
-    Attributes:
-        leaves: what was given back, taken apart, with None in the place of tensors.
-        form: how that is put together again.
-        places: where among them the tensors stand.
-        flows: for each tensor, whether a gradient flows into it.
-        states: where the random streams stood afterwards.
-    """
-
-    leaves: Sequence[Any]
-    form: Any
-    places: Sequence[int]
-    flows: Sequence[bool]
-    states: Mapping[str, Tensor]
+    leaves: Sequence[Any]  # what was given back, taken apart, with None in the place of tensors
+    form: Any  # how that is put together again
+    places: Sequence[int]  # where among them the tensors stand
+    flows: Sequence[bool]  # for each tensor, whether a gradient flows into it
+    states: Mapping[str, Tensor]  # where the random streams stood afterwards
 
     @staticmethod
     def of(outputs: Any) -> "Returned":
         """Of the outputs of a call that has just ended."""
-        leaves, form = pytree.tree_flatten(outputs)
+        leaves, form = private.pytree.tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
@@ -112,28 +99,20 @@ class Returned:
         leaves = list(self.leaves)
         for place, value in zip(self.places, outputs, strict=True):
             leaves[place] = value
-        return pytree.tree_unflatten(leaves, self.form)
+        return private.pytree.tree_unflatten(leaves, self.form)
 
 
 class Call:
-    """One call of a module.
-
-    Attributes:
-        key: the module, and which of its calls in this micro-batch.
-        values: what it was given, taken apart: tensors and all else.
-        form: how that is put together again.
-        states: where the random streams stood.
-        outputs: the tensors it gave back.
-        inner: calls made while this one ran, in the order in which they ended.
-        returned: what else is needed to give the same back without running the module.
-        axes: on which axes rows lie in what it was given and gave back, where that has been made sure of.
-    """
+    """One call of a module."""
 
     def __init__(self, *, key: Key, values: list[Any], form: Any, states: Mapping[str, Tensor]) -> None:
-        self.key, self.values, self.form, self.states = key, values, form, states
+        self.key = key  # the module, and which of its calls in this micro-batch
+        self.values, self.form = values, form  # its arguments, flat, and how they are put together again
+        self.states = states  # where the random streams stood
         self.outputs: list[Tensor] = []
-        self.inner: list[Call] = []
-        self.returned: Returned | None = None
+        self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
+        self.returned: Returned | None = None  # what is needed to return the same without running the module
+        # On which axes rows lie in inputs and outputs, where that is certain.
         self.axes: tuple[Sequence[Axis | None], Sequence[Axis | None]] | None = None
 
     @property
@@ -145,7 +124,7 @@ class Call:
         """Call a module in the same way, with these tensors in place of its own."""
         rest = iter(inputs)
         values = [next(rest) if isinstance(value, Tensor) else value for value in self.values]
-        args, kwargs = pytree.tree_unflatten(values, self.form)
+        args, kwargs = private.pytree.tree_unflatten(values, self.form)
         return tensors(module(*args, **kwargs))
 
     def flat(self) -> "Iterator[Call]":
@@ -189,7 +168,7 @@ class Calls:
                 return
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
-            values, form = pytree.tree_flatten((args, kwargs))
+            values, form = private.pytree.tree_flatten((args, kwargs))
             kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
             self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
 
@@ -206,17 +185,12 @@ class Calls:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of any nested value, whatever else stands in it.
-
-    Example:
-        >>> len(tensors({"a": torch.ones(1), "b": (1, [torch.ones(2)])}))
-        2
-    """
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    """The tensors of any nested value, whatever else stands in it."""
+    return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore
+    return private.is_in_backward()
 
 
 # ---- passes
@@ -226,32 +200,21 @@ Watch = Callable[[nn.Module], "Callable[[Part], None]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Passed:
-    """What a pass came to.
+class PassResult:
+    """What a pass came to."""
 
-    Attributes:
-        loss: of all its rows.
-        gradients: by the parameter's name.
-        weighed: False where no row had weight.
-        scale: what its terms come to without their signs: an error of the loss is held against it.
-        largest: norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding.
-        means: the value of each term.
-        calls: what watched it.
-        strangers: random draws of its last micro-batch that are not replayed.
-        bare: terms of which the loss returned means that have lost their denominators.
-        error: why the pass did not come to its end, if it did not.
-    """
-
-    loss: float = math.nan
-    gradients: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    weighed: bool = True
-    scale: float = 0.0
+    loss: float = math.nan  # of all its rows
+    gradients: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # by the parameter's name
+    weighed: bool = True  # False where no row had weight
+    scale: float = 0.0  # what its terms come to without their signs: an error of the loss is held against it
+    # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
     largest: float = 0.0
-    means: Mapping[str, float] = field(default_factory=dict[str, float])
-    calls: Any = None
-    strangers: int = 0
+    means: Mapping[str, float] = field(default_factory=dict[str, float])  # the value of each term
+    calls: Any = None  # what watched it
+    unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
+    # terms of which the loss returned means that have lost their denominators
     bare: frozenset[str] = frozenset()
-    error: Exception | None = None
+    error: Exception | None = None  # why the pass did not come to its end, if it did not
 
 
 class Recorder(Optimizer):
@@ -282,13 +245,13 @@ class _Step(Step):
         return carry_out(self.plan(batch.rows), self.task(), batch)
 
 
-class _Told:
+class _WatchedBatch:
     """A batch that tells when each micro-batch is taken."""
 
     def __init__(
-        self, inner: Batch, parts: Sequence[Part], draws: Draws, tell: Callable[[Part], None]
+        self, inner: Batch, parts: Sequence[Part], draws: Draws, notify: Callable[[Part], None]
     ) -> None:
-        self._inner, self._parts, self._draws, self._tell = inner, parts, draws, tell
+        self._inner, self._parts, self._draws, self._notify = inner, parts, draws, notify
         self.rows = inner.rows
         self.given, self.whole = inner.given, inner.whole
         self.like, self.draws = inner.like, inner.draws
@@ -307,27 +270,21 @@ class _Told:
         rows = [row for part in self._parts for row in part.rows]
         for index in parts:
             part = Part(tuple([rows[row] for row in index]), self._parts[0].total)
-            seen = set(self._draws.dtypes)
+            dtypes = set(self._draws.dtypes)
             micro = next(micros)
-            self._draws.dtypes = seen  # what a `collate` computes in is not the model's
+            self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
             self._draws.begin(part)
-            self._tell(part)
+            self._notify(part)
             yield micro
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bench:
-    """Where passes are made: all on the same model, from the same random state.
+    """Where passes are made: all on the same model, from the same random state."""
 
-    Args:
-        subject: the model and the loss.
-        draws: what is drawn.
-        batch_norm: as for `anybatch.Step`.
-    """
-
-    subject: Subject
-    draws: Draws
-    batch_norm: str | None = "micro"
+    subject: Subject  # the model and the loss
+    draws: Draws  # what is drawn
+    batch_norm: str | None = "micro"  # as for `anybatch.Step`
 
     @contextmanager
     def fresh(self) -> Generator[tuple[nn.Module, Any]]:
@@ -341,23 +298,15 @@ class Bench:
         finally:
             torch.set_default_dtype(default)
 
-    def run(self, cut: Cut, watch: Watch = lambda model: lambda part: None) -> Passed:
-        """Make a pass.
-
-        Args:
-            cut: over which rows, in which parts.
-            watch: takes the model before it runs, and returns what is told each part as it begins.
-
-        Returns:
-            What came of it, which may be an error.
-        """
+    def run(self, cut: Cut, watch: Watch = lambda model: lambda part: None) -> PassResult:
+        """Make a pass."""
         try:
             batch = cut.batch(self.subject.dtype)
         except AnybatchError as error:
-            return Passed(error=error, calls=watch)
+            return PassResult(error=error, calls=watch)
         with self.fresh() as (model, loss):
             recorder = Recorder(self.subject.named)
-            told = watch(model)
+            begin_part = watch(model)
             sizes: list[float] = []
 
             def measure(event: Event) -> None:
@@ -373,12 +322,12 @@ class Bench:
                     batch_norm=self.batch_norm,
                     listeners=[measure],
                 )
-                report = step.over(_Told(batch, cut.parts, self.draws, told))
+                report = step.over(_WatchedBatch(batch, cut.parts, self.draws, begin_part))
             except Exception as error:  # the user's code may raise anything
-                return Passed(error=error, calls=watch)
+                return PassResult(error=error, calls=watch)
         used = [name for name, weight in report.weights.items() if weight]
         scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
-        return Passed(
+        return PassResult(
             loss=report.loss,
             gradients=recorder.gradients,
             weighed=report.updated,
@@ -387,17 +336,12 @@ class Bench:
             largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
             means=report.terms,
             calls=watch,
-            strangers=self.draws.strangers,
+            unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
         )
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all entries.
-
-    Example:
-        >>> norm([torch.tensor([3.0]), torch.tensor([4.0])])
-        5.0
-    """
+    """The 2-norm of all entries."""
     dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
     return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])

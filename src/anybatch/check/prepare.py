@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.jit import ScriptModule
 
 from anybatch.check.copies import Copied, Itself, Subject, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, Calls, Passed
+from anybatch.check.passes import Bench, Calls, PassResult
 from anybatch.check.rows import Cut, Part, choose, rows_of, signatures, subset
 from anybatch.core import BatchError, Collate, PlanError, TensorBatch, tree
 
@@ -29,26 +30,19 @@ _Make = Callable[[], Subject]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """What a check works on.
+    """What a check works on."""
 
-    Attributes:
-        bench: where passes are made.
-        whole: the chosen rows, uncut; as nested tensors where that is possible.
-        samples: the same as the caller gave them, where `collate` makes the tensors of each micro-batch.
-        notes: what the caller should know.
-        probed: the pass over the same rows, if it has been made.
-    """
-
-    bench: Bench
-    whole: Cut
+    bench: Bench  # where passes are made
+    whole: Cut  # the chosen rows, uncut; as nested tensors where that is possible
+    # the same as the caller gave them, where `collate` makes the tensors of each micro-batch
     samples: Cut | None
-    notes: tuple[str, ...]
-    probed: Passed | None = None
+    notes: tuple[str, ...]  # what the caller should know
+    probed: PassResult | None = None  # the pass over the same rows, if it has been made
 
-    def quiet(self) -> "Prepared":
+    def without_dropout(self) -> "Prepared":
         """The same with dropout switched off."""
         note = "dropout was switched off: which of its numbers belong to which row cannot be told"
-        bench = replace(self.bench, draws=self.bench.draws.anew(is_quiet=True))
+        bench = replace(self.bench, draws=self.bench.draws.restarted(without_dropout=True))
         return replace(self, bench=bench, notes=(*self.notes, note), probed=None)
 
 
@@ -66,17 +60,6 @@ def prepare(
 ) -> Prepared:
     """Choose rows, and find the best copy of the model that runs on them.
 
-    Args:
-        model: as for `anybatch.check`, and so are all but the last.
-        loss: see there.
-        batch: see there.
-        collate: see there.
-        micro_batch: see there.
-        rows: see there.
-        batch_norm: see there.
-        seed: see there.
-        start: when the check began, on the clock of `time.perf_counter`.
-
     Raises:
         BatchError: fewer than two rows.
         PlanError: a model that cannot be watched, or that has nothing to train.
@@ -93,8 +76,8 @@ def prepare(
 
     def cut(count: int) -> Cut:
         chosen = choose(table, count)
-        given = subset(batch, collate, chosen)
-        return Cut(given=given, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
+        data = subset(batch, collate, chosen)
+        return Cut(data=data, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
 
     # Two rows may be too few for a model, and fewer than all for a loss that holds something for each row.
     sizes = [2, wanted] + [total] * (total <= ALL_ROWS)
@@ -105,9 +88,9 @@ def prepare(
     if rows is None and micro_batch is None and least == 2:
         wanted = min(wanted, _affordable(found, start))
     whole = found.cut if wanted == least else cut(wanted)
-    bench = found.bench if whole is found.cut else replace(found.bench, draws=found.bench.draws.anew())
+    bench = found.bench if whole is found.cut else replace(found.bench, draws=found.bench.draws.restarted())
     if collate is None:
-        probed = found.passed if whole is found.cut else None
+        probed = found.result if whole is found.cut else None
         return Prepared(bench=bench, whole=whole, samples=None, notes=found.notes, probed=probed)
     collated, note = _collated(whole, collate, bench.draws)
     return Prepared(
@@ -131,21 +114,13 @@ def _refuse(model: nn.Module, loss: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A bench on which a pass came to its end.
+    """A bench on which a pass came to its end."""
 
-    Attributes:
-        bench: on which a pass over these rows is the first.
-        cut: the rows.
-        passed: the pass.
-        seconds: how long it took.
-        notes: what the caller should know.
-    """
-
-    bench: Bench
-    cut: Cut
-    passed: Passed
-    seconds: float
-    notes: tuple[str, ...]
+    bench: Bench  # on which a pass over these rows is the first
+    cut: Cut  # the rows
+    result: PassResult  # the pass
+    seconds: float  # how long it took
+    notes: tuple[str, ...]  # what the caller should know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -159,45 +134,32 @@ class _Search:
     raised: list[Exception] = field(default_factory=list[Exception])  # by copies that were made
 
     def first(self, cuts: Sequence[Cut], *, is_short: bool) -> _Found:
-        """The first that runs on one of these cuts.
-
-        Raises:
-            Exception: why the last one did not.
-        """
-        widest, own = self._makers()
+        """The first that runs on one of these cuts."""
+        wide = partial(Copied, self.model, self.loss, torch.float64)
+        copied, itself = partial(Copied, self.model, self.loss, None), partial(Itself, self.model, self.loss)
+        own: list[tuple[_Make, str]] = [
+            (copied, "it does not run in float64"),
+            (itself, "it does not run as a copy, so the model itself was run and put back"),
+        ]
         errors: list[Exception] = []
         is_wide_already = all(p.dtype == torch.float64 for p in self.model.parameters())
         limit = WIDE_S if is_short and not is_wide_already else math.inf
         slow = ""
-        for make, is_wide in widest:
+        for is_wide in (True, False):
             try:
-                found = self._try(make, is_wide, cuts, limit, errors)
+                found = self._try(wide, is_wide, cuts, limit, errors)
             except OutOfTime:
                 slow = "float64 would take too long, so errors are those of the model's own dtype"
                 break
             if found is not None:
                 return found
         for make, note in own:
-            if make is own[-1][0] and len(self.raised) > 1 and len({_line(one) for one in self.raised}) == 1:
+            if make is itself and len(self.raised) > 1 and len({_line(one) for one in self.raised}) == 1:
                 break  # every copy fails on the same, so the model itself is spared
             found = self._try(make, False, cuts, math.inf, errors)
             if found is not None:
                 return replace(found, notes=(slow or f"{note} ({_line(errors[0])})",))
         raise errors[-1]
-
-    def _makers(self) -> tuple[list[tuple[_Make, bool]], list[tuple[_Make, str]]]:
-        model, loss = self.model, self.loss
-
-        def wide() -> Subject:
-            return Copied(model, loss, torch.float64)
-
-        return [(wide, True), (wide, False)], [
-            (lambda: Copied(model, loss, None), "it does not run in float64"),
-            (
-                lambda: Itself(model, loss),
-                "it does not run as a copy, so the model itself was run and put back",
-            ),
-        ]
 
     def _try(
         self, make: _Make, is_wide: bool, cuts: Sequence[Cut], seconds: float, errors: list[Exception]
@@ -212,12 +174,12 @@ class _Search:
             draws = Draws(self.seed, is_wide=is_wide)
             bench = Bench(subject=subject, draws=draws, batch_norm=self.batch_norm)
             with draws.until(start + seconds):
-                passed = bench.run(cut, Calls())
-            if passed.error is None:
+                result = bench.run(cut, Calls())
+            if result.error is None:
                 taken = time.perf_counter() - start
-                return _Found(bench=bench, cut=cut, passed=passed, seconds=taken, notes=())
-            errors.append(passed.error)
-            self.raised.append(passed.error)
+                return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
+            errors.append(result.error)
+            self.raised.append(result.error)
         return None
 
 
@@ -237,15 +199,13 @@ def _affordable(found: _Found, start: float) -> int:
 def _collated(whole: Cut, collate: Collate, draws: Draws) -> tuple[Cut | None, tuple[str, ...]]:
     """All rows as one nest of tensors, so that cuts are compared on the very same padding."""
     draws.begin(whole.part)
-    value = collate(list(whole.given))
+    value = collate(list(whole.data))
     try:
         TensorBatch(value)
     except BatchError:
         return None, ()
-    note = (
-        () if _same(value, collate(list(whole.given))) else ("`collate` draws random numbers; it ran once",)
-    )
-    return Cut(given=value, micro_batch=whole.micro_batch, part=whole.part), note
+    note = () if _same(value, collate(list(whole.data))) else ("`collate` draws random numbers; it ran once",)
+    return Cut(data=value, micro_batch=whole.micro_batch, part=whole.part), note
 
 
 def _same(one: Any, other: Any) -> bool:

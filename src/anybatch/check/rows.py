@@ -15,19 +15,10 @@ from anybatch.core import Batch, Collate, SampleBatch, TensorBatch, cut_sizes, t
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a batch, in the order in which they stand in a micro-batch.
+    """Some rows of a batch, in the order in which they stand in a micro-batch."""
 
-    Args:
-        rows: their places in the batch.
-        total: rows of the batch.
-
-    Example:
-        >>> Part((3, 4), 8).is_whole, Part.whole(3)
-        (False, Part(rows=(0, 1, 2), total=3))
-    """
-
-    rows: tuple[int, ...]
-    total: int
+    rows: tuple[int, ...]  # their places in the batch
+    total: int  # rows of the batch
 
     @staticmethod
     def whole(total: int) -> "Part":
@@ -66,12 +57,7 @@ def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | 
 
 
 def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
-    """The entries of some rows; all of them where rows lie on no axis.
-
-    Example:
-        >>> select(torch.arange(6), Axis(0, 2), Part((2, 0), 3))
-        tensor([4, 5, 0, 1])
-    """
+    """The entries of some rows; all of them where rows lie on no axis."""
     if axis is None:
         return value
     rows = torch.tensor(part.rows, device=value.device)
@@ -83,13 +69,6 @@ def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
     """What of a whole batch's tensor belongs to a part that has this shape.
 
     Other axes that are longer in the whole (rows padded to a longer row) are cut short at their end.
-
-    Returns:
-        A tensor of that shape, or None where the shapes do not say what belongs together.
-
-    Example:
-        >>> take(torch.arange(12).view(4, 3), (1, 2), Part((1,), 4))
-        tensor([[3, 4]])
     """
     if value.dim() != len(shape):
         return None
@@ -101,12 +80,7 @@ def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
 
 
 def shorten(value: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """The beginning of each axis; None where the value is shorter than that.
-
-    Example:
-        >>> shorten(torch.arange(6).view(2, 3), (2, 1)).tolist()
-        [[0], [3]]
-    """
+    """The beginning of each axis; None where the value is shorter than that."""
     if value.dim() != len(shape) or any(a < b for a, b in zip(value.shape, shape, strict=True)):
         return None
     for place, wanted in enumerate(shape):
@@ -115,18 +89,7 @@ def shorten(value: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 def agree(whole: Tensor, pieces: Sequence[tuple[Tensor, Part]], tolerance: float) -> bool | None:
-    """Whether the tensors of micro-batches are those of the whole batch; None where nobody can tell.
-
-    Args:
-        whole: of the whole batch.
-        pieces: of each micro-batch, with its rows.
-        tolerance: relative error that counts as rounding.
-
-    Example:
-        >>> parts = Part((0, 1), 3), Part((2,), 3)
-        >>> agree(torch.arange(3.0), list(zip(torch.arange(3.0).split(2), parts)), 0.0)
-        True
-    """
+    """Whether the tensors of micro-batches are those of the whole batch; None where nobody can tell."""
     expected = [take(whole, piece.shape, part) for piece, part in pieces]
     found = [value for value in expected if value is not None]
     if len(found) == len(pieces):
@@ -146,12 +109,7 @@ def _join(whole: Tensor, pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether two tensors are the same up to rounding; infinities and NaN have to stand at the same places.
-
-    Example:
-        >>> is_close(torch.tensor([1.0, math.inf]), torch.tensor([1.0, math.inf]), 0.0)
-        True
-    """
+    """Whether two tensors are the same up to rounding, with infinities and NaN at the same places."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):
@@ -181,14 +139,6 @@ def choose(signatures: Mapping[int, Sequence[float]], rows: int) -> list[int]:
 
     Each next one is the farthest from those that were taken (Gonzalez 1985, "Clustering to minimize the
     maximum intercluster distance").
-
-    Args:
-        signatures: a few numbers of each row, by its place in the batch.
-        rows: how many to choose.
-
-    Example:
-        >>> choose({0: [3.0], 10: [3.0], 20: [1.0], 30: [2.0]}, 3)
-        [0, 20, 30]
     """
     places = list(signatures)
     table = torch.tensor(list(signatures.values()), dtype=torch.float64).view(len(places), -1)
@@ -204,21 +154,12 @@ def choose(signatures: Mapping[int, Sequence[float]], rows: int) -> list[int]:
 
 
 def rows_of(batch: Any, collate: Collate | None) -> int:
-    """How many rows a batch has.
-
-    Raises:
-        BatchError: it is no batch.
-    """
+    """How many rows a batch has."""
     return (TensorBatch(batch) if collate is None else SampleBatch(batch, collate)).rows
 
 
 def signatures(batch: Any, collate: Collate | None, at_least: int = 0) -> dict[int, list[float]]:
-    """A few numbers for rows all over the batch: how much of each is valid, masked, zero; its class.
-
-    Example:
-        >>> signatures((torch.zeros(2, 9), torch.tensor([[5, -100], [5, 6]])), None)
-        {0: [9.0, 0.0, 1.0, 0.0, -95.0, 2.0], 1: [9.0, 0.0, 2.0, 0.0, 11.0, 2.0]}
-    """
+    """A few numbers for rows all over the batch: how much of each is valid, masked, zero; its class."""
     if collate is not None:
         places = _spread(len(batch), max(CANDIDATES, at_least))
         found = [
@@ -254,12 +195,7 @@ def _of_row(leaves: Sequence[Tensor]) -> list[float]:
 
 
 def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
-    """These rows of a batch; tensors of their own.
-
-    Example:
-        >>> subset((torch.arange(4), None), None, [1, 3])
-        (tensor([1, 3]), None)
-    """
+    """These rows of a batch; tensors of their own."""
     if collate is not None:
         return [batch[row] for row in rows]
     return tree.map_leaves(lambda leaf: leaf.detach()[list(rows)], batch)
@@ -270,19 +206,12 @@ def subset(batch: Any, collate: Collate | None, rows: Sequence[int]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cut:
-    """Rows, and how they are parted.
+    """Rows, and how they are parted."""
 
-    Args:
-        given: nested tensors, or samples.
-        micro_batch: rows of each micro-batch.
-        part: which rows of the whole batch these are.
-        collate: for samples.
-    """
-
-    given: Any
-    micro_batch: int
-    part: Part
-    collate: Collate | None = None
+    data: Any  # nested tensors, or samples
+    micro_batch: int  # rows of each micro-batch
+    part: Part  # which rows of the whole batch these are
+    collate: Collate | None = None  # for samples
 
     @property
     def parts(self) -> list[Part]:
@@ -299,14 +228,10 @@ class Cut:
         return "1 by 1" if sizes[:1] == [1] else "+".join(map(str, sizes))
 
     def only(self, rows: Sequence[int]) -> "Cut":
-        """Some of the rows, uncut.
-
-        Args:
-            rows: their places in this cut.
-        """
+        """Some of the rows, uncut."""
         part = Part(tuple([self.part.rows[row] for row in rows]), self.part.total)
-        given = subset(self.given, self.collate, rows)
-        return replace(self, given=given, micro_batch=len(rows), part=part)
+        data = subset(self.data, self.collate, rows)
+        return replace(self, data=data, micro_batch=len(rows), part=part)
 
     def batch(self, dtype: torch.dtype | None) -> Batch:
         """The batch, of tensors of its own, in which floating numbers have this dtype."""
@@ -315,6 +240,6 @@ class Cut:
             return widen(leaf.detach().clone(), dtype)
 
         if self.collate is None:
-            return TensorBatch(tree.map_leaves(own, self.given))
+            return TensorBatch(tree.map_leaves(own, self.data))
         collate = self.collate
-        return SampleBatch(self.given, lambda samples: tree.map_leaves(own, collate(samples)))
+        return SampleBatch(self.data, lambda samples: tree.map_leaves(own, collate(samples)))

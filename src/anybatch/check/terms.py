@@ -8,15 +8,16 @@ from functools import partial
 from itertools import chain
 
 from anybatch.check.denominators import (
+    Cuts,
     Fit,
     Reading,
     candidates,
     fit,
+    gradients_add_up,
     held_weights,
     in_words,
     left_out,
     misfit,
-    pulls_add_up,
     row_weights,
 )
 from anybatch.check.finding import WAYS_OUT, Finding
@@ -29,27 +30,17 @@ _SMALL = 1e-6  # the most that an epsilon in a denominator moves a mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Audit:
-    """Looks at a loss by itself: the model's outputs are those of the whole batch, in every cut.
+class TermTest:
+    """Tests a loss by itself: in every cut the model's outputs are those of the whole batch."""
 
-    Args:
-        bench: where the loss is run.
-        whole: all rows in one micro-batch.
-        outermost: the calls of the model in a pass over the whole batch.
-        tolerance: relative error that counts as rounding.
-        name: what the caller's loss is called.
-        bare: the terms that are means which have lost their denominators.
-        pooled: whether the model's outputs that belong to no row are given too.
-        deadline: when rows are looked at one by one no more, on the clock of `time.perf_counter`.
-    """
-
-    bench: Bench
-    whole: Cut
-    outermost: Sequence[Call]
-    tolerance: float
-    name: str
-    bare: Collection[str]
-    pooled: bool
+    bench: Bench  # where the loss is run
+    whole: Cut  # all rows in one micro-batch
+    outermost: Sequence[Call]  # the calls of the model in a pass over the whole batch
+    tolerance: float  # relative error that counts as rounding
+    name: str  # what the caller's loss is called
+    bare: Collection[str]  # the terms that are means which have lost their denominators
+    pooled: bool  # whether the model's outputs that belong to no row are given too
+    # when rows are looked at one by one no more, on the clock of `time.perf_counter`
     deadline: float = math.inf
 
     def find(self, cuts: Sequence[Cut]) -> list[Finding]:
@@ -62,7 +53,7 @@ class Audit:
         except Exception:  # the pass over all rows came to its end, so this one has outputs that do not fit
             return []
         parted = [evaluations for cut in cuts if (evaluations := self._try(cut))]
-        found = [self._judge(name, reference, parted) for name in reference.sums]
+        found = [self._check_term(name, reference, parted) for name in reference.sums]
         return [finding for finding in found if finding is not None]
 
     def _try(self, cut: Cut) -> list[Evaluation]:
@@ -77,34 +68,38 @@ class Audit:
 
     # ---- one term
 
-    def _judge(self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]]) -> Finding | None:
+    def _check_term(self, name: str, whole: Evaluation, parted: Cuts) -> Finding | None:
         ours = [[part for part in parts if name in part.sums] for parts in parted]
         sums = all(self._adds_up([p.sums[name] for p in parts], whole.sums[name]) for parts in ours)
         weights = all(self._adds_up([p.weights[name] for p in parts], whole.weights[name]) for parts in ours)
         culprit = f"term {name!r} of {self.name}"
         if sums and weights and name not in self.bare:
-            if all(pulls_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours):
+            if all(
+                gradients_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours
+            ):
                 return None
+            kind = "detached"
             what = "The sums of micro-batches add up, but the gradients that flow into the model do not."
-            return Finding(kind="detached", culprit=culprit, what=what, ways_out=WAYS_OUT["detached"])
-        kind, what, ways_out = self._classify(name, whole, ours, sums, weights)
-        return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out)
+            ways_out: list[str] = []
+        else:
+            kind, what, *ways_out = self._classify(name, whole, ours, sums, weights)
+        return Finding(kind=kind, culprit=culprit, what=what, ways_out=tuple(ways_out) or WAYS_OUT[kind])
 
     def _classify(
-        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], sums: bool, weights: bool
-    ) -> tuple[str, str, tuple[str, ...]]:
-        if any(part.strangers for part in (whole, *[p for parts in parted for p in parts])):
+        self, name: str, whole: Evaluation, parted: Cuts, sums: bool, weights: bool
+    ) -> tuple[str, ...]:
+        """The kind, what is wrong, and ways out other than those of the kind."""
+        if any(part.unreplayed for part in (whole, *[p for parts in parted for p in parts])):
             what = "It draws random numbers by position: by its own generator, or after setting a seed."
-            return "position", what, WAYS_OUT["position"]
+            return "position", what
         if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
-            what = "Called again with the same rows it returns something else."
-            return "state", what, WAYS_OUT["state"]
+            return "state", "Called again with the same rows it returns something else."
         in_time = time.perf_counter() < self.deadline
         dropped = self._dropped(name) if in_time else 0
         if dropped:
             rows = len(self.whole.part.rows)
             what = f"{dropped} of {rows} rows count in the whole batch, but not in a micro-batch of few."
-            return "dropped rows", what, WAYS_OUT["dropped rows"]
+            return "dropped rows", what
         error = max((_own_error(name, whole, parts) for parts in parted), default=math.inf)
         right = self._right(name, whole, parted, error)
         if right is not None:
@@ -116,36 +111,32 @@ class Audit:
                 f"Its sums add up, but its weights do not: {whole.weights[name]:g} for the whole batch, "
                 f"{[round(p.weights[name], 6) for p in parted[0]]} for its parts. "
             )
-            return (
-                "denominator",
-                what,
-                ("Return ab.Total(sum, what the sum of the whole batch is divided by).",),
-            )
+            return "denominator", what, "Return ab.Total(sum, what the sum of the whole batch is divided by)."
         rows = self._weighed(name, whole, parted, error) if in_time else ""
         if rows:
             return "denominator", *self._in_words(name, whole, rows, sums, weights)
         if not self._is_same(name, *self._either_way()):
-            silent = left_out(name, whole, parted)
-            if silent:
-                what = f"Rows {silent} are left out in some cuts and not in others, by their place."
-                return "dropped rows", what, WAYS_OUT["dropped rows"]
-            what = "The same rows in another order give another value."
-            return "position", what, WAYS_OUT["position"]
+            unused = left_out(name, whole, parted)
+            if unused:
+                what = f"Rows {unused} are left out in some cuts and not in others, by their place."
+                return "dropped rows", what
+            return "position", "The same rows in another order give another value."
         what = (
             f"Rows meet in it: {whole.mean(name):.6g} on the whole batch is no weighted mean of "
             f"{[float(f'{p.mean(name):.6g}') for p in parted[0]]} on its parts, by rows, elements, valid "
             "entries, masks or class weights."
         )
-        ways_out = (
+        return (
+            "meeting",
+            what,
             "Write it as ab.WholeBatch(fn), a function of the outputs of all rows.",
             "If it is several means, return each as a term of its own: {'name': ab.Total(sum, weight), ...}.",
             "Leave the batch uncut (micro_batch=None).",
         )
-        return "meeting", what, ways_out
 
     def _in_words(
         self, name: str, whole: Evaluation, right: Fit | str, sums: bool, weights: bool
-    ) -> tuple[str, tuple[str, ...]]:
+    ) -> tuple[str, ...]:
         if name in self.bare:
             wrong = "It returns a bare mean, which has lost its denominator"
         elif sums:
@@ -159,31 +150,27 @@ class Audit:
                 f"{wrong}; in the right denominator the {len(self.whole.part.rows)} rows that were checked "
                 f"count as {right} (up to a factor), which no tensor of the batch says."
             )
-            return what, ("Return the sum and what it is divided by: ab.Total(sum, n).",)
+            return what, "Return the sum and what it is divided by: ab.Total(sum, n)."
         key = f'{{"{name}": ab.Total(%s, n)}}' if name != "loss" else "ab.Total(%s, n)"
         lines = f"Return the sum and what it is divided by:\n    n = {right.code}\n    return "
         if right.is_near:
             what = f"{wrong}; the right denominator is {right.words}, apart from an epsilon in it."
-            return what, (lines + key % "sum", "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.")
+            return what, lines + key % "sum", "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not."
         what = f"{wrong}; the right denominator is {right.words}."
         with self.bench.fresh() as (model, _):
             computes_its_own = name in self.bare and hasattr(model, "config")
         more = ("A transformers model that computes its own loss goes in with ab.ModelLoss().",)
-        return what, (lines + key % "mean * n", *(more if computes_its_own else ()))
+        return what, lines + key % "mean * n", *(more if computes_its_own else ())
 
-    def _right(
-        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
-    ) -> Fit | None:
+    def _right(self, name: str, whole: Evaluation, parted: Cuts, error: float) -> Fit | None:
         """What makes the whole's value the weighted mean of its parts' in every cut."""
-        batch = self.whole.given if self.whole.collate is None else self.whole.collate(self.whole.given)
+        batch = self.whole.data if self.whole.collate is None else self.whole.collate(self.whole.data)
         with self.bench.fresh() as (model, loss):
             held = held_weights(loss.function if isinstance(loss, Terms) else loss, model)
         options = candidates(batch, held)
         return fit(options, _readings(name), whole, parted, tolerance=self.tolerance, error=error)
 
-    def _weighed(
-        self, name: str, whole: Evaluation, parted: Sequence[Sequence[Evaluation]], error: float
-    ) -> str:
+    def _weighed(self, name: str, whole: Evaluation, parted: Cuts, error: float) -> str:
         """What the rows weigh, in words, if that makes a mean of the term; nothing if it is none."""
 
         def of(read: Reading, groups: Sequence[Sequence[int]]) -> list[float]:
@@ -202,7 +189,7 @@ class Audit:
         self,
         name: str,
         whole: Evaluation,
-        parted: Sequence[Sequence[Evaluation]],
+        parted: Cuts,
         error: float,
         read: Reading,
         is_sum: bool,
@@ -214,8 +201,8 @@ class Audit:
         def weigh(one: Evaluation) -> list[float]:
             return [weights[row] for row in one.part.rows]
 
-        seen = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
-        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in seen)
+        weighed = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
+        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in weighed)
         share = 1e-4 if self.tolerance < 1e-9 else 1e-2  # a smooth meeting of like rows is nearly a mean
         if left > min(share * error, max(10 * _SMALL, self.tolerance)):
             return False
@@ -226,7 +213,7 @@ class Audit:
                 continue
             means = [sum(weigh(one)) / (1.0 if is_sum else one.weights[name]) for one in (whole, *ours)]
             scales = [mean / means[0] for mean in means[1:]]
-            if not pulls_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
+            if not gradients_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
                 return False
         return True
 
@@ -235,14 +222,14 @@ class Audit:
         total = len(self.whole.part.rows)
         everything = self._of(name, range(total))[1]
         for size in (1, 2, 3):
-            silent: set[int] = set()
+            unused: set[int] = set()
             for start in range(0, total, size):
                 rows = range(start, min(start + size, total))
                 rest = [row for row in range(total) if row not in rows]
                 if rest and not any(self._of(name, rows)) and self._of(name, rest)[1] != everything:
-                    silent |= set(rows)
-            if silent:
-                return len(silent)
+                    unused |= set(rows)
+            if unused:
+                return len(unused)
         return 0
 
     def _of(self, name: str, rows: Sequence[int]) -> tuple[float, float]:
@@ -279,11 +266,9 @@ def _own_error(name: str, whole: Evaluation, parts: Sequence[Evaluation]) -> flo
     return misfit(weights, [part.mean(name) for part in parts], whole.mean(name))
 
 
-def _as_epsilon(error: float) -> tuple[str, tuple[str, ...]]:
+def _as_epsilon(error: float) -> tuple[str, ...]:
     return (
         f"Its mean is that of its parts but for {error:.1g} of it, as an epsilon in a denominator leaves it.",
-        (
-            "Return the sum as it is before it is divided, instead of mean * n.",
-            "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
-        ),
+        "Return the sum as it is before it is divided, instead of mean * n.",
+        "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
     )

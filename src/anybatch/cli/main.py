@@ -10,9 +10,9 @@ from typing import Any
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
-from anybatch.cli import plan as plan_verb
+from anybatch.cli import plan as plan_action
 from anybatch.cli import target
-from anybatch.cli import train as verbs
+from anybatch.cli import train as actions
 from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # What is checked or planned is somebody's own code, and may fail in any way.
         place = traceback.extract_tb(error.__traceback__)[-1]
-        told = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         where = f"{place.filename}:{place.lineno}"
-        return _refuse(options, f"could not {options.command}: {type(error).__name__}: {told} ({where})")
+        return _refuse(options, f"could not {options.command}: {type(error).__name__}: {message} ({where})")
     except KeyboardInterrupt as stop:
         print(f"anybatch {options.command}: interrupted. {stop}".rstrip(". "), file=sys.stderr)
         return 130
@@ -52,21 +52,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if result.get("exact", True) else 1
 
 
-def _refuse(options: argparse.Namespace, told: str) -> int:
+def _refuse(options: argparse.Namespace, message: str) -> int:
     """Say why there is no result; an error of a check is told from one that found a fault."""
-    print(f"anybatch {options.command}: {told}", file=sys.stderr)
+    print(f"anybatch {options.command}: {message}", file=sys.stderr)
     if options.json:
-        print(json.dumps({"error": told}))
+        print(json.dumps({"error": message}))
     return 2 if options.command == "check" else 1
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`anybatch check`: split held against whole."""
-    verbs.check_rows(options)
+    actions.check_rows(options)
     found = target.find(options.target, options.data)
     refuse_without_data(found.model, found.loss)  # it could not be moved either
     if options.device != "auto" or ":" not in options.target:  # a function's own choice stands
-        found = found.to(verbs.find_device(options.device))
+        found = found.to(actions.find_device(options.device))
     report = check(
         found.model,
         found.loss,
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     together = "rows that go through the model together; if not given,"
     within = f"{together} what is fastest within --memory, or all of a batch without it"
-    train = _command(commands, "train", "train a recipe on real data", verbs.train, micro_batch=within)
+    train = _command(commands, "train", "train a recipe on real data", actions.train, micro_batch=within)
     train.add_argument("recipe", help=f"one of: {', '.join(recipe_names())}")
     add = train.add_argument
     add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", metavar="FOLDER", help="go on with the run in this folder")
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
     purpose = "evaluate a checkpoint on held-out rows"
-    evaluate = _command(commands, "eval", purpose, verbs.evaluate, micro_batch=f"{together} all of them")
+    evaluate = _command(commands, "eval", purpose, actions.evaluate, micro_batch=f"{together} all of them")
     evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
     purpose = "prove that split equals whole, or find what prevents it"
     tried = "a size of micro-batches to be tried besides those that are tried anyway"
@@ -128,12 +128,17 @@ def _parser() -> argparse.ArgumentParser:
     within = f"{together} what is fastest within --memory, or all of a batch with --memory none"
     cards = ", ".join(f"cuda:{card}" for card in CARDS)
     there = f"{_DEVICE} for where the target's model is, or a card that need not be here: {cards}"
-    planned = _command(commands, "plan", purpose, plan_verb.plan, micro_batch=within, device=there)
+    planned = _command(commands, "plan", purpose, plan_action.plan, micro_batch=within, device=there)
     add = planned.add_argument
     add("target", help="package.module:function that returns (model, loss, batch), or a recipe")
     add("--batch-size", type=int, help="rows of one update; those of the target's batch if not given")
     add("--memory", default="auto", help='budget: "12GB", "2GiB", "80%%", auto, or none')
-    add("--optimizer", choices=tuple(plan_verb.OPTIMIZERS), default="adamw", help="where the target has none")
+    add(
+        "--optimizer",
+        choices=tuple(plan_action.OPTIMIZERS),
+        default="adamw",
+        help="where the target has none",
+    )
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)

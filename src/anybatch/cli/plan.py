@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from anybatch.cli import target
-from anybatch.cli import train as verbs
-from anybatch.observe import figure as picture
-from anybatch.observe import memory
+from anybatch.cli import train as actions
+from anybatch.observe import figure, memory
 from anybatch.recompute import POLICIES
 from anybatch.step import foresee
 
@@ -19,9 +18,9 @@ OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch
 
 def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`anybatch plan`: the fastest plan within a budget, before anything runs."""
-    verbs.check_rows(options)
+    actions.check_rows(options)
     if options.plot:
-        picture.checked(options.plot)  # planning may take a while, and would be for nothing
+        figure.checked(options.plot)  # planning may take a while, and would be for nothing
     found = target.find(options.target, options.data)
     optimizer = found.optimizer or OPTIMIZERS[options.optimizer](found.model.parameters(), lr=1e-3)
     report = foresee.plan(
@@ -39,12 +38,12 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         precision=options.precision,
         measure=not options.estimate,
     )
-    told = str(report)
+    message = str(report)
     if found.optimizer is None:
-        told += f"\nnote: the optimizer was taken to be {options.optimizer}; name another with --optimizer"
+        message += f"\nnote: the optimizer was taken to be {options.optimizer}; name another with --optimizer"
     if options.plot:
-        told += f"\npicture      {memory.plot(report.ledger, options.plot, budget=report.budget)}"
-    return json.loads(report.to_json()), told
+        message += f"\npicture      {memory.plot(report.ledger, options.plot, budget=report.budget)}"
+    return json.loads(report.to_json()), message
 
 
 def _blocks(asked: str | None) -> str | list[str] | None:

@@ -26,21 +26,13 @@ HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """What is checked or planned.
+    """What is checked or planned."""
 
-    Attributes:
-        model: as for `anybatch.check`.
-        loss: as for `anybatch.check`.
-        batch: as for `anybatch.check`.
-        collate: as for `anybatch.check`.
-        optimizer: what `anybatch plan` plans for; None for one of its own choice.
-    """
-
-    model: nn.Module
-    loss: Any
-    batch: Any
-    collate: Collate | None = None
-    optimizer: Optimizer | None = None
+    model: nn.Module  # as for `anybatch.check`
+    loss: Any  # as for `anybatch.check`
+    batch: Any  # as for `anybatch.check`
+    collate: Collate | None = None  # as for `anybatch.check`
+    optimizer: Optimizer | None = None  # what `anybatch plan` plans for; None for one of its own choice
 
     def to(self, device: torch.device) -> "Target":
         """The same on a device; samples stay where they are, to be moved by their `collate`."""
@@ -53,14 +45,6 @@ class Target:
 
 def find(name: str, data_name: str) -> Target:
     """Read a target.
-
-    Args:
-        name: `package.module:function`, importable from the current directory too, or a recipe.
-        data_name: for a recipe, the rows that it sees: as for `anybatch train --data`.
-
-    Raises:
-        PlanError: there is no such module, function or recipe, or the function returns something else.
-        Exception: whatever the function raises.
 
     Example:
         >>> find("anybatch.cli.target:nowhere", "digits")

@@ -71,11 +71,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def check_rows(options: argparse.Namespace) -> None:
-    """Refuse numbers of rows by the names that they have on the command line.
-
-    Raises:
-        PlanError: one is too small.
-    """
+    """Refuse numbers of rows by the names that they have on the command line."""
     for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
         rows = getattr(options, name.replace("-", "_"), None)  # not every command has each
         if rows is not None and rows < least:
@@ -203,11 +199,7 @@ def _free_folder(wanted: Path) -> Path:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is any.
-
-    Raises:
-        PlanError: this machine has no such device, or nothing can be computed on it.
-    """
+    """The device of a name; "auto" is CUDA where there is any."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -95,6 +95,26 @@ def is_in_backward() -> bool:
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
+def is_graph_kept() -> bool:
+    """Whether the backward that is running keeps its graph for another. Where torch does not tell: True."""
+    return _keeps_graph()
+
+
+_keeps_graph: Callable[[], bool] = getattr(
+    getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The innermost hooks on what is saved for backward, (pack, unpack), or None. Before torch 2.8: None."""
+    return _top_hooks(True)
+
+
+_top_hooks: Callable[[bool], Any] = getattr(
+    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda _: None
+)
+
+
 def forward_class(node: Any) -> Any:
     """The `torch.autograd.Function` behind a node of the graph, or None. Where missing: None."""
     return getattr(node, "_forward_cls", None)
@@ -185,12 +205,12 @@ Where missing: always more than `ALONE`, so that memory counts as shared.
 ALONE = holders(torch.empty(1)) if _COUNTS_HOLDERS else 0
 
 
-def hook_tables(tensor: Tensor) -> tuple[Mapping[int, Any] | None, Mapping[int, Any] | None]:
-    """Hooks on a tensor's gradient, and those called once it is accumulated. Where missing: None."""
-    return getattr(tensor, HOOKS_OF_TENSORS[0], None), getattr(tensor, HOOKS_OF_TENSORS[1], None)
-
-
 HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def hooks_of_tensor(tensor: Tensor) -> list[Mapping[int, Any]]:
+    """Hooks on a tensor's gradient, and hooks called once it is accumulated. Where missing: none."""
+    return [getattr(tensor, name, None) or {} for name in HOOKS_OF_TENSORS]
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,7 +239,11 @@ foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", None) or _on
 """`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. Where missing: a loop."""
 
 foreach_mul_: Callable[..., None] = getattr(torch, "_foreach_mul_", None) or _one_by_one(Tensor.mul_)
-"""`foreach_mul_(values, factor)`: multiply each value by one number. Where missing: a loop."""
+"""`foreach_mul_(values, factor)`: multiply each value by one number. Where missing: a loop.
+
+On the CPU torch rounds the factor to the dtype of the values first, which changes results in bfloat16;
+`Tensor.mul_` and the loop do not. Powers of two are exact.
+"""
 
 foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", None) or _one_by_one(Tensor.copy_)
 """`foreach_copy_(targets, values)`: write each value into its target. Where missing: a loop."""
@@ -236,11 +260,11 @@ multiplied by `one`, which holds 1. Where missing: a loop.
 # ---- modules and optimizers
 
 HOOKS_OF_MODULES = (
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
     "_forward_pre_hooks",
+    "_forward_hooks",
     "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
 )
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
@@ -253,6 +277,12 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def separate_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """Give a module a table of buffers of its own, with the same buffers, and return it. No substitute."""
+    buffers = module.__dict__["_buffers"] = {**module._buffers}
+    return buffers
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """A module's own table of parameters, which may be written to. No substitute."""
     return module._parameters
@@ -261,6 +291,23 @@ def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """A module's own table of submodules, which may be written to. No substitute."""
     return module._modules
+
+
+def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
+    """A module's own tables of hooks on its forward: before, after, then flags of both. No substitute.
+
+    A hook has the same key in all of them, which no other hook has.
+    """
+    return [vars(module)[name] for name in HOOKS_OF_MODULES]
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Where `module.compile()` puts what is called in the place of forward."""
+
+
+def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` made of a module, or None. Where missing: None."""
+    return getattr(module, COMPILED_CALL, None)
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:

@@ -133,19 +133,7 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
 
 
 def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:
-    """Refuse targets outside `0 .. num_classes - 1`, naming the first one.
-
-    Args:
-        targets: whole numbers, `(rows,)`.
-        num_classes: how many classes there are.
-        name: the file or data set to name in the error.
-
-    Raises:
-        DataError: a target is not the index of a class.
-
-    Example:
-        >>> check_classes(torch.tensor([0, 9]), num_classes=10, name="labels")
-    """
+    """Refuse targets outside `0 .. num_classes - 1`, naming the first one."""
     outside = ((targets < 0) | (targets >= num_classes)).nonzero()
     if len(outside):
         row = int(outside[0])
@@ -157,10 +145,6 @@ def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:
 
 def unreadable(path: Path, error: OSError) -> DataError:
     """The error for a file that the operating system will not give.
-
-    Args:
-        path: the file.
-        error: what the operating system said.
 
     Example:
         >>> print(unreadable(Path("digits.gz"), FileNotFoundError(2, "No such file or directory")))
@@ -176,13 +160,6 @@ def normalise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     The held-out rows are scaled by the training rows' figures: nothing is learned from them. The
     two moments come from the 256 counts of each channel, whole numbers, so they are exact and do
     not depend on the order of the rows or on the number of threads.
-
-    Args:
-        train: uint8 images, `(rows, channels, height, width)`.
-        test: uint8 images with the same channels.
-
-    Returns:
-        Both as float32 of unchanged shape.
 
     Example:
         >>> train, _ = normalise(torch.tensor([[[[0, 255]]]], dtype=torch.uint8),

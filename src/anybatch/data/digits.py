@@ -43,18 +43,7 @@ def read_digits() -> Split:
 
 
 def held_out_rows(targets: Tensor) -> Tensor:
-    """Mark every fourth row of each class, counted within the class, in the order given.
-
-    Args:
-        targets: int64 classes, `(rows,)`.
-
-    Returns:
-        bool, `(rows,)`: True where the row is held out.
-
-    Example:
-        >>> held_out_rows(torch.tensor([0, 0, 0, 1, 0, 1, 1])).tolist()
-        [False, False, False, False, True, False, False]
-    """
+    """Mark every fourth row of each class, counted within the class, in the order given."""
     seen_in_class = functional.one_hot(targets).cumsum(0).gather(1, targets[:, None]).squeeze(1)
     return seen_in_class % HELD_OUT_EVERY == 0
 

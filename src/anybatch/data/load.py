@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from anybatch.core import DataError
-from anybatch.data import cifar10
-from anybatch.data import mnist as idx
+from anybatch.data import cifar10, mnist
 from anybatch.data.dataset import Split
 from anybatch.data.digits import read_digits
 
@@ -29,8 +28,8 @@ NAMES: dict[str, Callable[[], Split]] = {"digits": read_digits}
 FORMATS = (
     Format(
         name="MNIST in IDX form",
-        patterns=tuple(f"{stem}?idx?-ubyte*" for stem in idx.STEMS),
-        read=idx.read_mnist,
+        patterns=tuple(f"{stem}?idx?-ubyte*" for stem in mnist.STEMS),
+        read=mnist.read_mnist,
     ),
     Format(name="CIFAR-10 in binary form", patterns=(cifar10.TRAIN, cifar10.TEST), read=cifar10.read_cifar10),
 )

@@ -54,6 +54,7 @@ class Accumulator:
         window: the sums of the window that these rows belong to.
         redone: micro-batches undone by earlier attempts.
         scale_limit: the largest loss scale, after an earlier attempt has overflowed.
+        last_tries: first rows of micro-batches that were tried again, though they cannot be cut.
 
     Attributes:
         loss: of a part of the batch, or of the whole.
@@ -77,6 +78,7 @@ class Accumulator:
         window: "Accumulator | None" = None,
         redone: Sequence[Redone] = (),
         scale_limit: float = math.inf,
+        last_tries: frozenset[int] = frozenset(),
     ) -> None:
         self.plan, self.task, self.batch = plan, task, batch
         # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
@@ -94,6 +96,7 @@ class Accumulator:
         self.dropped = 0
         self.scale_before = task.scale.state()
         self._scale_limit = self.scale_limit = scale_limit
+        self.last_tries = last_tries
         self._is_scaled = task.scale.value != 1.0
         self.is_updated = self._has_flowed = False
         self._is_open = False

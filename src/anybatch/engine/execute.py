@@ -55,6 +55,7 @@ class Restart(Exception):  # noqa: N818
             "redone": sums.redone,
             "is_guarded": is_guarded or sums.is_guarded,
             "scale_limit": min(scale, sums.scale_limit),
+            "last_tries": sums.last_tries,
         }
 
 
@@ -135,7 +136,7 @@ def execute(
             return report
         except (Skipped, NonFiniteLossError) as error:
             reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
-            put_back(before, sums)
+            put_back(before, sums, error)
             if plan.non_finite != "skip":
                 raise
             rng.restore_process(reached)  # or the next step would draw what made this one bad
@@ -143,9 +144,9 @@ def execute(
         except TornUpdateError as torn:  # nothing can be put back
             finish(sums, before)
             raise torn.error from None
-        except BaseException:
+        except BaseException as error:
             if not sums.is_updated:
-                put_back(before, sums)
+                put_back(before, sums, error)
             raise
         finally:
             sums.close()
@@ -237,13 +238,15 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
     task.tell(MicroBatchRedone(index=len(sums.rows), rows=rows, reason=said))
     reason = why_not_cut(sums, rows)
     sums.redone.append(Redone(rows, may_be_cut=not reason))
-    if reason and schedule.is_last_try:
+    first = -1 if is_first_pass else schedule.left[0][0]
+    if reason and first in sums.last_tries:
         raise OutOfMemoryError(
             f"Expected a micro-batch of {rows} rows to fit into memory, got none left ({said}). It was tried "
             f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
             "the model, or keep less: recompute, offload, a smaller optimizer state."
         )
-    schedule.is_last_try = bool(reason)
+    if reason:  # once more, with caches freed
+        sums.last_tries = sums.last_tries | {first}
     half = rows if reason else -(-rows // 2)
     is_tied = not is_first_pass and sums.share(schedule.left[0]).tied
     is_whole_loss = not (sums.is_in_window or plan.is_cut)  # another form of the loss than that of a part
@@ -354,9 +357,17 @@ def _context(plan: Plan, task: Task) -> Generator[None]:
         yield
 
 
-def put_back(before: Snapshot, sums: Accumulator) -> None:
-    """Put back all that a step may have changed, its loss scale too."""
+def put_back(before: Snapshot, sums: Accumulator, error: BaseException | None = None) -> None:
+    """Put back all that a step may have changed, its loss scale too; the error names what cannot be."""
     sums.close()
+    lost = [
+        *before.written_tensors(),
+        *[sums.task.names().get(one, "a parameter") for one in before.written()],
+    ]
+    if lost and error is not None:
+        error.add_note(
+            f"All is as before the step but for {lost}, which the forward has written to in place."
+        )
     before.put_back()
     sums.task.scale.load(sums.scale_before)
 

@@ -93,13 +93,13 @@ class InPlace:
 
     def begin(self) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
-        self._versions = [*map(private.version, self._sums)]
+        self._versions = private.versions(self._sums)
 
     @property
     def has_accepted(self) -> bool:
         """Whether anything of the micro-batch at hand has reached the sums."""
         awaited = any(parameter.grad is not None for parameter in self._awaited)
-        return awaited or [*map(private.version, self._sums)] != self._versions
+        return awaited or private.versions(self._sums) != self._versions
 
     def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """One backward: add J^T c of these scalars, each with its own cotangent."""
@@ -124,7 +124,7 @@ class InPlace:
                 continue
             if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
                 gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
-            if private.holders(gradient) > _ALONE:
+            if private.holders(gradient) > private.ALONE:
                 parameter.grad = gradient.clone()
         self._sums += [cast("Tensor", p.grad) for p in made]
         self._awaited = [p for p in self._awaited if p.grad is None]
@@ -135,9 +135,6 @@ class InPlace:
 
     def close(self) -> None:
         """Nothing to take off."""
-
-
-_ALONE = private.holders(torch.empty(1))
 
 
 class Apart:
@@ -344,7 +341,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_alone(gradient: Tensor) -> bool:
-    return gradient.layout is torch.strided and private.holders(gradient) <= _ALONE
+    return gradient.layout is torch.strided and private.holders(gradient) <= private.ALONE
 
 
 def _call(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Tensor) -> None:

@@ -23,7 +23,6 @@ class Schedule:
     Attributes:
         left: row indices of the micro-batches that are still to be done.
         is_open: whether the first pass is over.
-        is_last_try: whether the micro-batch at hand is tried again, though it cannot be cut.
         scale_before: the loss scale before the micro-batch at hand made it give way.
     """
 
@@ -32,7 +31,6 @@ class Schedule:
         self._cut = plan.parts
         self._done = 0
         self.is_open = False
-        self.is_last_try = False
         self.scale_before: dict[str, float] | None = None
 
     @property
@@ -61,7 +59,7 @@ class Schedule:
     def done(self) -> None:
         """The micro-batch at hand is in the sums, or left out: its rows do not come again."""
         self._done += 1
-        self.is_last_try, self.scale_before = False, None
+        self.scale_before = None
         self._sums.forget_scale()
 
     def cut_smaller(self, most: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import LossError, ran_out_of_memory, tree
+from anybatch.core import torch_private as private
 from anybatch.losses.inputs import TARGET_KEYS, split_batch
 
 
@@ -63,7 +64,7 @@ def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
     if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
         return len(parts) == 2
     inner: Any = model
-    while isinstance(wrapped := getattr(inner, "_orig_mod", getattr(inner, "module", None)), nn.Module):
+    while isinstance(wrapped := private.compiled_from(inner) or getattr(inner, "module", None), nn.Module):
         inner = wrapped  # compiled, or one of a parallel group: its own signature tells nothing
     signature = inspect.signature(inner.forward)
     takes_all, takes_fewer = _takes(signature, len(parts)), _takes(signature, len(parts) - 1)

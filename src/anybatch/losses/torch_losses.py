@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import SHORT_DTYPES, Batch, LossError, Number
+from anybatch.core import torch_private as private
 from anybatch.losses.inputs import call_model, split_batch
 from anybatch.losses.loss import Evaluated, Loss, Plain, Share
 from anybatch.losses.reductions import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind
@@ -187,7 +188,7 @@ def _from_module(loss: nn.Module) -> SummedLoss | None:
     # A subclass, or an object, that brings its own forward is another loss.
     if base is None or type(loss).forward is not base.forward or "forward" in vars(loss):
         return None
-    settings = {**vars(loss), **loss._parameters, **loss._buffers}  # pyright: ignore[reportPrivateUsage]
+    settings = {**vars(loss), **private.parameters_of(loss), **private.buffers_of(loss)}
     return _summed(
         type(loss).__name__,
         MODULES[base],
@@ -235,8 +236,7 @@ def _with_attributes(loss: nn.Module, attributes: Mapping[str, Any]) -> nn.Modul
     """A shallow copy that shares parameters and buffers with the caller's, but for these attributes."""
     twin = object.__new__(type(loss))  # what copy.copy comes to, at a tenth of its time
     twin.__dict__.update(loss.__dict__)
-    buffers = {**loss._buffers}  # pyright: ignore[reportPrivateUsage]
-    twin.__dict__["_buffers"] = buffers
+    buffers = private.separate_buffers(twin)
     for name, value in attributes.items():
         if name in buffers:
             buffers[name] = value

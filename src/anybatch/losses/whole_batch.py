@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, tree
+from anybatch.core import torch_private as private
 from anybatch.losses.cotangents import Pull, flows_of
 from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Plain, Share, rows_of
@@ -260,7 +261,7 @@ class _Share(Plain):
 
 def _versions(model: nn.Module) -> dict[str, int]:
     """Changes where somebody writes into a parameter."""
-    return {name: p._version for name, p in model.named_parameters()}  # pyright: ignore[reportPrivateUsage]
+    return {name: private.version(p) for name, p in model.named_parameters()}
 
 
 def _refuse_written(model: nn.Module, before: Mapping[str, int]) -> None:

@@ -6,8 +6,8 @@ from anybatch.memory.fake import (
     Fakes,
     dense_only,
     drop_left_fakes,
+    replaced_by_fakes,
     sparse_refused,
-    stand_ins,
     undisturbed,
 )
 from anybatch.memory.ledger import OWNERS, Ledger
@@ -30,7 +30,7 @@ __all__ = [
     "find_device",
     "joined",
     "parse_memory",
+    "replaced_by_fakes",
     "sparse_refused",
-    "stand_ins",
     "undisturbed",
 ]

@@ -14,43 +14,25 @@ from anybatch.core import PlanError, parse_bytes
 class Device:
     """A device, as far as planning needs to know it: one that this machine has, or one to be rented.
 
-    Attributes:
-        name: as given.
-        kind: "cpu" or "cuda".
-        num_bytes: its memory.
-        flops: floating-point operations per second that matrix products reach, in float32.
-        half_flops: the same in bfloat16 and float16.
-        bandwidth: bytes per second to and from its own memory.
-        link: bytes per second to and from the host; 0 where it is the host.
-        launch_s: seconds that one operation costs, however small.
-        rounding: allocations are multiples of so many bytes.
-        is_here: whether this machine has it, so that it can be measured.
-
     Example:
         >>> device = find_device("cuda:a100")
         >>> device.kind, device.is_here, device.rounding
         ('cuda', False, 512)
     """
 
-    name: str
-    kind: str
-    num_bytes: int
-    flops: float
-    half_flops: float
-    bandwidth: float
-    link: float = 0.0
-    launch_s: float = 5e-6
-    rounding: int = 1
-    is_here: bool = False
+    name: str  # as given
+    kind: str  # "cpu" or "cuda"
+    num_bytes: int  # its memory
+    flops: float  # floating-point operations per second that matrix products reach, in float32
+    half_flops: float  # the same in bfloat16 and float16
+    bandwidth: float  # bytes per second to and from its own memory
+    link: float = 0.0  # bytes per second to and from the host; 0 where it is the host
+    launch_s: float = 5e-6  # seconds that one operation costs, however small
+    rounding: int = 1  # allocations are multiples of so many bytes
+    is_here: bool = False  # whether this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
         """Time of a stretch of work: launches, arithmetic and memory traffic, one after the other.
-
-        Args:
-            operations: number of kernels.
-            flops: of matrix products, convolutions and attention.
-            moved: bytes read and written.
-            half: whether the arithmetic is in bfloat16 or float16.
 
         Source: the roofline of Williams, Waterman, Patterson 2009, with a sum in place of the maximum.
         """

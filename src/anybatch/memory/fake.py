@@ -17,12 +17,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import PlanError, TraceError
+from anybatch.core import torch_private as private
 from anybatch.state import ModuleState, Remembered, Snapshot, rng
 
 # ---- likely values
@@ -61,18 +60,12 @@ _EACH = (
 )
 
 
-def note(func: Any, args: Sequence[Any], result: object) -> None:
-    """Keep in mind what a result is likely to be, if something is known of what it was made of.
-
-    Args:
-        func: the operation.
-        args: what it was given.
-        result: what it gave, or anything else where that is no tensor.
-    """
+def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
+    """Keep in mind what a result is likely to be, if something is known of what it was made of."""
     if (
         func is _LOOK and not args[1].is_inference()
     ):  # it writes there whether one of many numbers is not finite, and counts no version
-        _keep(args[1], 0, _version(args[1]))
+        _keep(args[1], 0, private.version(args[1]))
     if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
         return
     each = None
@@ -82,43 +75,31 @@ def note(func: Any, args: Sequence[Any], result: object) -> None:
         each = _count(func, args)
     if each is not None:
         # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        _keep(result, each, _version(result) + (result is args[0]))
+        _keep(result, each, private.version(result) + (result is args[0]))
 
 
 def _keep(tensor: Tensor, each: float, version: int) -> None:
     setattr(tensor, _EACH, (each, version))
 
 
-def known(tensor: object) -> Any:
-    """What each element is likely to be; None where nobody knows.
-
-    Example:
-        >>> from anybatch.memory.fake import FakeMode
-        >>> with FakeMode():
-        ...     x = torch.ones(3)
-        ...     known((x > 0).sum()), known(x.isnan().any()), known(x.max())
-        (3, False, None)
-    """
+def likely_value(tensor: Any) -> Any:
+    """What each element is likely to be; None where nobody knows."""
     each, version = getattr(tensor, _EACH, (None, 0))
-    return each if each is not None and _version(tensor) == version else None
-
-
-def _version(tensor: Any) -> int:
-    return tensor._version
+    return each if isinstance(tensor, Tensor) and private.version(tensor) == version else None
 
 
 def _truth(func: Any, args: Sequence[Any]) -> bool | None:
     if func in _BROKEN:
         return False
     if func in _OF_ONE:
-        each = known(args[0])
+        each = likely_value(args[0])
         return None if each is None else _OF_ONE[func](each)
     if len(args) > 1 and args[0] is args[1]:  # only NaN differs from itself
         return {_ATEN.ne.Tensor: False, _ATEN.eq.Tensor: True}.get(func)
     if func is _ATEN.ne.Scalar and args[1] == math.inf:
         return True
     if func in _OF_TWO:
-        one, other = [known(each) if isinstance(each, Tensor) else each for each in args[:2]]
+        one, other = [likely_value(each) if isinstance(each, Tensor) else each for each in args[:2]]
         return None if one is None or other is None else bool(_OF_TWO[func](one, other))
     return None
 
@@ -129,13 +110,13 @@ def _count(func: Any, args: Sequence[Any]) -> int | None:
     Nothing is known of what is computed from 0 but by adding: a weight that came to 0 would leave all
     parameters without a gradient.
     """
-    each = known(args[0])
+    each = likely_value(args[0])
     if func in _SUMS:
         return 0 if each is False else args[0].numel()
     if func is _ATEN.where.self:
-        return None if each is None else known(args[1] if each else args[2])
+        return None if each is None else likely_value(args[1] if each else args[2])
     if func in _ADDS:
-        more = known(args[1])
+        more = likely_value(args[1])
         return None if each is None and more is None else (1 if each is None else each) + (more or 0)
     return each or None
 
@@ -143,7 +124,7 @@ def _count(func: Any, args: Sequence[Any]) -> int | None:
 # ---- fake tensors
 
 
-class FakeMode(FakeTensorMode):
+class FakeMode(private.FakeTensorMode):
     """Operations on tensors without memory; whoever asks for a value gets one that is likely.
 
     The sum of many numbers is how many they are, as if each was 1, so that counts of rows and of valid
@@ -170,31 +151,27 @@ class FakeMode(FakeTensorMode):
             return args[0].fake_device
         try:
             result: Any = _DISPATCH(self, func, types, args, kwargs)
-        except DataDependentOutputException:
+        except private.DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
-                return self._likely(args[0])
+                return self._likely_number(args[0])
             if func in (_ATEN.equal.default, _ATEN.allclose.default):
                 return True
-            self._blame(func)
+            self._set_culprit(func)
             raise
         except Exception:
-            self._blame(func)
+            self._set_culprit(func)
             raise
         if func in _DRAGGING and not result.dim():
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             result.untyped_storage().resize_(shape.numel() * result.itemsize)
         if func is _RNN:
             return (*result[:3], result[3].new_empty(_rnn_workspace(args)))
-        note(func, args, result)
+        set_likely_value(func, args, result)
         return result
 
     @contextmanager
     def explained(self, what: str = "a step", instead: str = "it is measured instead") -> Generator[None]:
         """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
-
-        Args:
-            what: runs here.
-            instead: what is done, or what to do, where it cannot.
 
         Raises:
             TraceError: something failed.
@@ -214,13 +191,13 @@ class FakeMode(FakeTensorMode):
         finally:
             _LOG.removeFilter(quiet)
 
-    def _likely(self, scalar: Tensor) -> float:
+    def _likely_number(self, scalar: Tensor) -> float:
         """A number for whoever asks for one."""
-        each = known(scalar)
+        each = likely_value(scalar)
         number = 1 if each is None else each
         if scalar.dtype is torch.bool or scalar.is_floating_point():
             return (bool if scalar.dtype is torch.bool else float)(number)
-        module, is_ours = _who_asks()
+        module, is_ours = _find_caller()
         if module is not None or not (is_ours or each is not None):
             place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
             raise TraceError(
@@ -229,7 +206,7 @@ class FakeMode(FakeTensorMode):
             )
         return int(number)
 
-    def _blame(self, func: object) -> None:
+    def _set_culprit(self, func: object) -> None:
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
 
 
@@ -240,10 +217,10 @@ class _Quiet(logging.Filter):
         return record.levelno < logging.ERROR
 
 
-_LOG = logging.getLogger(FakeTensorMode.__module__)
+_LOG = logging.getLogger(private.FakeTensorMode.__module__)
 _DEVICE: Any = torch.ops.prim.device.default
 # Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
-_DISPATCH: Any = inspect.unwrap(FakeTensorMode.__torch_dispatch__)
+_DISPATCH: Any = inspect.unwrap(private.FakeTensorMode.__torch_dispatch__)
 # Reduced, their scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,
@@ -251,26 +228,25 @@ _DRAGGING = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
-_CALLS = nn.Module._call_impl.__code__  # pyright: ignore[reportPrivateUsage]
 _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
 
-def _who_asks() -> tuple[nn.Module | None, bool]:
+def _find_caller() -> tuple[nn.Module | None, bool]:
     """The module at work, and whether it is code of ours that asks for a number."""
-    frame, asks = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
+    frame, caller = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
-        if frame.f_code is _CALLS:
+        if frame.f_code is private.CALL_CODE:
             return frame.f_locals["self"], False
         name = str(frame.f_globals.get("__name__"))
-        if not asks and frame.f_globals is not globals() and not name.startswith("torch."):
-            asks = name
+        if not caller and frame.f_globals is not globals() and not name.startswith("torch."):
+            caller = name
         frame = frame.f_back
-    return None, asks.startswith("anybatch.")
+    return None, caller.startswith("anybatch.")
 
 
 def _rnn_workspace(args: Sequence[Any]) -> int:
     """Bytes that the CPU's recurrent layer keeps for backward; only the kernel itself can tell."""
-    with _disable_current_modes(), torch.enable_grad():  # without, nothing is kept
+    with private.disable_current_modes(), torch.enable_grad():  # without, nothing is kept
         real = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return _RNN(*real)[3].nbytes
 
@@ -291,13 +267,13 @@ class Fakes:
         if is_lazy(tensor):
             return tensor
         if id(tensor) not in self._made:
-            fake = self._stand_in(tensor)
+            fake = self._make(tensor)
             if tensor.is_leaf:
-                _take_hooks_over(tensor, fake)
+                _copy_hooks(tensor, fake)
             self._made[id(tensor)] = tensor, fake
         return self._made[id(tensor)][1]
 
-    def _stand_in(self, tensor: Tensor) -> Tensor:
+    def _make(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
             return self._mode.from_tensor(tensor, static_shapes=True)
         # Nobody trains there: what has no memory yet stands for what will be on the device.
@@ -339,32 +315,27 @@ class Fakes:
         return fresh
 
 
-def _take_hooks_over(tensor: Tensor, fake: Tensor) -> None:
+def _copy_hooks(tensor: Tensor, fake: Tensor) -> None:
     for name, value in vars(tensor).items():  # what callers note on a parameter
         vars(fake).setdefault(name, value)
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in private.HOOKS_OF_TENSORS:
         hooks = getattr(tensor, name)
         if hooks:
             setattr(fake, name, hooks.copy())
 
 
 @contextmanager
-def stand_ins(
+def replaced_by_fakes(
     mode: FakeMode, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> Generator[Fakes]:
     """Put fakes in the place of all tensors of modules and optimizers; afterwards all is as it was.
 
     Everything a module or an optimizer holds is put back, whatever a forward or an update puts there.
 
-    Args:
-        mode: what the fakes belong to.
-        modules: all modules, children too.
-        optimizers: whose parameters and state are replaced.
-
     Example:
         >>> model = nn.Linear(2, 2)
         >>> weight = model.weight
-        >>> with stand_ins(FakeMode(), [model], []):
+        >>> with replaced_by_fakes(FakeMode(), [model], []):
         ...     type(model.weight).__name__
         'FakeTensor'
         >>> model.weight is weight
@@ -379,9 +350,7 @@ def stand_ins(
                 state = ((fakes.of(p), fakes.settings(slots)) for p, slots in one.state.items())
                 one.state = defaultdict(dict, state)
                 # Callers count updates there, and this is none.
-                vars(one).update(
-                    _optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict()
-                )
+                vars(one).update({name: OrderedDict() for name in private.STEP_HOOKS})
             else:
                 vars(one).update({name: fakes.within(value) for name, value in attributes.items()})
         yield fakes
@@ -401,29 +370,25 @@ def undisturbed(
 ) -> Generator[Remembered]:
     """Random streams, gradients, buffers, warnings and collector as before; nothing is compiled meanwhile.
 
-    Args:
-        parameters: whose gradients are put back.
-        modules: whose buffers are put back.
-        roots: all that can be reached from here is put back too.
-        is_real: values may be written to, so those of small tensors that can be reached are put back.
+    So is all that `roots` reach; with `is_real`, values too, as far as tensors are small.
     """
-    known = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
-    noted = Remembered(roots, but_for=known if is_real else None)
-    buffers = Snapshot(ModuleState([*modules, *(noted.modules if is_real else ())]))
+    own = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
+    snapshot = Remembered(roots, but_for=own if is_real else None)
+    buffers = Snapshot(ModuleState([*modules, *(snapshot.modules if is_real else ())]))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
         warnings.simplefilter("ignore")
-        if "torch._dynamo" in sys.modules:
+        if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
         gc.disable()  # what hangs in a cycle stays, as it may in a real step
         torch.clear_autocast_cache()
         try:
-            yield noted
+            yield snapshot
         finally:
             torch.clear_autocast_cache()
             buffers.put_buffers_back()
-            noted.put_back()
+            snapshot.put_back()
             rng.restore_process(random)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -437,12 +402,6 @@ def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
 
     Nobody can foretell its bytes: each micro-batch and, in the state of optimizers, each step adds to them
     as many rows as it has met, and when they are merged depends on which ones these are.
-
-    Args:
-        parameters: real ones; fakes take their hooks over.
-
-    Raises:
-        PlanError: one does.
 
     Example:
         >>> layer = nn.Embedding(3, 2, sparse=True)
@@ -466,11 +425,7 @@ def _look_at_layout(parameter: Tensor) -> None:
 
 
 def sparse_refused(what: str) -> PlanError:
-    """The error that says why no bytes are foreseen of steps with sparse gradients.
-
-    Args:
-        what: came.
-    """
+    """The error that says why no bytes are foreseen of steps with sparse gradients."""
     return PlanError(
         f"Expected dense gradients, got {what}: nobody can foretell their bytes. Make layers with "
         "sparse=False, or choose micro_batch= yourself, without memory=."
@@ -481,9 +436,6 @@ def drop_left_fakes() -> None:
     """Take fakes that outlived their trace out of what holds them.
 
     The collector must have been off since the trace began, so that they are all young and quickly found.
-
-    Raises:
-        TraceError: something holds them that they cannot be taken out of.
     """
     if not _young_fakes(0):
         return
@@ -511,5 +463,5 @@ def _young_fakes(generation: int) -> list[Any]:
     return [
         one
         for one in gc.get_objects(generation)
-        if issubclass(type(one), FakeTensor) and isinstance(one.fake_mode, FakeMode)
+        if issubclass(type(one), private.FakeTensor) and isinstance(one.fake_mode, FakeMode)
     ]

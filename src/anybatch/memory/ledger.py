@@ -17,19 +17,12 @@ PHASES = ("start", "forward", "loss", "backward", "recompute", "update")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What is alive at one moment.
+    """What is alive at one moment."""
 
-    Attributes:
-        phase: one of `PHASES`.
-        micro_batch: which forward of the step it belongs to, from 0; -1 before the first one.
-        module: name of the innermost module at work, "" for none or the model itself.
-        bytes: alive, for each of `OWNERS`.
-    """
-
-    phase: str
-    micro_batch: int
-    module: str
-    bytes: tuple[int, ...]
+    phase: str  # one of `PHASES`
+    micro_batch: int  # which forward of the step it belongs to, from 0; -1 before the first one
+    module: str  # name of the innermost module at work, "" for none or the model itself
+    bytes: tuple[int, ...]  # alive, for each of `OWNERS`
 
     @property
     def total(self) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from anybatch.core import is_moving, tensors_in
+from anybatch.core import torch_private as private
 from anybatch.memory.ledger import Ledger
 from anybatch.memory.recording import (
     GRADIENTS,
@@ -32,7 +32,7 @@ _NAME = "anybatch.memory.meter"  # where a node of the graph is told its module
 _AFTER = "after backward"  # not known yet: the next micro-batch may follow, or the update
 
 
-class Meter(TorchDispatchMode):
+class Meter(private.TorchDispatchMode):
     """Follows the storages of all tensors that operations take or return, around one step.
 
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
@@ -170,7 +170,7 @@ class Meter(TorchDispatchMode):
         line.look()
         result = func(*args, **kwargs)
         line.operations += 1
-        count = _COUNTS.get(func._overloadpacket)
+        count = _COUNTS.get(private.operator_of(func))
         if count is not None:
             line.flops += int(count(*args, **kwargs, out_val=result))
         see = self._storages.see
@@ -277,7 +277,7 @@ class _Timeline:
 
     def look(self) -> None:
         """Whether a backward has begun or ended since the last operation."""
-        if not self._stack and (torch._C._current_graph_task_id() != -1) is not self._is_in_backward:  # pyright: ignore
+        if not self._stack and private.is_in_backward() is not self._is_in_backward:
             self._change_backward()
 
     def settled(self) -> list[Mark]:
@@ -377,7 +377,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     if tensor.layout is torch.strided:
         return (tensor,)
     if tensor.layout is torch.sparse_coo:
-        return tensor._indices(), tensor._values()
+        return private.sparse_parts(tensor)
     return ()
 
 

@@ -14,38 +14,20 @@ PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, WORKSPACE, INPUT, OTHER = range(len(O
 
 
 class Mark(NamedTuple):
-    """A change of phase or module, and what was done up to it.
+    """A change of phase or module, and what was done up to it."""
 
-    Attributes:
-        event: how many events came before it.
-        phase: what begins, one of `anybatch.memory.ledger.PHASES`.
-        micro_batch: which forward of the step, from 0; -1 before the first.
-        module: the innermost module at work.
-        operations: how many there were so far.
-        flops: floating-point operations so far, of products, convolutions and attention.
-        moved: bytes that operations read and wrote so far.
-    """
-
-    event: int
-    phase: str
-    micro_batch: int
-    module: str
-    operations: int
-    flops: int
-    moved: int
+    event: int  # how many events came before it
+    phase: str  # what begins, one of `anybatch.memory.ledger.PHASES`
+    micro_batch: int  # which forward of the step, from 0; -1 before the first
+    module: str  # the innermost module at work
+    operations: int  # how many there were so far
+    flops: int  # floating-point operations so far, of products, convolutions and attention
+    moved: int  # bytes that operations read and wrote so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
     """What a meter saw: one event for each storage that begins, changes its size or ends.
-
-    Attributes:
-        storages: int64, the number of the storage of each event, counted from 0 in order of first sight.
-        before: int64, its bytes before the event.
-        after: int64, its bytes after the event; 0 where it ends.
-        marks: where phases and modules change, in order; the first one stands at event 0.
-        owners: place in `OWNERS`, for each storage.
-        places: name of the module, for each storage.
 
     Example:
         >>> mark = Mark(0, "start", -1, "", 0, 0, 0)
@@ -56,19 +38,16 @@ class Recording:
         (12, 1024)
     """
 
+    # int64, the number of the storage of each event, counted from 0 in order of first sight
     storages: "array[int]"
-    before: "array[int]"
-    after: "array[int]"
-    marks: tuple[Mark, ...]
-    owners: tuple[int, ...]
-    places: tuple[str, ...]
+    before: "array[int]"  # int64, its bytes before the event
+    after: "array[int]"  # int64, its bytes after the event; 0 where it ends
+    marks: tuple[Mark, ...]  # where phases and modules change, in order; the first one stands at event 0
+    owners: tuple[int, ...]  # place in `OWNERS`, for each storage
+    places: tuple[str, ...]  # name of the module, for each storage
 
     def changes(self, granule: int = 1) -> list[int]:
-        """Signed change in bytes of each event.
-
-        Args:
-            granule: what an allocator rounds sizes up to, in bytes.
-        """
+        """Signed change in bytes of each event."""
         pairs = zip(self.before, self.after, strict=True)
         return [_ceil(after, granule) - _ceil(before, granule) for before, after in pairs]
 
@@ -142,13 +121,6 @@ def find_owners(
     Made in a forward or a loss: an activation if it is alive when a backward begins. Made in a backward: a
     gradient if it is alive after it. Made in a rebuilt forward: an activation if it outlives that. What is
     gone before is workspace.
-
-    Args:
-        storages: number of the storage of each event.
-        after: its bytes after the event.
-        marks: where phases change.
-        backward_ends: events at which a backward was over.
-        known: owners that are known, by number.
     """
     begins: list[int] = []
     ends: dict[int, int] = {}
@@ -166,7 +138,7 @@ def find_owners(
     return [
         known[number]
         if number in known
-        else _told(
+        else _owner_of(
             marks[bisect_right(places, begin) - 1].phase,
             crosses_backward=_is_between(begin, backwards, ends.get(number)),
             outlives_backward=_is_between(begin, backward_ends, ends.get(number)),
@@ -176,7 +148,7 @@ def find_owners(
     ]
 
 
-def _told(phase: str, *, crosses_backward: bool, outlives_backward: bool, ends_in: str | None) -> int:
+def _owner_of(phase: str, *, crosses_backward: bool, outlives_backward: bool, ends_in: str | None) -> int:
     if phase in ("forward", "loss"):
         return ACTIVATIONS if crosses_backward else OTHER if ends_in is None else WORKSPACE
     if phase == "recompute":
@@ -199,10 +171,6 @@ def _ceil(size: int, granule: int) -> int:
 def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:
     """The module at work when each storage began.
 
-    Args:
-        births: event of each storage, rising.
-        marks: as of a recording.
-
     Example:
         >>> marks = [Mark(0, "start", -1, "", 0, 0, 0), Mark(2, "forward", 0, "head", 1, 0, 0)]
         >>> modules_at([0, 1, 2, 5], marks)
@@ -217,11 +185,6 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
 
     Each leaves the same few bytes behind (its loss), so those that were not run are one storage that stands
     there from the beginning of the last but one.
-
-    Args:
-        recording: of `run` micro-batches, each with as many forwards of the model.
-        run: how many were run.
-        wanted: how many there are to be.
     """
     each, marks = recording.forwards // run, recording.marks
     middle_at, last_at = [
@@ -258,13 +221,7 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
 
 
 def joined(first: Recording, second: Recording, phase: str) -> Recording:
-    """One recording after another: what the first leaves ends before the second begins.
-
-    Args:
-        first: what came first.
-        second: what came afterwards, with all that it found there.
-        phase: what the start of the second one is.
-    """
+    """One recording after another: what the first leaves ends before the second begins."""
     sizes = dict(zip(first.storages, first.after, strict=True))
     left = {number: size for number, size in sizes.items() if size}
     event, number = len(first.storages) + len(left), len(first.owners)

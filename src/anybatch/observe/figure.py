@@ -11,19 +11,7 @@ FORMATS = (".png", ".svg", ".html", ".pdf")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib's.
-
-    Args:
-        width: in inches.
-        height: in inches.
-
-    Raises:
-        PlanError: matplotlib is not installed.
-
-    Example:
-        >>> new_figure(8, 3).get_size_inches().tolist()
-        [8.0, 3.0]
-    """
+    """An empty figure of matplotlib's."""
     try:
         from matplotlib.figure import Figure  # not pyplot: it keeps figures, and chooses a window system
     except ImportError as error:
@@ -34,15 +22,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def checked(path: str | Path) -> Path:
-    """The path of a picture, if its ending is one of `FORMATS` and its folder is there.
-
-    Raises:
-        PlanError: one of them is not so.
-
-    Example:
-        >>> checked("memory.SVG").name
-        'memory.SVG'
-    """
+    """The path of a picture, if its ending is one of `FORMATS` and its folder is there."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise PlanError(

@@ -1,13 +1,11 @@
 """A picture of memory over one step, coloured by owner: where the peak is, and what it is made of."""
 
-import html
-import io
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import PlanError, format_bytes
+from anybatch.core import format_bytes
 from anybatch.memory import OWNERS, Ledger
-from anybatch.observe.figure import checked
+from anybatch.observe.figure import checked, new_figure, save
 
 #: One colour per owner, told apart by people who do not see all colours (Okabe and Ito 2008).
 COLOURS = {
@@ -38,31 +36,13 @@ def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: 
         PlanError: another ending, no such folder, or matplotlib is not installed.
     """
     path = checked(path)
-    figure = _draw(ledger, budget, title or f"{ledger.source} memory of one step, {ledger.device}")
-    if path.suffix.lower() != ".html":
-        figure.savefig(path, dpi=150)
-        return path
-    picture = io.StringIO()
-    figure.savefig(picture, format="svg")
-    svg = picture.getvalue()
-    table = html.escape(str(ledger))
-    path.write_text(
-        '<!DOCTYPE html>\n<html lang="en"><meta charset="utf-8"><title>memory of one step</title>\n'
-        f"{svg[svg.index('<svg') :]}\n<pre>{table}</pre>\n</html>\n",
-        encoding="utf-8",
-    )
-    return path
+    title = title or f"{ledger.source} memory of one step, {ledger.device}"
+    return save(_draw(ledger, budget, title), path, title="memory of one step", text=str(ledger))
 
 
 def _draw(ledger: Ledger, budget: int | None, title: str) -> Any:
-    try:
-        from matplotlib.figure import Figure  # not pyplot: it keeps figures, and chooses a window system
-    except ImportError as error:
-        raise PlanError(
-            f"Expected matplotlib for a picture, got {error}. Install it: pip install 'anybatch[plot]'."
-        ) from None
     moments = ledger.moments
-    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure = new_figure(11, 5)
     axes = figure.add_subplot()
     places = list(range(len(moments)))
     series = [[moment.bytes[index] for moment in moments] for index in range(len(OWNERS))]
@@ -90,10 +70,14 @@ def _draw(ledger: Ledger, budget: int | None, title: str) -> Any:
     axes.set(title=title, xlabel="moments of the step, in order", ylabel="bytes alive")
     axes.set_xlim(0, max(len(moments) - 1, 1))
     axes.set_ylim(0, 1.15 * max([ledger.peak, budget or 0]))
-    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+    axes.yaxis.set_major_formatter(_format_tick)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return figure
+
+
+def _format_tick(value: float, _: object) -> str:
+    return format_bytes(value)
 
 
 def _phases(axes: Any, ledger: Ledger) -> None:

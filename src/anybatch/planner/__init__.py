@@ -1,7 +1,7 @@
 """The fastest plan within a budget of bytes, or why there is none."""
 
-from anybatch.planner.cache import Budget, answer, enforced
-from anybatch.planner.candidates import Question
+from anybatch.planner.cache import Budget, enforced, find_plan
+from anybatch.planner.candidates import Request
 from anybatch.planner.report import PlanReport, single_rows
 from anybatch.planner.trace import CUDA_GRANULE, device_of, quiet, roots_of, run_on_fakes
 
@@ -9,10 +9,10 @@ __all__ = [
     "CUDA_GRANULE",
     "Budget",
     "PlanReport",
-    "Question",
-    "answer",
+    "Request",
     "device_of",
     "enforced",
+    "find_plan",
     "quiet",
     "roots_of",
     "run_on_fakes",

@@ -22,7 +22,7 @@ from anybatch.core import (
 )
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device, parse_memory
-from anybatch.planner.candidates import Question
+from anybatch.planner.candidates import Request
 from anybatch.planner.report import PlanReport
 from anybatch.planner.search import choose
 from anybatch.state import rng
@@ -88,22 +88,13 @@ ROUNDS = 4  # steps of each plan; the first of them warms caches up
 HOPELESS = 1.3  # times the fastest, after which a plan is not tried again
 
 
-class Contest:
+class Race:
     """Which of several plans is fastest, found out in steps that are made anyway.
 
     All of them give the same result, up to the order of additions, so no step is wasted.
 
     Args:
         plans: at least one, the likeliest first.
-
-    Example:
-        >>> slow, fast = Plan(rows=8, micro_batch=1), Plan(rows=8, micro_batch=4)
-        >>> contest = Contest([slow, fast])
-        >>> while not contest.is_settled:
-        ...     plan = contest.plan
-        ...     contest.note(plan, 8.0 / plan.micro_batch)
-        >>> contest.plan == fast
-        True
     """
 
     def __init__(self, plans: Sequence[Plan]) -> None:
@@ -126,13 +117,8 @@ class Contest:
         """The fastest so far; the likeliest where nothing is known."""
         return min(self._left, key=self._typical)
 
-    def note(self, plan: Plan, seconds: float) -> None:
-        """How long a step took.
-
-        Args:
-            plan: of this contest; others are ignored.
-            seconds: for each row.
-        """
+    def record(self, plan: Plan, seconds: float) -> None:
+        """How long a step took."""
         if plan in self._seconds:
             self._seconds[plan].append(seconds)
 
@@ -165,53 +151,48 @@ class Budget:
 
     Args:
         memory: as for `anybatch.memory.device.parse_memory`.
-
-    Raises:
-        PlanError: no amount of memory.
     """
 
     def __init__(self, memory: str | int) -> None:
         parse_memory(memory, find_device("cpu"))
         self.memory = memory
-        self.contests: dict[Key, Contest] = {}
+        self.races: dict[Key, Race] = {}
         self._reports: dict[tuple[Plan, Shape, str], PlanReport] = {}  # of those made here
         self._first: Shape = ()
         self._varying: set[tuple[int, int]] = set()  # leaf and axis
 
-    def plan(self, question: Question, first: Question | None = None) -> Plan:
+    def plan(self, request: Request, first: Request | None = None) -> Plan:
         """The plan of a batch: made now, or remembered for rows like these.
 
-        Args:
-            question: about this batch; device and budget are filled in here.
-            first: another question about it, whose answer is preferred if there is one. Where the other one
-                is answered already there was none.
+        If `first`, another request about the same batch, can be met, its plan is returned. It is not tried
+        where `request` has been answered before: then there was none.
 
         Raises:
             BudgetError: nothing fits.
             PlanError: a module's shapes are not known yet, or there are sparse gradients.
         """
-        _refuse_lazy(question.task)
-        shape, signature = self._shape(question.batch), _signature(question.task)
-        if first is not None and self._known(question, shape, signature) is None:
+        _refuse_lazy(request.task)
+        shape, signature = self._shape(request.batch), _signature(request.task)
+        if first is not None and self._known(request, shape, signature) is None:
             with suppress(BudgetError):
                 return self._planned(first, shape, signature)
-        return self._planned(question, shape, signature)
+        return self._planned(request, shape, signature)
 
-    def report(self, plan: Plan, question: Question) -> PlanReport | None:
+    def report(self, plan: Plan, request: Request) -> PlanReport | None:
         """What is known of a plan that was made here for rows like these."""
-        shape, signature = self._shape(question.batch), _signature(question.task)
+        shape, signature = self._shape(request.batch), _signature(request.task)
         found = [self._reports.get((plan, one, signature)) for one in (shape, self._rounded(shape))]
         return next((report for report in found if report is not None), None)
 
     def forget(self) -> None:
         """Plan everything anew."""
-        self.contests.clear()
+        self.races.clear()
         self._reports.clear()
 
-    def note(self, plan: Plan, seconds: float) -> None:
+    def record(self, plan: Plan, seconds: float) -> None:
         """How long a step of this plan took, all its rows."""
-        for contest in self.contests.values():
-            contest.note(plan, seconds)
+        for race in self.races.values():
+            race.record(plan, seconds)
 
     def state(self) -> list[dict[str, Any]]:
         """The plans made so far, as JSON can hold them."""
@@ -224,10 +205,10 @@ class Budget:
                 "sized": sized,
                 "parts": parts,
                 "signature": signature,
-                "plan": contest.fastest.to_json(),
+                "plan": race.fastest.to_json(),
                 "varying": sorted(self._varying),
             }
-            for (shape, settings, refused, sized, parts, signature), contest in self.contests.items()
+            for (shape, settings, refused, sized, parts, signature), race in self.races.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
@@ -239,48 +220,48 @@ class Budget:
             settings, refused = Plan.from_json(one["settings"]), str(one["refused"])
             sized, parts = bool(one["sized"]), int(one.get("parts", 1))
             key = shape, settings, refused, sized, parts, str(one["signature"])
-            self.contests[key] = Contest([Plan.from_json(one["plan"])])
+            self.races[key] = Race([Plan.from_json(one["plan"])])
             self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
 
-    def _planned(self, question: Question, shape: Shape, signature: str) -> Plan:
-        known = self._known(question, shape, signature)
+    def _planned(self, request: Request, shape: Shape, signature: str) -> Plan:
+        known = self._known(request, shape, signature)
         if known is not None:
             return known
-        report, longest = self._ask(question, shape, self._rounded(shape))
+        report, longest = self._ask(request, shape, self._rounded(shape))
         self._reports[report.plan, longest, signature] = report
-        self.contests[longest, *_settled(question, signature)] = Contest(report.rivals)
+        self.races[longest, *_settled(request, signature)] = Race(report.rivals)
         return report.plan
 
-    def _known(self, question: Question, shape: Shape, signature: str) -> Plan | None:
+    def _known(self, request: Request, shape: Shape, signature: str) -> Plan | None:
         """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
-        alike, like, shapes = _settled(question, signature), question.like, (shape, self._rounded(shape))
-        for (known, *settled), contest in self.contests.items():
-            plan = contest.plan
+        alike, like, shapes = _settled(request, signature), request.like, (shape, self._rounded(shape))
+        for (known, *settled), race in self.races.items():
+            plan = race.plan
             if known in shapes and tuple(settled) == alike and plan.rows >= like.rows:
                 size = min(plan.micro_batch, like.rows)
                 return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
         return None
 
-    def _ask(self, question: Question, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
+    def _ask(self, request: Request, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
         """The answer, and the longest rows that it holds for."""
-        device = device_of(question.task)
-        question = replace(
-            question,
+        device = device_of(request.task)
+        request = replace(
+            request,
             device=device,
             budget=parse_memory(self.memory, device),
             measure=False,
-            rivals=not question.is_cut_felt,
+            rivals=not request.depends_on_cut,
         )
         if wanted != shape:
             try:
                 # Nobody has such rows, so that they could not be measured.
                 absent = replace(device, is_here=False)
-                longer = replace(question, batch=shaped(wanted, question.batch), device=absent)
+                longer = replace(request, batch=shaped(wanted, request.batch), device=absent)
                 return choose(longer), wanted
             except (TraceError, BudgetError):  # longer than the model takes, or than fits: so as they are
                 pass
-        with enforced(self.memory, question.task):  # what cannot be traced is really run
-            return choose(question), shape
+        with enforced(self.memory, request.task):  # what cannot be traced is really run
+            return choose(request), shape
 
     def _shape(self, batch: Batch) -> Shape:
         """What a row of this batch looks like; of samples, the longest of each."""
@@ -308,42 +289,28 @@ class Budget:
         )
 
 
-def answer(
-    question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
+def find_plan(
+    request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> PlanReport:
-    """The planner's answer to an aimed question; see `aimed`.
-
-    Raises:
-        BudgetError: nothing fits.
-    """
-    question = aimed(question, memory, device, measure=measure)
-    if memory is None or not question.device.is_here:
-        return choose(question)
-    with enforced(memory, question.task):  # what cannot be traced is really run
-        return choose(question)
+    """Choose a plan for a request on a device within a budget; see `for_device`."""
+    request = for_device(request, memory, device, measure=measure)
+    if memory is None or not request.device.is_here:
+        return choose(request)
+    with enforced(memory, request.task):  # what cannot be traced is really run
+        return choose(request)
 
 
-def aimed(
-    question: Question, memory: str | int | None, device: str | torch.device | None, *, measure: bool
-) -> Question:
-    """A question about a device, which need not be here, and a budget of it.
-
-    Args:
-        question: what is to be planned.
-        memory: as for `anybatch.memory.device.parse_memory`; None for no limit, and then nothing is chosen.
-        device: None for where the model is.
-        measure: whether the fastest plans may be raced.
-
-    Raises:
-        PlanError: a module's shapes are not known yet.
-    """
-    _refuse_lazy(question.task)
-    target = device_of(question.task) if device is None else find_device(device)
-    here = {one.type for one in question.task.devices} == {target.kind}
+def for_device(
+    request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
+) -> Request:
+    """The request with device and budget filled in. The device need not be here."""
+    _refuse_lazy(request.task)
+    target = device_of(request.task) if device is None else find_device(device)
+    here = {one.type for one in request.task.devices} == {target.kind}
     if memory is None:
-        question = replace(question, sizes=(question.like.micro_batch,), blocks=())
+        request = replace(request, sizes=(request.like.micro_batch,), blocks=())
     return replace(
-        question,
+        request,
         device=replace(target, is_here=target.is_here and here),
         budget=None if memory is None else parse_memory(memory, target),
         measure=measure and memory is not None,
@@ -359,14 +326,14 @@ def _refuse_lazy(task: Task) -> None:
         )
 
 
-def _settled(question: Question, signature: str) -> tuple[Plan, str, bool, int, str]:
+def _settled(request: Request, signature: str) -> tuple[Plan, str, bool, int, str]:
     """What else than the shape of its rows a plan is for."""
     # Where the result depends on the cut, for so many rows; else one for more rows is one for fewer.
-    rows, like = question.like.rows if question.is_cut_felt else 0, question.like
+    rows, like = request.like.rows if request.depends_on_cut else 0, request.like
     # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
     settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
     # In a window sizes are free, even where they are settled for batches.
-    return settings, question.cut_refused, bool(question.sizes), question.parts, signature
+    return settings, request.cut_refused, bool(request.sizes), request.parts, signature
 
 
 def _signature(task: Task) -> str:
@@ -397,11 +364,7 @@ def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
 
 
 def device_of(task: Task) -> Device:
-    """The device whose memory counts: the one that the model is on.
-
-    Raises:
-        PlanError: the model is spread over several.
-    """
+    """The device whose memory counts: the one that the model is on."""
     kinds = {device for device in task.devices if device.type != "meta"}
     if len(kinds) > 1:
         raise PlanError(

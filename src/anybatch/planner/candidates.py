@@ -9,47 +9,34 @@ from torch import nn
 from anybatch.core import Batch, OutOfMemoryError, TraceError
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
-from anybatch.planner.cost import Family, Recorded
-from anybatch.planner.measure import probe, repeated
-from anybatch.planner.mixture import KEEP, Mix
-from anybatch.planner.trace import Trace, grows_in_lines, trace
+from anybatch.planner.cost import PolicyRecordings, Recorded
+from anybatch.planner.measure import measure_step, repeated
+from anybatch.planner.mixture import KEEP, Mixture
+from anybatch.planner.trace import Trace, is_linear_in_rows, trace
 from anybatch.recompute import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Question:
-    """What is to be planned.
+class Request:
+    """What is to be planned."""
 
-    Attributes:
-        task: what a step is carried out on.
-        batch: the logical batch, or a few of its rows.
-        like: a plan of all rows of the batch with every setting that is not to be chosen.
-        budget: the most bytes alive at any moment; None for as many as there are.
-        device: where the step will run.
-        cut_refused: why the batch may not be cut; "" where it may.
-        blocks: names of the blocks whose policy may be chosen; none where it is settled in `like`.
-        sizes: the only micro-batch there may be; empty where it is to be chosen.
-        parts: micro-batches that these rows come in at least, all alike but the last: 1 where they may stay
-            whole, more where they stand for a micro-batch that finds the sums of others there already.
-        fewest: rows that a micro-batch has at least.
-        without: policies that are not to be chosen, because a block did not run again as it did under them.
-        measure: whether the fastest plans are raced for a moment, where the device is here.
-        rivals: whether plans to be raced in real steps are asked for.
-    """
-
-    task: Task
-    batch: Batch
-    like: Plan
-    budget: int | None = None
-    device: Device = field(default_factory=lambda: find_device("cpu"))
-    cut_refused: str = ""
+    task: Task  # what a step is carried out on
+    batch: Batch  # the logical batch, or a few of its rows
+    like: Plan  # a plan of all rows of the batch with every setting that is not to be chosen
+    budget: int | None = None  # the most bytes alive at any moment; None for as many as there are
+    device: Device = field(default_factory=lambda: find_device("cpu"))  # where the step will run
+    cut_refused: str = ""  # why the batch may not be cut; "" where it may
+    # names of the blocks whose policy may be chosen; none where it is settled in `like`
     blocks: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # the only micro-batch there may be; empty where it is to be chosen
+    # micro-batches that these rows come in at least, all alike but the last: 1 where they may stay whole,
+    # more where they stand for a micro-batch that finds the sums of others there already
     parts: int = 1
-    fewest: int = 1
+    fewest: int = 1  # rows that a micro-batch has at least
+    # policies that are not to be chosen, because a block did not run again as it did under them
     without: tuple[str, ...] = ()
-    measure: bool = True
-    rivals: bool = False
+    measure: bool = True  # whether the fastest plans are raced for a moment, where the device is here
+    rivals: bool = False  # whether plans to be raced in real steps are asked for
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -61,7 +48,7 @@ class Question:
         return tuple([one for one in known if one not in self.without])
 
     @property
-    def is_cut_felt(self) -> bool:
+    def depends_on_cut(self) -> bool:
         """Whether the result depends on the cut that is chosen: BatchNorm of micro-batches."""
         is_chosen = not self.cut_refused and not self.sizes
         return is_chosen and self.like.batch_norm == "micro" and bool(self.task.batch_norms)
@@ -85,7 +72,7 @@ class Question:
         return [size for size in found if all((end % size or size) >= self.fewest for end in ends)] or found
 
     @property
-    def may_spare(self) -> bool:
+    def may_disable_foreach(self) -> bool:
         """Whether an optimizer would update all parameters at once, and could go one by one."""
         groups = [group for one in self.task.optimizers for group in one.param_groups]
         return any(
@@ -107,11 +94,11 @@ class Question:
 LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row may be a case of its own
 
 
-class Survey:
-    """The bytes of one question's plans: traced as they are, or composed of a few that were.
+class Candidates:
+    """The bytes of the plans of one request: traced, or composed of a few traced steps.
 
     Args:
-        question: what is to be planned.
+        request: what is to be planned.
 
     Attributes:
         notes: what the reader of the answer should know.
@@ -119,50 +106,52 @@ class Survey:
         is_measured: whether the step cannot be traced, so that plans are measured on real rows.
     """
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self.notes: list[str] = []
         self._traces: dict[Plan, Trace] = {}
-        self._half = question.like.precision.is_short or _computes_in_half(question.task)
+        self._half = request.like.precision.is_short or _computes_in_half(request.task)
         self._pure: dict[str, Recorded] = {}  # by policy of all blocks
-        self._families: dict[bool | None, Family] = {}  # by foreach
+        self._by_foreach: dict[bool | None, PolicyRecordings] = {}  # by foreach
         self._input_per_row = 0.0
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         self.is_composed = self.is_measured = False
-        settled = question.sizes and not question.blocks
-        even = grows_in_lines(question.task.loss, question.task.model)
-        if question.like.rows >= 2 * LOW and even and not settled:
+        settled = request.sizes and not request.blocks
+        even = is_linear_in_rows(request.task.loss, request.task.model)
+        if request.like.rows >= 2 * LOW and even and not settled:
             self._record()
 
-    def mix(self, micro_batch: int, foreach: bool | None) -> Mix:
+    def mixture(self, micro_batch: int, foreach: bool | None) -> Mixture:
         """The mixtures at one size, where there are any."""
-        question = self._question
-        rows = question.like.rows
-        if foreach not in self._families:
-            self._families[foreach] = self._spared()
-        return self._families[foreach].mix(
+        request = self._request
+        rows = request.like.rows
+        if foreach not in self._by_foreach:
+            self._by_foreach[foreach] = self._without_foreach()
+        return self._by_foreach[foreach].mixture(
             rows,
             micro_batch,
-            question.device,
+            request.device,
             half=self._half,
             input_bytes=round(self._input_per_row * (rows - 2 * micro_batch)),
         )
 
     def updates(self, micro_batch: int) -> tuple[bool | None, ...]:
         """Values of foreach worth a try at one size: the sparing one only where the update takes too much."""
-        question = self._question
-        if question.budget is None or not question.may_spare:
+        request = self._request
+        if request.budget is None or not request.may_disable_foreach:
             return (None,)
-        taken = self.mix(micro_batch, None).peak({}, phase="update")  # by then blocks hold nothing
-        return (None,) if taken <= question.budget else (None, False)
+        taken = self.mixture(micro_batch, None).peak({}, phase="update")  # by then blocks hold nothing
+        return (None,) if taken <= request.budget else (None, False)
 
     def least_seconds(self, micro_batch: int) -> float:
         """What hardly any policies stay below at one size within the budget, where there are mixtures."""
-        question = self._question
-        mix = self.mix(micro_batch, self.updates(micro_batch)[-1])  # policies free nothing of an update
-        if question.budget is None:
-            return mix.seconds({})
-        return mix.least_seconds(question.budget, may_move="offload" in self.unrecorded)
+        request = self._request
+        mixture = self.mixture(
+            micro_batch, self.updates(micro_batch)[-1]
+        )  # policies free nothing of an update
+        if request.budget is None:
+            return mixture.seconds({})
+        return mixture.least_seconds(request.budget, may_move="offload" in self.unrecorded)
 
     def trace(self, plan: Plan) -> Trace:
         """One plan as it is; measured on real rows where it cannot be traced.
@@ -179,24 +168,19 @@ class Survey:
     def seconds(self, found: Trace) -> float:
         """Of a traced step, from the work that its marks count."""
         last = found.marks[-1]
-        return self._question.device.seconds(last.operations, last.flops, last.moved, half=self._half)
+        return self._request.device.seconds(last.operations, last.flops, last.moved, half=self._half)
 
     def may_run(self, plan: Plan, peak: int) -> bool:
-        """Whether a plan may be looked at, where that means a real run, only to say how many bytes it takes.
-
-        Args:
-            plan: more rows than the fewest that are run anyway.
-            peak: what it takes, as far as is known.
-        """
-        within = self._question.budget is None or peak <= self._question.budget
+        """Whether a plan may be run only to say how many bytes it takes."""
+        within = self._request.budget is None or peak <= self._request.budget
         return within or not self.is_measured or plan.micro_batch <= LOW or plan in self._traces
 
     def is_over(self, found: Trace) -> bool:
         """Whether a real run took more than there is, so that none of more rows may be made."""
-        budget = self._question.budget
+        budget = self._request.budget
         return found.source == "measured" and budget is not None and found.peak > budget
 
-    def give_mixtures_up(self, why: str) -> None:
+    def disable_mixtures(self, why: str) -> None:
         """From now on each plan is traced by itself."""
         self.is_composed = False
         self.notes.append(f"each size was traced by itself: {why}")
@@ -204,7 +188,7 @@ class Survey:
     @property
     def unrecorded(self) -> tuple[str, ...]:
         """Policies that blocks of mixtures may not have yet."""
-        return tuple([policy for policy in self._question.policies if policy not in self._pure])
+        return tuple([policy for policy in self._request.policies if policy not in self._pure])
 
     def add_policies(self, policies: Sequence[str]) -> None:
         """Let blocks be rebuilt or moved in mixtures, too: one trace for each policy, only if need be."""
@@ -212,52 +196,52 @@ class Survey:
             self._record(policies)
 
     def _record(self, policies: Sequence[str] = ()) -> None:
-        question = self._question
+        request = self._request
         try:
             recorded = dict(self._pure)
             for policy in (KEEP, *policies) if not recorded else policies:
                 recorded[policy] = self._recorded(policy)
             self._pure = recorded
-            self._families = {None: Family(recorded)}
-            if question.batch.whole is not None:
+            self._by_foreach = {None: PolicyRecordings(recorded)}
+            if request.batch.whole is not None:
                 # Not what one of them holds: where rows are real, they are views of the whole batch.
                 low, high = [one.input_bytes for one in recorded[KEEP].recordings]
                 self._input_per_row = (high - low) / (2 * (HIGH - LOW))
             self.is_composed = True
         except (TraceError, ValueError, OutOfMemoryError) as error:
-            self.give_mixtures_up(str(error))
+            self.disable_mixtures(str(error))
 
-    def _spared(self) -> Family:
+    def _without_foreach(self) -> PolicyRecordings:
         try:
-            return Family(self._pure, update=self._recorded(KEEP, foreach=False))
+            return PolicyRecordings(self._pure, update=self._recorded(KEEP, foreach=False))
         except (TraceError, ValueError, OutOfMemoryError):
-            return self._families[None]  # which takes no less
+            return self._by_foreach[None]  # which takes no less
 
     def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
-        question = self._question
+        request = self._request
         plans = [
-            replace(question.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
+            replace(request.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
         ]
         kept = self._pure.get(KEEP)
         if kept is not None and not self.is_measured:
-            found = kept.beside(self.trace(plans[1]).recording)
+            found = kept.under_policy(self.trace(plans[1]).recording)
             if found is not None:
                 return found
         low = self.trace(plans[0])
         if self.is_over(low):  # then so are more rows, and these would really be run
             raise TraceError(f"Expected {LOW} rows at a time within the budget, got {low.peak} bytes.")
         one, other = low.recording, self.trace(plans[1]).recording
-        names = question.blocks or tuple(name for name, _ in question.like.blocks)
+        names = request.blocks or tuple(name for name, _ in request.like.blocks)
         return Recorded(sizes=(LOW, HIGH), recordings=(one, other), blocks=names)
 
     def _traced(self, plan: Plan) -> Trace:
-        question = self._question
+        request = self._request
         if not self.is_measured:  # else it would fail again: all plans are of the same model and rows
             try:
-                kind = question.device.kind
-                return trace(plan, question.task, question.batch, device=kind, idle=self._idle)
+                kind = request.device.kind
+                return trace(plan, request.task, request.batch, device=kind, idle=self._idle)
             except TraceError as error:
-                if not question.device.is_here:
+                if not request.device.is_here:
                     raise
                 self.is_measured = True
                 self.notes.append(
@@ -265,18 +249,18 @@ class Survey:
                     f"because it cannot be traced: {error}"
                 )
         rows = min(plan.rows, 2 * plan.micro_batch)
-        return probe(plan, question.task, repeated(question.batch, rows), idle=self._idle)
+        return measure_step(plan, request.task, repeated(request.batch, rows), idle=self._idle)
 
 
-def takes_single_rows(question: Question) -> bool:
+def takes_single_rows(request: Request) -> bool:
     """Whether a row may come alone, as far as can be told: BatchNorm refuses a single value per channel."""
-    return _can_be_traced(question, 1) or not _can_be_traced(question, 2)
+    return _can_be_traced(request, 1) or not _can_be_traced(request, 2)
 
 
-def _can_be_traced(question: Question, rows: int) -> bool:
-    plan = replace(question.like, rows=rows, micro_batch=rows)
+def _can_be_traced(request: Request, rows: int) -> bool:
+    plan = replace(request.like, rows=rows, micro_batch=rows)
     try:
-        trace(plan, question.task, question.batch, device=question.device.kind)
+        trace(plan, request.task, request.batch, device=request.device.kind)
     except (ValueError, TraceError):
         return False
     return True

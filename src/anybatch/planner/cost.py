@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from anybatch.memory import Device, Mark, Recording
-from anybatch.planner.mixture import KEEP, Mix, Output, Segment, Shared
+from anybatch.planner.mixture import KEEP, Mixture, Output, Segment, Shared
 from anybatch.recompute import offload
 
 _KEPT_AS = {"recompute": "forward"}  # the phase in which a kept step does the same
@@ -22,24 +22,9 @@ def resized(recording: Recording, here: Recording, there: Recording) -> Recordin
     grows with the rows need not be recorded once more for each policy: two recordings of the kept step tell.
     What a policy does only with large storages it is taken to do with their like at the other size, too.
 
-    Args:
-        recording: of a step under any policies.
-        here: of the same step, all blocks kept, with micro-batches of the same size.
-        there: the same with micro-batches of the size that is wanted, event by event like `here`.
-
     Returns:
         The recording; None where sizes do not tell, because the kept step has no such size, or has two that
         are equal in one recording and not in the other.
-
-    Example:
-        >>> def step(rows, *sizes):
-        ...     kinds = {"marks": (Mark(0, "start", -1, "", 0, 0, 0),), "owners": (6,), "places": ("",)}
-        ...     sizes = {"before": array("q", [0, *sizes]), "after": array("q", [*sizes, 0])}
-        ...     return Recording(storages=array("q", [0] * len(sizes["after"])), **sizes, **kinds)
-        >>> resized(step(5, 50, 20), here=step(5, 20, 50), there=step(2, 8, 20)).after
-        array('q', [20, 8, 0])
-        >>> resized(step(5, 60), here=step(5, 50), there=step(2, 20)) is None
-        True
     """
     sizes: dict[int, set[int]] = defaultdict(set)
     for one, other in ((here.before, there.before), (here.after, there.after)):
@@ -111,12 +96,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
-    """A recording cut where one block hands over to another, or one phase to the next.
-
-    Args:
-        recording: of one step.
-        blocks: names of the modules that count as blocks; what is inside belongs to them.
-    """
+    """A recording cut where one block hands over to another, or one phase to the next."""
     inside: dict[str, str] = {}
 
     def block_of(module: str) -> str:
@@ -150,7 +130,7 @@ def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
     return found
 
 
-class Born(NamedTuple):
+class Allocation(NamedTuple):
     """A storage, made in one of the stretches."""
 
     storage: int
@@ -160,20 +140,11 @@ class Born(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recorded:
-    """Two recordings of a step of two micro-batches, alike but for their size.
+    """Two recordings of a step of two micro-batches, alike but for their size."""
 
-    Attributes:
-        sizes: rows of a micro-batch in each.
-        recordings: what happened.
-        blocks: names of the blocks.
-
-    Raises:
-        ValueError: the two recordings are not of the same step.
-    """
-
-    sizes: tuple[int, int]
-    recordings: tuple[Recording, Recording]
-    blocks: tuple[str, ...]
+    sizes: tuple[int, int]  # rows of a micro-batch in each
+    recordings: tuple[Recording, Recording]  # what happened
+    blocks: tuple[str, ...]  # names of the blocks
     parts: tuple[list[Stretch], list[Stretch]] = field(init=False)
     changes: tuple[list[int], list[int]] = field(init=False)  # in bytes, of each event
 
@@ -191,11 +162,8 @@ class Recorded:
         lengths = {len(recording.storages) for recording in self.recordings}
         return len(lengths) == 1 and [part.start for part in one] == [part.start for part in other]
 
-    def beside(self, recording: Recording) -> "Recorded | None":
+    def under_policy(self, recording: Recording) -> "Recorded | None":
         """The same step under another policy, of which only the second size was recorded.
-
-        Args:
-            recording: of micro-batches of the second size.
 
         Returns:
             None where the sizes of storages here do not tell those at the first size.
@@ -212,25 +180,27 @@ class Recorded:
         """How far a size lies from the first towards the second."""
         return (micro_batch - self.sizes[0]) / (self.sizes[1] - self.sizes[0])
 
-    def births(self, phase: str) -> dict[int, list[Born]]:
+    def allocations(self, phase: str) -> dict[int, list[Allocation]]:
         """The storages made in each stretch of a phase, in order."""
         if not self.is_aligned:
             return {}
         one, other = self.recordings
         total = len(self.parts[0])
-        births: dict[int, int] = {}
+        allocations: dict[int, int] = {}
         deaths: dict[int, int] = {}
         for event, (storage, after) in enumerate(zip(one.storages, one.after, strict=True)):
-            births.setdefault(storage, event)
+            allocations.setdefault(storage, event)
             if not after:
                 deaths[storage] = event
         starts = [part.start for part in self.parts[0]]
-        found: dict[int, list[Born]] = {}
-        for storage, event in births.items():
+        found: dict[int, list[Allocation]] = {}
+        for storage, event in allocations.items():
             made = bisect_right(starts, event) - 1
             if self.parts[0][made].place.phase == phase:
                 ends = bisect_right(starts, deaths[storage]) - 1 if storage in deaths else total
-                found.setdefault(made, []).append(Born(storage, (one.after[event], other.after[event]), ends))
+                found.setdefault(made, []).append(
+                    Allocation(storage, (one.after[event], other.after[event]), ends)
+                )
         return found
 
     def segments(
@@ -239,18 +209,10 @@ class Recorded:
         device: Device,
         *,
         half: bool,
-        ends: Mapping[int, Mapping[Shared, Born]] | None = None,
-        others: Mapping[int, Sequence[tuple[str, Born]]] | None = None,
+        ends: Mapping[int, Mapping[Shared, Allocation]] | None = None,
+        others: Mapping[int, Sequence[tuple[str, Allocation]]] | None = None,
     ) -> list[Segment]:
-        """The segments at another size: each storage's bytes are a line in the rows of a micro-batch.
-
-        Args:
-            micro_batch: rows of a micro-batch.
-            device: whose seconds are estimated.
-            half: whether its arithmetic is in 16 bits.
-            ends: outputs of blocks that end in a stretch and are told apart there.
-            others: storages that come or go in a stretch for the sake of another block.
-        """
+        """The segments at another size: each storage's bytes are a line in the rows of a micro-batch."""
         share = self.share(micro_batch)
         found: list[Segment] = []
         for index, (one, other) in enumerate(zip(*self.parts, strict=True)):
@@ -261,7 +223,7 @@ class Recorded:
                 mixed = [a + (b - a) * share for a, b in zip(low, high, strict=True)]
                 net, peak = _net_and_peak(mixed)
                 if shared:
-                    ending = {born.storage for born in shared.values()}
+                    ending = {alloc.storage for alloc in shared.values()}
                     storages = self.recordings[0].storages[one.start : one.stop]
                     rest = [0.0 if s in ending else c for s, c in zip(storages, mixed, strict=True)]
                     without = _net_and_peak(rest)[1]
@@ -281,7 +243,7 @@ class Recorded:
                     peak=max(0, round(peak)),
                     seconds=seconds,
                     cheap=max(0.0, device.seconds(work[0], 0.0, work[2], half=half)),
-                    ends={key: bytes_at(born, share) for key, born in shared.items()},
+                    ends={key: bytes_at(alloc, share) for key, alloc in shared.items()},
                     peak_without=max(0, round(without)),
                     others=moved,
                 )
@@ -298,17 +260,17 @@ def _net_and_peak(changes: Sequence[float]) -> tuple[float, float]:
     return live, highest
 
 
-def bytes_at(born: Born, share: float) -> int:
+def bytes_at(alloc: Allocation, share: float) -> int:
     """Bytes of a storage at a size that lies so far from the first towards the second."""
-    low, high = born.bytes
+    low, high = alloc.bytes
     return round(low + (high - low) * share)
 
 
-def _summed(others: Sequence[tuple[str, Born]], share: float, phase: str) -> dict[str, int]:
+def _summed(others: Sequence[tuple[str, Allocation]], share: float, phase: str) -> dict[str, int]:
     """Bytes that come in a backward, or go in a forward, by block."""
     found: dict[str, int] = {}
-    for block, born in others:
-        size = bytes_at(born, share)
+    for block, alloc in others:
+        size = bytes_at(alloc, share)
         found[block] = found.get(block, 0) + (size if phase == "backward" else -size)
     return found
 
@@ -326,15 +288,12 @@ def _times(segment: Segment, later: float) -> Segment:
     return replace(segment, seconds=later * segment.seconds, cheap=later * segment.cheap)
 
 
-class Family:
+class PolicyRecordings:
     """The recordings of one step under each policy, and what they say of all mixtures and sizes.
 
     Args:
         recorded: of each policy, "keep" among them.
         update: where the update is to be taken from, if not from each recording itself.
-
-    Raises:
-        ValueError: the recordings are not of the same step.
     """
 
     def __init__(self, recorded: Mapping[str, Recorded], update: Recorded | None = None) -> None:
@@ -342,20 +301,14 @@ class Family:
         places = [part.place for part in recorded[KEEP].parts[0]]
         if any([part.place for part in one.parts[0]] != places for one in recorded.values()):
             raise ValueError("Expected recordings of the same step, got others. Trace each plan itself.")
-        self._others: dict[str, dict[int, list[tuple[str, Born]]]] = {}  # by policy and stretch
+        self._others: dict[str, dict[int, list[tuple[str, Allocation]]]] = {}  # by policy and stretch
         self._outputs = self._find_outputs()
-        self._find_what_comes_back()
+        self._find_fetched()
 
-    def mix(self, rows: int, micro_batch: int, device: Device, *, half: bool, input_bytes: int) -> Mix:
-        """The step of a batch of so many rows, whose blocks may each have one of the recorded policies.
-
-        Args:
-            rows: of the batch.
-            micro_batch: rows of each micro-batch.
-            device: whose seconds are estimated.
-            half: whether its arithmetic is in 16 bits.
-            input_bytes: of the batch, beyond what the recordings hold at their start.
-        """
+    def mixture(
+        self, rows: int, micro_batch: int, device: Device, *, half: bool, input_bytes: int
+    ) -> Mixture:
+        """The step of a batch of so many rows, whose blocks may each have one of the recorded policies."""
         # The second micro-batch finds gradients; all later ones are like it. An uncut batch has none.
         later = (rows - micro_batch) / micro_batch
         spare = [] if self._update is None else self._update.segments(micro_batch, device, half=half)
@@ -365,7 +318,7 @@ class Family:
         for policy, one in self._recorded.items():
             if policy == "offload" and not self._is_moved_alike(policy, share):
                 continue
-            ends: dict[int, dict[Shared, Born]] = {}
+            ends: dict[int, dict[Shared, Allocation]] = {}
             for shared, crossings in self._outputs.items():
                 crossing = crossings.get(policy)
                 if crossing is not None and shared in outputs and not self._is_own(shared, crossing):
@@ -377,7 +330,7 @@ class Family:
             segments[policy] = [
                 _times(segment, later) if segment.place[1] > 0 else segment for segment in found
             ]
-        return Mix(start=input_bytes, segments=segments, outputs=outputs)
+        return Mixture(start=input_bytes, segments=segments, outputs=outputs)
 
     def _is_moved_alike(self, policy: str, share: float) -> bool:
         """Whether a policy moves at this size nearly all that it moves where it was recorded.
@@ -385,40 +338,46 @@ class Family:
         What is smaller than `offload.SMALLEST` stays, so its bytes are no line in the rows.
         """
         others = self._others.get(policy, {}).values()
-        sizes = [(bytes_at(born, share), max(born.bytes)) for one in others for _, born in one]
+        sizes = [(bytes_at(alloc, share), max(alloc.bytes)) for one in others for _, alloc in one]
         stays = sum(size for size, known in sizes if size < offload.SMALLEST <= known)
         return stays <= _STAYS * sum(size for size, _ in sizes)
 
-    def _find_outputs(self) -> dict[Shared, dict[str, Born]]:
+    def _find_outputs(self) -> dict[Shared, dict[str, Allocation]]:
         """What blocks hand on, by policy: whatever ends elsewhere than in their own backward, under any."""
-        births = {policy: one.births("forward") for policy, one in self._recorded.items()}
-        found: dict[Shared, dict[str, Born]] = {}
-        for made in births[KEEP]:
+        allocations = {policy: one.allocations("forward") for policy, one in self._recorded.items()}
+        found: dict[Shared, dict[str, Allocation]] = {}
+        for made in allocations[KEEP]:
             number, is_block = 0, bool(self._recorded[KEEP].parts[0][made].place.block)
-            for alike in self._alike(made, {policy: one.get(made, []) for policy, one in births.items()}):
+            for alike in self._alike(
+                made, {policy: one.get(made, []) for policy, one in allocations.items()}
+            ):
                 same = {policy: one for policy, one in alike.items() if one.ends != made}
                 moved = [policy for policy in same if policy != KEEP and self._is_moved(same, policy)]
                 for policy in moved:
-                    self._note_other(policy, same[policy].ends, same[KEEP].ends, same[policy])
+                    self._add_other(policy, same[policy].ends, same[KEEP].ends, same[policy])
                 # What one block holds and may move ends as the policy of this block has it.
                 if is_block and not moved and any(not self._is_own((made, 0), one) for one in same.values()):
                     found[made, number] = same
                     number += 1
         return found
 
-    def _alike(self, made: int, births: Mapping[str, Sequence[Born]]) -> Iterator[Mapping[str, Born]]:
+    def _alike(
+        self, made: int, allocations: Mapping[str, Sequence[Allocation]]
+    ) -> Iterator[Mapping[str, Allocation]]:
         """Each storage of a forward, under all policies that make it."""
         # A forward is the same operations, whatever becomes of their results; a block that will run again
         # notes before them what it starts from.
-        count = len(births[KEEP])
-        last = [every[max(0, len(every) - count) :] for every in births.values()]
+        count = len(allocations[KEEP])
+        last = [every[max(0, len(every) - count) :] for every in allocations.values()]
         if len({tuple([one.bytes for one in every]) for every in last}) == 1:
-            yield from [dict(zip(births, every, strict=True)) for every in zip(*last, strict=True)]
+            yield from [dict(zip(allocations, every, strict=True)) for every in zip(*last, strict=True)]
             return
-        left = {policy: [one for one in every[::-1] if one.ends != made] for policy, every in births.items()}
+        left = {
+            policy: [one for one in every[::-1] if one.ends != made] for policy, every in allocations.items()
+        }
         for candidates in list(left.values()):
             for output in [one for one in candidates if not self._is_own((made, 0), one)]:
-                same: dict[str, Born] = {}
+                same: dict[str, Allocation] = {}
                 for policy, others in left.items():
                     # The last one of that size: what a block hands on is made last.
                     like = next((one for one in others if one.bytes == output.bytes), None)
@@ -428,26 +387,28 @@ class Family:
                         others.remove(like)
                 yield same
 
-    def _find_what_comes_back(self) -> None:
+    def _find_fetched(self) -> None:
         """What a backward makes for another block, and does not make where all blocks are kept."""
-        kept = self._recorded[KEEP].births("backward")
+        kept = self._recorded[KEEP].allocations("backward")
         for policy, one in self._recorded.items() if kept else ():  # else nothing tells them from gradients
-            for made, every in one.births("backward").items():
-                flows = Counter([(born.bytes, born.ends) for born in kept.get(made, ()) if born.ends != made])
-                unlike: list[Born] = []
-                for born in every:
-                    if flows[born.bytes, born.ends] > 0:
-                        flows[born.bytes, born.ends] -= 1
-                    elif born.ends != made:
-                        unlike.append(born)
+            for made, every in one.allocations("backward").items():
+                flows = Counter(
+                    [(alloc.bytes, alloc.ends) for alloc in kept.get(made, ()) if alloc.ends != made]
+                )
+                unlike: list[Allocation] = []
+                for alloc in every:
+                    if flows[alloc.bytes, alloc.ends] > 0:
+                        flows[alloc.bytes, alloc.ends] -= 1
+                    elif alloc.ends != made:
+                        unlike.append(alloc)
                 left = Counter([size for size, _ in flows.elements()])
-                for born in unlike:
-                    if left[born.bytes] > 0:  # a gradient that ends elsewhere is still one
-                        left[born.bytes] -= 1
-                    elif born.ends < len(one.parts[0]):
-                        self._note_other(policy, made, born.ends, born)
+                for alloc in unlike:
+                    if left[alloc.bytes] > 0:  # a gradient that ends elsewhere is still one
+                        left[alloc.bytes] -= 1
+                    elif alloc.ends < len(one.parts[0]):
+                        self._add_other(policy, made, alloc.ends, alloc)
 
-    def _is_moved(self, same: Mapping[str, Born], policy: str) -> bool:
+    def _is_moved(self, same: Mapping[str, Allocation], policy: str) -> bool:
         """Whether one block holds it until its own backward, but under one policy lets it go in a forward.
 
         What more than one holds is not: how long they do depends on the policies of all of them.
@@ -463,13 +424,13 @@ class Family:
             and places[last].phase == "forward"
         )
 
-    def _note_other(self, policy: str, at: int, owner: int, crossing: Born) -> None:
+    def _add_other(self, policy: str, at: int, owner: int, crossing: Allocation) -> None:
         """In one stretch a storage comes or goes for the sake of the block of another stretch."""
         block = self._recorded[KEEP].parts[0][owner].place.block
         if block:
             self._others.setdefault(policy, {}).setdefault(at, []).append((block, crossing))
 
-    def _is_own(self, shared: Shared, crossing: Born) -> bool:
+    def _is_own(self, shared: Shared, crossing: Allocation) -> bool:
         """Whether it ends in the backward of the block that made it."""
         parts = self._recorded[KEEP].parts[0]
         return crossing.ends < len(parts) and parts[crossing.ends].place.block == parts[shared[0]].place.block

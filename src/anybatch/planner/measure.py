@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, accumulation_dtype, carry_out, clip, owned, snapshot, step_optimizers
-from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, stand_ins, undisturbed
+from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, replaced_by_fakes, undisturbed
 from anybatch.planner.trace import (
     CUDA_GRANULE,
     Trace,
@@ -38,9 +38,9 @@ def trace_update(
     """The update alone, on fake tensors; the state that optimizers hold in it, and for whom it was made."""
     mode = FakeMode()
     with (
-        _disable_current_modes(),  # as in `trace`
+        private.disable_current_modes(),  # as in `trace`
         undisturbed([*task.parameters, *task.others]),
-        stand_ins(mode, task.modules, task.optimizers) as fakes,
+        replaced_by_fakes(mode, task.modules, task.optimizers) as fakes,
     ):
         fake = faked(task, fakes)
         lacks = {fakes.of(parameter) for parameter in idle}
@@ -77,7 +77,7 @@ def has_state(task: Task) -> bool:
     return any(True for one in task.optimizers for _ in tensors_in(list(one.state.values())))
 
 
-class Watcher(Optimizer):
+class NoUpdate(Optimizer):
     """Updates nothing, but sees which parameters got no gradient."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -92,39 +92,22 @@ class Watcher(Optimizer):
 # ---- bytes
 
 
-def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
+def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
     """Measure a step that cannot be traced: really run, on the device of the model, and taken back.
 
     Forward, loss and backward are real, of two micro-batches at most, so take a plan of small ones; the
     update is run on fake tensors, as no update can be undone. Everything is as before afterwards.
 
-    Args:
-        plan: what is carried out.
-        task: what it is carried out on.
-        batch: real rows, of which the first ones are taken.
-        idle: as for `trace`.
-
     Raises:
         AnybatchError: whatever such a step raises.
         OutOfMemoryError: memory ran out.
         PlanError: there are sparse gradients.
-
-    Example:
-        >>> from anybatch import Step
-        >>> from anybatch.planner.trace import trace
-        >>> model = nn.Linear(3, 2)
-        >>> step = Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters()))
-        >>> from anybatch.core.batch import TensorBatch
-        >>> batch = TensorBatch((torch.zeros(4, 3), torch.zeros(4, 2)))
-        >>> measured = probe(Plan(rows=4, micro_batch=2), step.task(), batch)
-        >>> measured.source, measured.peak == trace(Plan(rows=4, micro_batch=2), step.task(), batch).peak
-        ('measured', True)
     """
     rows = min(plan.rows, 2 * plan.micro_batch, batch.rows)
     small = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
     head = batch if rows == batch.rows else batch.head(rows)
     update, state, made = trace_update(plan, task, idle, leaves_of(head))
-    parameters, watcher = [*task.parameters, *task.others], Watcher(task.parameters)
+    parameters, no_update = [*task.parameters, *task.others], NoUpdate(task.parameters)
     with (
         rows_kept(head),
         _weights_kept(parameters),
@@ -138,7 +121,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
             batch_leaves=leaves_of(head),
             state=(*task.masters.tensors, *(() if has_state(task) else state)),
         )
-        alone = replace(quiet(task), optimizers=(watcher,))
+        alone = replace(quiet(task), optimizers=(no_update,))
         with meter:
             report = carry_out(small, alone, head)
         if report.too_large:  # it went on in smaller parts, and those are what was measured
@@ -147,8 +130,8 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
                 f"{report.too_large}. Free memory, or allow more."
             )
         task.effects.writes(alone.effects.parameters)
-    if watcher.idle & made:
-        return probe(plan, task, batch, idle=watcher.idle)
+    if no_update.idle & made:
+        return measure_step(plan, task, batch, idle=no_update.idle)
     device = device_of(task, None)
     return Trace(
         plan=plan,
@@ -157,7 +140,7 @@ def probe(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = fro
         source="measured",
         granule=CUDA_GRANULE if device.type == "cuda" else 1,
         micro_batches=small.micro_batches,
-        idle=watcher.idle,
+        idle=no_update.idle,
     )
 
 
@@ -182,12 +165,7 @@ ROUNDS = 5
 
 
 def repeated(batch: Batch, rows: int) -> Batch:
-    """A batch of so many rows: the first ones, from the start again where there are not enough.
-
-    Example:
-        >>> repeated(TensorBatch(torch.arange(3)), 5).whole
-        tensor([0, 1, 2, 0, 1])
-    """
+    """A batch of so many rows: the first ones, from the start again where there are not enough."""
     if rows <= batch.rows:
         return batch.head(rows)
     if isinstance(batch, SampleBatch):
@@ -203,17 +181,11 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     it. The plans take turns, so that a busy moment of the machine hits all of them. They run on copies of
     the rows. Model, buffers, gradients, random streams and what else a forward reaches are as before.
 
-    Args:
-        plans: of any number of rows; only their first micro-batches are run.
-        task: what they are carried out on.
-        batch: rows to run; repeated where there are too few.
-        limit_s: no round begins after so many seconds.
-
     Returns:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.
     """
-    quiet = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
-    noted = _noted(quiet, batch)
+    alone = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
+    reached = _remembered(alone, batch)
     times: list[list[float]] = [[] for _ in plans]
     failed: set[int] = set()
     start = time.perf_counter()
@@ -223,11 +195,11 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
             if enough or index in failed or time.perf_counter() - start > 2 * limit_s:
                 continue
             try:
-                times[index].append(_once(plan, quiet, batch))
+                times[index].append(_timed_run(plan, alone, batch))
             except Exception:  # the step meets it again, and says what is to be said
                 failed.add(index)
             finally:
-                noted.put_back()
+                reached.put_back()
     # The first run warms caches up; where there are more it is no measure.
     return [
         None if index in failed or not found else statistics.median(found[1:] or found)
@@ -235,7 +207,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     ]
 
 
-def _once(plan: Plan, task: Task, batch: Batch) -> float:
+def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
     rows = min(plan.rows, 2 * plan.micro_batch)
     few = _copied(repeated(batch, rows))
     short = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
@@ -252,7 +224,7 @@ def _once(plan: Plan, task: Task, batch: Batch) -> float:
         rng.restore_process(random)
 
 
-def _noted(task: Task, batch: Batch) -> Remembered:
+def _remembered(task: Task, batch: Batch) -> Remembered:
     """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]

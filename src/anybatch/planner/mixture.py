@@ -12,36 +12,23 @@ Shared = tuple[int, int]  # an output of a block: segment in which it is made, a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A stretch of a step that belongs to one block, or to none.
+    """A stretch of a step that belongs to one block, or to none."""
 
-    Attributes:
-        block: name of the block; "" for what lies between blocks.
-        place: what tells it from the other segments of the step: phase and micro-batch.
-        net: bytes more alive at its end than at its start.
-        peak: bytes more alive at its highest moment than at its start, at least 0.
-        seconds: how long it takes.
-        cheap: of these, all but those of matrix products, convolutions and attention.
-        ends: outputs of other blocks that end here, and their bytes.
-        peak_without: the highest moment if they did not.
-        others: bytes that come here for the sake of another block, by its name, or go if negative: what is
-            moved to the host goes while the next block computes, and comes back just before its own backward.
-    """
-
-    block: str
-    place: tuple[str, int]
-    net: int
-    peak: int
-    seconds: float = 0.0
-    cheap: float = 0.0
+    block: str  # name of the block; "" for what lies between blocks
+    place: tuple[str, int]  # what tells it from the other segments of the step: phase and micro-batch
+    net: int  # bytes more alive at its end than at its start
+    peak: int  # bytes more alive at its highest moment than at its start, at least 0
+    seconds: float = 0.0  # how long it takes
+    cheap: float = 0.0  # of these, all but those of matrix products, convolutions and attention
+    # outputs of other blocks that end here, and their bytes
     ends: Mapping[Shared, int] = field(default_factory=dict[Shared, int])
-    peak_without: int = 0
+    peak_without: int = 0  # the highest moment if they did not
+    # bytes that come here for the sake of another block, by its name, or go if negative: what is moved to
+    # the host goes while the next block computes, and comes back just before its own backward
     others: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def with_others(self, wanted: Mapping[str, int]) -> "Segment":
         """The segment when other blocks have other policies.
-
-        Args:
-            wanted: bytes that come and go for their sake, in place of those of `others`.
 
         Example:
             >>> own = Segment(block="b", place=("backward", 0), net=9, peak=9, others={"a": 4})
@@ -64,25 +51,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """What a block hands on, and others may hold longer than itself.
+    """What a block hands on, and others may hold longer than itself."""
 
-    Attributes:
-        block: that makes it.
-        bytes: of it.
-        kept_by: policies under which the block itself holds it until its own backward.
-        user: the block that needs it last, if not itself; "" for what lies between blocks.
-        ends: the segment with which it then ends, by policy of that block, where that is known.
-    """
-
-    block: str
-    bytes: int
-    kept_by: frozenset[str]
-    user: str
+    block: str  # that makes it
+    bytes: int  # of it
+    kept_by: frozenset[str]  # policies under which the block itself holds it until its own backward
+    user: str  # the block that needs it last, if not itself; "" for what lies between blocks
+    # the segment with which it then ends, by policy of that block, where that is known
     ends: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Mix:
+class Mixture:
     """Steps that differ only in the policy of all their blocks, segment by segment.
 
     A block evaluates on its own: what it leaves alive for its backward, and what its backward needs for a
@@ -90,25 +70,18 @@ class Mix:
     of the pure steps, but for outputs, which the block itself or the next one holds, or both: they are
     counted one by one.
 
-    Args:
-        start: bytes alive before the first segment.
-        segments: of each policy, the same segments in the same order; "keep" is among them.
-        outputs: what blocks hand on.
-
-    Raises:
-        ValueError: the segments of two policies are not those of the same step.
-
     Example:
         >>> def of(net, peak):
         ...     return [Segment(block="a", place=("forward", 0), net=net, peak=peak)]
-        >>> mix = Mix(start=10, segments={"keep": of(5, 6), "recompute": of(1, 6)})
-        >>> mix.peak({}), mix.blocks
+        >>> mixture = Mixture(start=10, segments={"keep": of(5, 6), "recompute": of(1, 6)})
+        >>> mixture.peak({}), mixture.blocks
         (16, ('a',))
     """
 
-    start: int
+    start: int  # bytes alive before the first segment
+    # of each policy, the same segments in the same order; "keep" is among them
     segments: Mapping[str, Sequence[Segment]]
-    outputs: Mapping[Shared, Output] = field(default_factory=dict[Shared, Output])
+    outputs: Mapping[Shared, Output] = field(default_factory=dict[Shared, Output])  # what blocks hand on
     blocks: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,21 +143,6 @@ class Mix:
         Who frees all that a block leaves for its backward does its forward again, but for products that may
         be kept: what is cheap in it, at least, or what a policy takes that is known. Bytes are freed where
         that costs least, down to the last one, as in the continuous knapsack problem.
-
-        Args:
-            budget: the most bytes alive at any moment.
-            may_move: whether blocks may be moved to the host, too, which may cost nothing.
-
-        Returns:
-            seconds; infinity where it is not enough to free all that blocks leave.
-
-        Example:
-            >>> forward = Segment(block="a", place=("forward", 0), net=8, peak=9, seconds=2.0, cheap=1.0)
-            >>> mix = Mix(start=0, segments={"keep": [forward]})
-            >>> [mix.least_seconds(budget) for budget in (9, 5, 1, 0)]
-            [2.0, 2.5, 3.0, inf]
-            >>> mix.least_seconds(1, may_move=True)
-            2.0
         """
         left = dict.fromkeys(self.blocks, 0)  # bytes, of one micro-batch
         spent = dict.fromkeys(self.blocks, 0.0)  # seconds, of all of them

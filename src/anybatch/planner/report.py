@@ -43,6 +43,11 @@ class Option:
     measured: bool = False
     ledger: Ledger | None = None
 
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; without the ledger."""
+        names = ("peak", "seconds", "source", "measured")
+        return {"plan": json.loads(self.plan.to_json())} | {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
@@ -88,19 +93,12 @@ class PlanReport:
 
     def to_json(self) -> str:
         """The report as one JSON object; `Plan.from_json` and `Ledger.from_json` read its parts."""
-        return json.dumps(
-            {
-                "plan": json.loads(self.plan.to_json()),
-                "peak": self.peak,
-                "seconds": self.seconds,
-                "measured": self.measured,
-                "budget": self.budget,
-                "device": self.device,
-                "ledger": json.loads(self.ledger.to_json()),
-                "options": [_as_dict(option) for option in self.options],
-                "notes": list(self.notes),
-            }
-        )
+        names = ("peak", "seconds", "measured", "budget", "device")
+        values: dict[str, Any] = {"plan": json.loads(self.plan.to_json())}
+        values |= {name: getattr(self, name) for name in names}
+        values |= {"ledger": json.loads(self.ledger.to_json())}
+        values |= {"options": [option.to_dict() for option in self.options], "notes": self.notes}
+        return json.dumps(values)
 
     def __str__(self) -> str:
         how = "measured" if self.measured else "estimated"
@@ -119,16 +117,6 @@ class PlanReport:
             parts += ["", "next best", *_table(self.options)]
         parts += [f"note: {note}" for note in self.notes]
         return "\n".join(parts)
-
-
-def _as_dict(option: Option) -> dict[str, Any]:
-    return {
-        "plan": json.loads(option.plan.to_json()),
-        "peak": option.peak,
-        "seconds": option.seconds,
-        "source": option.source,
-        "measured": option.measured,
-    }
 
 
 def _blocks(plan: Plan) -> list[str]:
@@ -154,14 +142,7 @@ _LITTLE = 0.01  # of the peak: what frees less is not worth a choice that change
 
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
-    """The error that says why nothing fits.
-
-    Args:
-        least: the plan that takes fewest bytes; with its ledger, unless it could not be run to measure it.
-        budget: what there is.
-        batch_norms: modules in which rows meet.
-        cut_refused: why the batch may not be cut; "" where it may.
-    """
+    """The error that says why nothing fits."""
     held = least.ledger.largest(4) if least.ledger else ()
     holders = ", ".join(f"{format_bytes(one.bytes)} {one.owner} of {_quoted(one.module)}" for one in held)
     ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
@@ -185,14 +166,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
 def suggestions(
     ledger: Ledger | None, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
 ) -> list[str]:
-    """What would free bytes but changes the result, and so is the caller's to choose.
-
-    Args:
-        ledger: of the smallest plan; None where nobody knows.
-        batch_norms: modules in which rows meet.
-        cut_refused: why the batch may not be cut; "" where it may.
-        precision: in which it is made.
-    """
+    """What would free bytes but changes the result, and so is the caller's to choose."""
     held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
     if cut_refused:
@@ -214,13 +188,7 @@ def _quoted(module: str) -> str:
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
-    """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows.
-
-    Args:
-        task: what a step is carried out on.
-        batch: the logical batch.
-        settings: a plan without rows.
-    """
+    """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
     every = tuple((name, "recompute") for name in find_blocks(task.model))
     plan = replace(settings, rows=batch.rows, micro_batch=1, cut=(), blocks=settings.blocks or every)
     try:

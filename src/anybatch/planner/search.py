@@ -9,9 +9,9 @@ from math import inf
 from anybatch.core import OutOfMemoryError
 from anybatch.engine import Plan
 from anybatch.memory import Device
-from anybatch.planner.candidates import LOW, Question, Survey, takes_single_rows
+from anybatch.planner.candidates import LOW, Candidates, Request, takes_single_rows
 from anybatch.planner.measure import seconds_per_row
-from anybatch.planner.mixture import KEEP, Mix
+from anybatch.planner.mixture import KEEP, Mixture
 from anybatch.planner.report import Option, PlanReport, refusal
 from anybatch.planner.solve import as_choice, fastest, smallest
 
@@ -29,8 +29,8 @@ RERUN = ("selective", "recompute")
 _CHEAP_FIRST = ("offload", *RERUN)
 
 
-def choose(question: Question) -> PlanReport:
-    """Answer a question.
+def choose(request: Request) -> PlanReport:
+    """Answer a request.
 
     Every size of the micro-batch that makes another number of them is considered; at each, the policies of
     the blocks come from an integer program. The bytes are those of a few traced steps, composed; the plan
@@ -42,78 +42,80 @@ def choose(question: Question) -> PlanReport:
         TraceError: it cannot be traced, and the device is not here to measure it.
         PlanError: there are sparse gradients, whose bytes nobody can foretell.
     """
-    if question.is_cut_felt and not takes_single_rows(question):
-        question = replace(question, fewest=2)
-    return _Search(question).best()
+    if request.depends_on_cut and not takes_single_rows(request):
+        request = replace(request, fewest=2)
+    return _Search(request).best()
 
 
 class _Search:
-    """Options of one question, found, sorted and made sure of."""
+    """Finds the options of one request, sorts them and traces the best."""
 
-    def __init__(self, question: Question) -> None:
-        self._question = question
-        self._survey = Survey(question)
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._candidates = Candidates(request)
         self._scale = 1.0  # of estimated seconds, once some were measured
-        self._limit = 2**62 if question.budget is None else question.budget
+        self._limit = 2**62 if request.budget is None else request.budget
 
     def best(self) -> PlanReport:
         """The fastest that fits, made sure of."""
-        options = self._raced(self._options())
+        options = self._timed(self._options())
         for index, option in enumerate(options):
-            sure = self._sure(option)
-            options[index] = sure
+            verified = self._verified(option)
+            options[index] = verified
             composed = option.source == "composed"
             if (
                 composed
                 and not option.plan.blocks
                 and option.plan.is_cut
-                and abs(sure.peak - option.peak) > OFF * sure.peak
+                and abs(verified.peak - option.peak) > OFF * verified.peak
             ):
-                self._survey.give_mixtures_up("bytes do not grow in a straight line with the rows")
+                self._candidates.disable_mixtures("bytes do not grow in a straight line with the rows")
                 return self.best()
             # Perhaps more has to be rebuilt; or less, where it was composed too high.
-            is_loose = self._question.blocks and option.plan.blocks and sure.peak < option.peak
-            if composed and (sure.peak > self._limit or is_loose):
-                sure = self._fitted(sure) or sure
-            if sure.peak <= self._limit:
-                return self._report(sure, [one for one in options if one.plan != sure.plan])
+            is_loose = self._request.blocks and option.plan.blocks and verified.peak < option.peak
+            if composed and (verified.peak > self._limit or is_loose):
+                verified = self._fitted(verified) or verified
+            if verified.peak <= self._limit:
+                return self._report(verified, [one for one in options if one.plan != verified.plan])
         least = self._least()
         if least.peak <= self._limit:
             return self._report(least, [])
-        question = self._question
-        raise refusal(least, self._limit, question.task.batch_norms, question.cut_refused)
+        request = self._request
+        raise refusal(least, self._limit, request.task.batch_norms, request.cut_refused)
 
     def _options(self) -> list[Option]:
         """Plans that should fit, fastest first."""
-        sizes = self._question.all_sizes
-        survey = self._survey
-        found = self._composed_options() if survey.is_composed else []
+        sizes = self._request.all_sizes
+        candidates = self._candidates
+        found = self._composed_options() if candidates.is_composed else []
         for policies in (("offload",), RERUN):  # moving is the cheaper to record, and to carry out
-            left = [one for one in policies if one in survey.unrecorded]
+            left = [one for one in policies if one in candidates.unrecorded]
             least = [
-                self._scale * survey.least_seconds(size) for size in sizes if survey.is_composed and left
+                self._scale * candidates.least_seconds(size)
+                for size in sizes
+                if candidates.is_composed and left
             ]
-            if least and not _is_good(found, least, self._question.device):
-                survey.add_policies(left)
-                found = self._composed_options() if survey.is_composed else []
-        if not self._survey.is_composed:
+            if least and not _is_good(found, least, self._request.device):
+                candidates.add_policies(left)
+                found = self._composed_options() if candidates.is_composed else []
+        if not self._candidates.is_composed:
             found = self._traced_options()
-        return _ordered(found, self._question.device.kind)
+        return _ordered(found, self._request.device.kind)
 
     def _composed_options(self) -> list[Option]:
         found: list[Option] = []
-        for size in self._question.all_sizes:
+        for size in self._request.all_sizes:
             wrong = 0
-            if size == self._question.like.rows:  # whose loss has another form, and which is likeliest
-                whole = self._option(self._survey.mix(size, None), size, {})
-                most = self._limit if self._survey.is_measured else SUMS * self._limit
+            if size == self._request.like.rows:  # whose loss has another form, and which is likeliest
+                whole = self._option(self._candidates.mixture(size, None), size, {})
+                most = self._limit if self._candidates.is_measured else SUMS * self._limit
                 if whole.peak <= most:
-                    sure = self._sure(whole)
-                    if sure.peak <= self._limit:
-                        found.append(sure)
+                    verified = self._verified(whole)
+                    if verified.peak <= self._limit:
+                        found.append(verified)
                         continue
-                    wrong = max(0, sure.peak - whole.peak)
-            for foreach in self._survey.updates(size):
+                    wrong = max(0, verified.peak - whole.peak)
+            for foreach in self._candidates.updates(size):
                 option = self._fastest(size, self._limit - wrong, foreach)
                 if option is not None:
                     found.append(option)
@@ -121,25 +123,25 @@ class _Search:
         return found
 
     def _fastest(self, size: int, budget: int, foreach: bool | None) -> Option | None:
-        mixture = self._survey.mix(size, foreach)
+        mixture = self._candidates.mixture(size, foreach)
         choice = fastest(mixture, budget)
         return None if choice is None else self._option(mixture, size, choice, foreach)
 
     def _option(
-        self, mixture: Mix, size: int, choice: Mapping[str, str], foreach: bool | None = None
+        self, mixture: Mixture, size: int, choice: Mapping[str, str], foreach: bool | None = None
     ) -> Option:
-        like = self._question.like
+        like = self._request.like
         plan = replace(like, micro_batch=size, blocks=as_choice(choice) or like.blocks, foreach=foreach)
         peak, seconds = mixture.peak(choice), self._scale * mixture.seconds(choice)
         return Option(plan=plan, peak=peak, seconds=seconds, source="composed")
 
     def _traced_options(self) -> list[Option]:
         """The largest sizes that fit, each traced by itself, all blocks under one policy."""
-        sizes = self._question.all_sizes
+        sizes = self._request.all_sizes
         self._traced_option(KEEP, min(LOW, sizes[-1]))  # tells whether it can be traced at all
-        for policy in (KEEP, *sorted(self._question.policies, key=_CHEAP_FIRST.index)):
-            if self._survey.is_measured:
-                fitting = _measured(self._question, self._limit, partial(self._traced_option, policy))
+        for policy in (KEEP, *sorted(self._request.policies, key=_CHEAP_FIRST.index)):
+            if self._candidates.is_measured:
+                fitting = _measured(self._request, self._limit, partial(self._traced_option, policy))
                 if fitting:
                     return fitting[:RACED]
                 continue
@@ -159,47 +161,47 @@ class _Search:
         return []
 
     def _traced_option(self, policy: str, size: int, *, rows: int | None = None) -> Option:
-        plan = self._question.uniform(size, policy)
+        plan = self._request.uniform(size, policy)
         plan = plan if rows is None else replace(plan, rows=rows)
-        option = self._sure(Option(plan=plan, peak=0, seconds=0.0, source="composed"))
-        if option.peak > self._limit and self._question.may_spare:
-            return self._sure(replace(option, plan=replace(plan, foreach=False), seconds=0.0))
+        option = self._verified(Option(plan=plan, peak=0, seconds=0.0, source="composed"))
+        if option.peak > self._limit and self._request.may_disable_foreach:
+            return self._verified(replace(option, plan=replace(plan, foreach=False), seconds=0.0))
         return option
 
-    def _sure(self, option: Option) -> Option:
-        """The same option as a trace of exactly this plan knows it."""
+    def _verified(self, option: Option) -> Option:
+        """The same option with the bytes of a trace of exactly this plan."""
         try:
-            found = self._survey.trace(option.plan)
+            found = self._candidates.trace(option.plan)
         except OutOfMemoryError:  # measured where the allocator keeps to the budget
-            if self._question.budget is None:
+            if self._request.budget is None:
                 raise
             return replace(option, peak=max(option.peak, self._limit + 1), source="measured")
-        seconds = option.seconds or self._scale * self._survey.seconds(found)
+        seconds = option.seconds or self._scale * self._candidates.seconds(found)
         return replace(option, peak=found.peak, seconds=seconds, source=found.source, ledger=found.ledger)
 
     def _fitted(self, found: Option) -> Option | None:
         """The fastest at the same size that fits, the budget moved by what the composition is off by."""
         size, foreach = found.plan.micro_batch, found.plan.foreach
-        choice = dict(found.plan.blocks) if self._question.blocks else {}  # else all recordings have them
-        wrong = found.peak - self._survey.mix(size, foreach).peak(choice)
+        choice = dict(found.plan.blocks) if self._request.blocks else {}  # else all recordings have them
+        wrong = found.peak - self._candidates.mixture(size, foreach).peak(choice)
         tried = {found.plan}
         for _ in range(TRIES):
             option = self._fastest(size, self._limit - wrong, foreach)
             if option is None or option.plan in tried:
                 return None
             tried.add(option.plan)
-            sure = self._sure(option)
-            if sure.peak <= self._limit:
-                return sure
-            wrong = max(wrong + (sure.peak - self._limit), sure.peak - option.peak)
+            verified = self._verified(option)
+            if verified.peak <= self._limit:
+                return verified
+            wrong = max(wrong + (verified.peak - self._limit), verified.peak - option.peak)
         return None
 
     def _least(self) -> Option:
         """What takes fewest bytes."""
-        self._survey.add_policies(self._survey.unrecorded)
-        sizes = self._question.all_sizes[::-1]
+        self._candidates.add_policies(self._candidates.unrecorded)
+        sizes = self._request.all_sizes[::-1]
         tried = [self._least_at(sizes[0])]
-        if self._survey.is_measured:
+        if self._candidates.is_measured:
             return tried[0]
         for size in sizes[1:]:  # each micro-batch leaves a few bytes, so a row at a time may take more
             tried.append(self._least_at(size))
@@ -211,27 +213,27 @@ class _Search:
         return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
 
     def _least_at(self, size: int, *, most: float = inf) -> Option:
-        question, may_run = self._question, self._survey.may_run
-        if not self._survey.is_composed:
-            policies, over = (KEEP, *question.policies), self._limit + 1
-            able = [policy for policy in policies if may_run(question.uniform(size, policy), over)]
+        request, may_run = self._request, self._candidates.may_run
+        if not self._candidates.is_composed:
+            policies, over = (KEEP, *request.policies), self._limit + 1
+            able = [policy for policy in policies if may_run(request.uniform(size, policy), over)]
             tried = [self._traced_option(policy, size) for policy in able]
-            unknown = Option(plan=question.uniform(size, KEEP), peak=over, seconds=0.0, source="measured")
+            unknown = Option(plan=request.uniform(size, KEEP), peak=over, seconds=0.0, source="measured")
             return min(tried or [unknown], key=lambda option: option.peak)
-        foreach = False if question.may_spare else None
-        mixture = self._survey.mix(size, foreach)
+        foreach = False if request.may_disable_foreach else None
+        mixture = self._candidates.mixture(size, foreach)
         option = self._option(mixture, size, smallest(mixture), foreach)
-        return self._sure(option) if option.peak <= most and may_run(option.plan, option.peak) else option
+        return self._verified(option) if option.peak <= most and may_run(option.plan, option.peak) else option
 
-    def _raced(self, options: list[Option]) -> list[Option]:
+    def _timed(self, options: list[Option]) -> list[Option]:
         """The fastest by estimate, measured in turn; the others in proportion."""
-        question = self._question
-        if not (question.measure and question.device.is_here and options):
+        request = self._request
+        if not (request.measure and request.device.is_here and options):
             return options
-        rows = question.like.rows
+        rows = request.like.rows
         near = _spread([one for one in options if one.seconds <= NEAR * options[0].seconds], 8)
         near = [one for one in near if one.seconds * one.plan.micro_batch / rows < MEASURE_S]
-        took = seconds_per_row([one.plan for one in near], question.task, question.batch, limit_s=MEASURE_S)
+        took = seconds_per_row([one.plan for one in near], request.task, request.batch, limit_s=MEASURE_S)
         measured = {
             option.plan: replace(option, seconds=rows * per_row, measured=True)
             for option, per_row in zip(near, took, strict=True)
@@ -245,35 +247,35 @@ class _Search:
             measured.get(one.plan) or replace(one, seconds=ratios[len(ratios) // 2] * one.seconds)
             for one in options
         ]
-        return _ordered(scaled, self._question.device.kind)
+        return _ordered(scaled, self._request.device.kind)
 
     def _rivals(self, best: Option, others: Sequence[Option]) -> list[Plan]:
         """Plans of other sizes that may be as fast; each is made sure of."""
-        if not self._question.rivals:
+        if not self._request.rivals:
             return []
         near = [one for one in others if one.seconds <= NEAR * best.seconds]
-        return [one.plan for one in _spread(near, RIVALS - 1) if self._sure(one).peak <= self._limit]
+        return [one.plan for one in _spread(near, RIVALS - 1) if self._verified(one).peak <= self._limit]
 
     def _report(self, best: Option, others: Sequence[Option]) -> PlanReport:
-        question = self._question
+        request = self._request
         assert best.ledger is not None  # noqa: S101, every best option is traced
         return PlanReport(
             plan=best.plan,
             ledger=best.ledger,
             seconds=best.seconds,
             measured=best.measured,
-            budget=question.budget,
-            device=question.device.name,
+            budget=request.budget,
+            device=request.device.name,
             options=tuple([replace(one, ledger=None) for one in others if one.peak <= self._limit][:SHOWN]),
             rivals=(best.plan, *self._rivals(best, others)),
-            notes=tuple(self._survey.notes),
+            notes=tuple(self._candidates.notes),
         )
 
 
-def _measured(question: Question, limit: int, measure: Callable[..., Option]) -> list[Option]:
+def _measured(request: Request, limit: int, measure: Callable[..., Option]) -> list[Option]:
     """What fits of what has to be really run: the uncut batch, which needs no sums, and the largest cuts."""
-    sizes, rows = question.all_sizes, question.like.rows
-    if question.budget is None:
+    sizes, rows = request.all_sizes, request.like.rows
+    if request.budget is None:
         return [measure(sizes[0])]
     whole = _grown([one for one in sizes if one == rows], limit, lambda size: measure(size, rows=size))
     return whole + _grown([one for one in sizes if one != rows], limit, measure)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from anybatch.planner.mixture import KEEP, Mix
+from anybatch.planner.mixture import KEEP, Mixture
 
 SOLVER_SECONDS = 2.0  # for one program; what was found by then is taken
 PROGRAMS = 5  # solved for one budget at most
@@ -21,43 +21,27 @@ class Row(NamedTuple):
     parts: dict[tuple[str, str], float]
 
 
-def fastest(mix: Mix, budget: int) -> dict[str, str] | None:
+def fastest(mixture: Mixture, budget: int) -> dict[str, str] | None:
     """The policies of the blocks with which a step takes least time within the budget; None if none fits.
 
     Minimize the sum of each block's seconds, subject to one inequality for the highest moment of each
     segment: both are linear in the choices, one policy for each block.
-
-    Args:
-        mix: bytes and seconds of each segment under each policy.
-        budget: the most bytes alive at any moment.
-
-    Returns:
-        The policy of each block that is not kept.
-
-    Example:
-        >>> from anybatch.planner.mixture import Segment
-        >>> def step(net, seconds):
-        ...     forward = Segment(block="a", place=("forward", 0), net=net, peak=8, seconds=seconds)
-        ...     return [forward, Segment(block="", place=("loss", 0), net=0, peak=4)]
-        >>> mix = Mix(start=0, segments={"keep": step(8, 1.0), "recompute": step(1, 2.0)})
-        >>> fastest(mix, 12), fastest(mix, 9), fastest(mix, 5)
-        ({}, {'a': 'recompute'}, None)
     """
-    if mix.peak({}) <= budget:
+    if mixture.peak({}) <= budget:
         return {}
     # The program adds up what the mixture counts one by one; where they differ its budget is moved.
     best: dict[str, str] | None = None
     allowed = budget
     for _ in range(PROGRAMS):
-        choice = _solve(mix, allowed)
+        choice = _solve(mixture, allowed)
         if choice is None:
             break
-        peak = mix.peak(choice)
+        peak = mixture.peak(choice)
         if peak <= budget:
             best = choice
-            if added_up(mix, choice) - peak <= (allowed - budget) + SLACK * budget:
+            if added_up(mixture, choice) - peak <= (allowed - budget) + SLACK * budget:
                 break
-            allowed = budget + added_up(mix, choice) - peak
+            allowed = budget + added_up(mixture, choice) - peak
         elif best is not None:
             break
         else:
@@ -65,55 +49,48 @@ def fastest(mix: Mix, budget: int) -> dict[str, str] | None:
     return best
 
 
-def added_up(mix: Mix, choice: Mapping[str, str]) -> int:
+def added_up(mixture: Mixture, choice: Mapping[str, str]) -> int:
     """The peak as the program has it: the sum of what each block adds."""
-    live = highest = mix.start
-    for segment in mix.of(choice):
+    live = highest = mixture.start
+    for segment in mixture.of(choice):
         highest = max(highest, live + segment.peak)
         live += segment.net
     return highest
 
 
-def smallest(mix: Mix) -> dict[str, str]:
-    """The policies with which the peak is least.
-
-    Example:
-        >>> from anybatch.planner.mixture import Segment
-        >>> def step(net):
-        ...     forward = Segment(block="a", place=("forward", 0), net=net, peak=8)
-        ...     return [forward, Segment(block="", place=("loss", 0), net=0, peak=4)]
-        >>> smallest(Mix(start=0, segments={"keep": step(8), "recompute": step(1)}))
-        {'a': 'recompute'}
-    """
-    found = _solve(mix, None) or {}
-    uniform = [dict.fromkeys(mix.blocks, policy) for policy in mix.policies if policy != KEEP]
-    return min([{}, *uniform, found], key=lambda choice: (mix.peak(choice), mix.seconds(choice)))
+def smallest(mixture: Mixture) -> dict[str, str]:
+    """The policies with which the peak is least."""
+    found = _solve(mixture, None) or {}
+    uniform = [dict.fromkeys(mixture.blocks, policy) for policy in mixture.policies if policy != KEEP]
+    return min([{}, *uniform, found], key=lambda choice: (mixture.peak(choice), mixture.seconds(choice)))
 
 
-def _solve(mix: Mix, budget: int | None) -> dict[str, str] | None:
+def _solve(mixture: Mixture, budget: int | None) -> dict[str, str] | None:
     """With a budget the least seconds; without one the least peak, which is then a variable of its own."""
-    if not mix.blocks:
+    if not mixture.blocks:
         return {} if budget is None else None
     # Importing SciPy takes a moment, and most steps need no program.
     import numpy as np
     from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
 
     scipy: Any = optimize
-    choices = [(block, policy) for block in mix.blocks for policy in mix.policies]
-    rows = _rows(mix)
+    choices = [(block, policy) for block in mixture.blocks for policy in mixture.policies]
+    rows = _rows(mixture)
     unit = (
         float(max(abs(row.constant) for row in rows)) or 1.0
     )  # bytes are too large for a solver's tolerance
     alive = np.array([[row.parts.get(choice, 0.0) for choice in choices] for row in rows]) / unit
     constants = np.array([row.constant for row in rows]) / unit
-    one_each = np.array([[float(block == own) for own, _ in choices] for block in mix.blocks])
-    cost = np.array([_seconds(mix, choice) for choice in choices])
+    one_each = np.array([[float(block == own) for own, _ in choices] for block in mixture.blocks])
+    cost = np.array([_seconds(mixture, choice) for choice in choices])
     constraints = [scipy.LinearConstraint(one_each, 1, 1)]
     if budget is None:
         cost = cost / (cost.sum() or 1.0) * 1e-6  # of plans with the same peak the faster one
         cost = np.append(cost, 1.0)
         alive = np.hstack([alive, -np.ones((len(rows), 1))])
-        constraints = [scipy.LinearConstraint(np.hstack([one_each, np.zeros((len(mix.blocks), 1))]), 1, 1)]
+        constraints = [
+            scipy.LinearConstraint(np.hstack([one_each, np.zeros((len(mixture.blocks), 1))]), 1, 1)
+        ]
     limits = (budget / unit if budget is not None else 0.0) - constants
     constraints.append(scipy.LinearConstraint(alive, -np.inf, limits))
     integrality = np.array([1.0] * len(choices) + [0.0] * (budget is None))
@@ -156,11 +133,11 @@ def _read(values: Sequence[Any], choices: Sequence[tuple[str, str]]) -> dict[str
     return {block: policy for block, policy in taken.items() if policy != KEEP}
 
 
-def _rows(mix: Mix) -> list[Row]:
+def _rows(mixture: Mixture) -> list[Row]:
     """What is alive at the highest moment of each segment, as a function of the choices."""
     rows: list[Row] = []
-    constant, parts = float(mix.start), dict[tuple[str, str], float]()
-    for own in mix.places():
+    constant, parts = float(mixture.start), dict[tuple[str, str], float]()
+    for own in mixture.places():
         block = own[KEEP].block
         here, constant_here = dict(parts), constant + (0 if block else own[KEEP].peak)
         constant += 0 if block else own[KEEP].net
@@ -180,16 +157,11 @@ def _add(parts: dict[tuple[str, str], float], choice: tuple[str, str], size: int
     parts[choice] = parts.get(choice, 0.0) + size
 
 
-def _seconds(mix: Mix, choice: tuple[str, str]) -> float:
+def _seconds(mixture: Mixture, choice: tuple[str, str]) -> float:
     block, policy = choice
-    return sum(segment.seconds for segment in mix.segments[policy] if segment.block == block)
+    return sum(segment.seconds for segment in mixture.segments[policy] if segment.block == block)
 
 
 def as_choice(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """As a plan holds it.
-
-    Example:
-        >>> as_choice({"b": "recompute", "a": "selective"})
-        (('b', 'recompute'), ('a', 'selective'))
-    """
+    """As a plan holds it."""
     return tuple(found.items())

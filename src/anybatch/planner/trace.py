@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task, carry_out, owned
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms
@@ -25,8 +25,8 @@ from anybatch.memory import (
     continued,
     dense_only,
     drop_left_fakes,
+    replaced_by_fakes,
     sparse_refused,
-    stand_ins,
     undisturbed,
 )
 from anybatch.state import Effects
@@ -39,15 +39,7 @@ def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
 
 @contextmanager
 def rows_kept(batch: Batch) -> Generator[None]:
-    """Afterwards the tensors of a batch or its samples hold what they did: a model may work in place on them.
-
-    Example:
-        >>> batch = TensorBatch(torch.ones(2))
-        >>> with rows_kept(batch):
-        ...     _ = batch.whole.zero_()
-        >>> batch.whole
-        tensor([1., 1.])
-    """
+    """Put the tensors of a batch or its samples back afterwards: a model may write to them."""
     values = [(leaf, leaf.detach().clone()) for leaf in tree.tensors_in(batch.given)]
     try:
         yield
@@ -76,13 +68,13 @@ def is_one_pass(loss: Loss, model: nn.Module) -> bool:
     return isinstance(loss, SummedLoss | Terms)
 
 
-def grows_in_lines(loss: Loss, model: nn.Module) -> bool:
+def is_linear_in_rows(loss: Loss, model: nn.Module) -> bool:
     """Whether the bytes of a micro-batch are a straight line in its rows, so that two sizes tell all others.
 
     Not where rows meet in the loss; nor in recurrent layers, whose workspace only their kernel knows.
 
     Example:
-        >>> grows_in_lines(Terms(print), nn.LSTM(2, 2)), grows_in_lines(Terms(print), nn.Linear(2, 2))
+        >>> is_linear_in_rows(Terms(print), nn.LSTM(2, 2)), is_linear_in_rows(Terms(print), nn.Linear(2, 2))
         (False, True)
     """
     return is_one_pass(loss, model) and not any(isinstance(one, nn.RNNBase) for one in model.modules())
@@ -155,24 +147,15 @@ CUDA_GRANULE = 512  # bytes that CUDA's caching allocator rounds every size up t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """All bytes of one step, event by event.
+    """All bytes of one step, event by event."""
 
-    Attributes:
-        plan: what was carried out.
-        recording: what the meter saw.
-        device: what the bytes are for.
-        source: "predicted" or "measured".
-        granule: what the device's allocator rounds sizes up to, in bytes.
-        micro_batches: how many were really run; the others are like the last but one of them.
-        idle: parameters of the optimizers that got no gradient, and so have no state.
-    """
-
-    plan: Plan
-    recording: Recording
-    device: str
-    source: str
-    granule: int
-    micro_batches: int
+    plan: Plan  # what was carried out
+    recording: Recording  # what the meter saw
+    device: str  # what the bytes are for
+    source: str  # "predicted" or "measured"
+    granule: int  # what the device's allocator rounds sizes up to, in bytes
+    micro_batches: int  # how many were really run; the others are like the last but one of them
+    # parameters of the optimizers that got no gradient, and so have no state
     idle: frozenset[nn.Parameter] = frozenset()
 
     @property
@@ -210,38 +193,20 @@ def trace(
     all parameters at once (foreach) where they would there, and the kernels are the CPU's. Attention is the
     flash kernel's, and workspaces of cuBLAS and cuDNN are not counted.
 
-    Args:
-        plan: what is carried out; its rows count, not the batch's.
-        task: what it is carried out on. Nothing of it is changed.
-        batch: gives shapes and dtypes of the rows, so a few rows are enough.
-        device: where the step is to run; None for where the model is.
-        idle: parameters known from another trace to get no gradient; where it turns out that there are
-            more, and that they were given state of the optimizer, the step is run once more.
-
     Raises:
         TraceError: it cannot be run without values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
-
-    Example:
-        >>> from anybatch import Step
-        >>> from anybatch.core.batch import TensorBatch
-        >>> model = nn.Linear(3, 2)
-        >>> step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> head = TensorBatch((torch.zeros(1, 3), torch.zeros(1, dtype=torch.long)))
-        >>> traced = trace(Plan(rows=10_000, micro_batch=100), step.task(), head)
-        >>> traced.ledger.at_peak["parameters"], traced.ledger.at_peak["input"]
-        (32, 200000)
     """
     target = device_of(task, device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
     with (
-        _disable_current_modes(),  # whoever measures real tensors has nothing to see here
-        undisturbed(parameters, roots=roots_of(task, batch)) as noted,
+        private.disable_current_modes(),  # whoever measures real tensors has nothing to see here
+        undisturbed(parameters, roots=roots_of(task, batch)) as snapshot,
         dense_only(parameters),
     ):
-        modules = list(dict.fromkeys((*task.modules, *noted.modules)))
+        modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
         run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
@@ -249,7 +214,7 @@ def trace(
             recording, found, wrongly = run(plan, idle=idle)
         if wrongly:
             recording, found, _ = run(reduced, idle=found)
-        noted.put_back()
+        snapshot.put_back()
         drop_left_fakes()
     if reduced is not plan:
         recording = continued(recording, len(sizes), plan.micro_batches)
@@ -288,7 +253,7 @@ def run_on_fakes(
         run: a step, or what else is to be seen.
     """
     mode = FakeMode()
-    with stand_ins(mode, modules, task.optimizers) as fakes:
+    with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
         everyone = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
         lacks = {fakes.of(parameter) for parameter in idle}

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from anybatch.core import torch_private as private
+
 MOST_ITEMS = 100_000  # of a list that is looked into: longer ones are data
 MOST_BYTES = 1 << 20  # of a tensor that is copied
 ALL_BYTES = 1 << 26  # of all copies together
@@ -26,8 +28,6 @@ _CLOSED = _PYTHON - {"types", "argparse", "collections"}  # whose objects hold n
 _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = {str, int, float, bool, complex, bytes, type(None), type(...), range, slice}
 _ATOMS = _PLAIN | {torch.Size, torch.dtype, torch.device}
-# Called around an update, never where a step is tried out.
-_UNUSED = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Remembered:
@@ -138,7 +138,7 @@ class _Walk:
         if not tensor.is_leaf:
             return
         self.undo.append(partial(_put_gradient_back, tensor, tensor.grad, tensor.requires_grad))
-        tables = vars(tensor), tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+        tables = vars(tensor), *private.hooks_of_tensor(tensor)
         self._push(table for table in tables if table)
         if tensor.grad is not None:
             self._push([tensor.grad])
@@ -222,7 +222,8 @@ class _Walk:
                     self._push([content])
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            self._table(attributes, *(_UNUSED if issubclass(kind, Optimizer) else ()))
+            # Their hooks are called around an update, never where a step is tried out.
+            self._table(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
         self._push([kind])
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
+
+from anybatch.core import torch_private as private
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,7 +59,9 @@ def is_same(one: RandomState, other: RandomState) -> bool:
     if len(one.cuda) != len(other.cuda):  # CUDA has come into use
         return False
     pairs = zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)
-    with _disable_current_modes():  # these are values, also where a step is traced, and no bytes of the step
+    with (
+        private.disable_current_modes()
+    ):  # these are values, also where a step is traced, and no bytes of the step
         return all(torch.equal(a, b) for a, b in pairs)
 
 
@@ -111,7 +114,7 @@ def capture_process() -> dict[str, Any]:
         >>> random.random() == first
         True
     """
-    with _disable_current_modes():  # NumPy's keys are values, also where a step is traced
+    with private.disable_current_modes():  # NumPy's keys are values, also where a step is traced
         torch_state = capture()
         state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
         if "numpy" in sys.modules:
@@ -122,7 +125,7 @@ def capture_process() -> dict[str, Any]:
 
 def restore_process(state: Mapping[str, Any]) -> None:
     """Put back what `capture_process` took, as far as this process has the same generators."""
-    with _disable_current_modes():
+    with private.disable_current_modes():
         cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
         restore(RandomState(cpu=state["cpu"], cuda=cuda))
         random.setstate(state["python"])

@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import is_not
@@ -51,6 +52,7 @@ class Effects:
         is_looking: whether this step is one of those that compare.
         draws: whether a forward draws from torch's random streams.
         draws_process: whether one draws from Python's or NumPy's.
+        attributes: whether one changes attributes of modules.
         buffers: those that a forward changes.
         parameters: those that a forward writes to, as a momentum encoder's or an embedding's with a largest
             norm.
@@ -64,7 +66,7 @@ class Effects:
 
     def __init__(self) -> None:
         self._steps = 0
-        self.is_looking = self.draws = self.draws_process = False
+        self.is_looking = self.draws = self.draws_process = self.attributes = False
         self.buffers: tuple[Tensor, ...] = ()
         self.parameters: tuple[Tensor, ...] = ()
 
@@ -124,17 +126,19 @@ class Snapshot:
         self._random = rng.capture()
         process = of_process() if draws or effects.draws_process or effects.is_looking else ()
         self._streams = [(stream, stream[0]()) for stream in (*state.streams, *process)]
-        self._attributes = [*map(dict.copy, state.attributes)]
-        self._containers = [value.copy() for value in state.containers]
+        self._attributes = _Attributes(state)
         self._slots = [(slots, slots.copy()) for slots in state.buffers if slots]
         self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
         self._parameters, self._rows = parameters, rows
         self._gradients = [parameter.grad for parameter in parameters]
-        self._watched = [*rows, *parameters, *state.tensors]
-        self._versions = [*map(private.version, self._watched)]
+        self._versions = [
+            *map(private.version, rows),
+            *private.versions(parameters),
+            *map(private.version, state.tensors),
+        ]
         # What is noted of each micro-batch besides.
         self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
-        self._notes = self._notes or bool(effects.parameters)
+        self._notes = self._notes or effects.attributes or bool(effects.parameters)
         self._micro: _Micro | None = None
 
     def begin(self) -> None:
@@ -150,6 +154,7 @@ class Snapshot:
             rng.capture() if is_random else None,
             [(stream, stream[0]()) for stream, _ in self._streams],
             _copied((*effects.buffers, *effects.parameters)),
+            _Attributes(self._state) if effects.attributes or effects.is_looking else None,
         )
 
     def look(self) -> None:
@@ -162,10 +167,17 @@ class Snapshot:
         process = of_process()
         if any(read() != state for (read, put), state in micro.streams if (read, put) in process):
             effects.draws_process = True
-        known = {*effects.buffers, *effects.parameters}
-        new = [one for one, value in self._copies.items() if one not in known and not _is_same(one, value)]
-        effects.buffers = (*effects.buffers, *new)
+        self._learn({*effects.buffers, *effects.parameters}, micro.attributes or self._attributes)
         effects.writes(self.written())
+
+    def _learn(self, known: Iterable[Tensor], attributes: "_Attributes") -> bool:
+        """Note what has changed from now on; whether anything has that was not noted."""
+        effects, noted = self._effects, set(known)
+        new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
+        effects.buffers = (*effects.buffers, *new)
+        has_moved = attributes.are_moved() or self._are_slots_moved()
+        effects.attributes = effects.attributes or has_moved
+        return bool(new) or has_moved
 
     def written(self) -> list[nn.Parameter]:
         """Parameters that a forward has written to and that were not noted."""
@@ -185,7 +197,7 @@ class Snapshot:
         moved = {id(one) for one, version in tensors if private.version(one) != version}
         return [
             f"{type(module).__name__}.{name}"
-            for module, values in zip(self._state.modules, self._attributes, strict=True)
+            for module, values in zip(self._state.modules, self._attributes.values, strict=True)
             for name, value in values.items()
             if id(value) in moved
         ]
@@ -196,25 +208,21 @@ class Snapshot:
         if micro is not None:
             _put_streams_back(micro.random, micro.streams)
             _put_values_back(micro.copies)
+            if micro.attributes is not None:
+                micro.attributes.put_back()
         is_noted = micro is not None and micro.random is not None
         if not is_noted and not rng.is_same(self._random, rng.capture()):  # it was taken to draw nothing
             self._effects.draws = True
             return False
-        known = micro.copies if micro is not None else {}
-        return not any(
-            not _is_same(one, value) for one, value in self._copies.items() if one not in known
-        ) and not (self._are_attributes_moved() or self._are_slots_moved())
+        known = () if micro is None else micro.copies
+        attributes = self._attributes if micro is None or micro.attributes is None else micro.attributes
+        return not self._learn(known, attributes)
 
     def put_back(self) -> None:
         """Put everything back as it was before the step; first what takes no memory."""
         self.put_gradients_back()
         _put_streams_back(self._random, self._streams)
-        for current, found in zip(self._state.attributes, self._attributes, strict=True):
-            if _differ(current, found):
-                current.clear()
-                current.update(found)
-        for container, found in zip(self._state.containers, self._containers, strict=True):
-            _refill(container, found)
+        self._attributes.put_back()
         self.put_buffers_back()
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
@@ -238,25 +246,45 @@ class Snapshot:
         pairs = zip(self._parameters, self._gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
-    def _are_attributes_moved(self) -> bool:
-        pairs = zip(self._state.attributes, self._attributes, strict=True)
-        containers = zip(self._state.containers, self._containers, strict=True)
-        return any(_differ(*pair) for pair in pairs) or any(_are_items_moved(*pair) for pair in containers)
-
     def _are_slots_moved(self) -> bool:
         noted = {id(slots): found for slots, found in self._slots}
         return any(_differ(slots, noted.get(id(slots), {})) for slots in self._state.buffers)
 
 
+class _Attributes:
+    """The attributes of modules, and the items of containers among them."""
+
+    def __init__(self, state: ModuleState) -> None:
+        self._state = state
+        self.values = [*map(dict.copy, state.attributes)]
+        self._items = [value.copy() for value in state.containers]
+
+    def are_moved(self) -> bool:
+        """Whether any is another one now."""
+        pairs = zip(self._state.attributes, self.values, strict=True)
+        containers = zip(self._state.containers, self._items, strict=True)
+        return any(_differ(*pair) for pair in pairs) or any(_are_items_moved(*pair) for pair in containers)
+
+    def put_back(self) -> None:
+        """Put them back."""
+        for current, found in zip(self._state.attributes, self.values, strict=True):
+            if _differ(current, found):
+                current.clear()
+                current.update(found)
+        for container, found in zip(self._state.containers, self._items, strict=True):
+            if _are_items_moved(container, found):
+                container.clear()
+                container.extend(found) if isinstance(container, list) else container.update(found)
+
+
+@dataclass(slots=True)
 class _Micro:
     """What was noted before the micro-batch at hand."""
 
-    __slots__ = ("copies", "random", "streams")
-
-    def __init__(
-        self, random: rng.RandomState | None, streams: list[tuple[Stream, Any]], copies: dict[Tensor, Tensor]
-    ) -> None:
-        self.random, self.streams, self.copies = random, streams, copies
+    random: rng.RandomState | None
+    streams: list[tuple[Stream, Any]]
+    copies: dict[Tensor, Tensor]
+    attributes: _Attributes | None
 
 
 _NO_EFFECTS = Effects()
@@ -277,12 +305,6 @@ def _are_items_moved(container: Any, found: Any) -> bool:
     if isinstance(container, dict):
         return _differ(cast("Any", container), found)
     return len(container) != len(found) or any(map(is_not, container, found))
-
-
-def _refill(container: Any, found: Any) -> None:
-    if _are_items_moved(container, found):
-        container.clear()
-        container.extend(found) if isinstance(container, list) else container.update(found)
 
 
 def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:

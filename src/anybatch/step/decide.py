@@ -13,7 +13,7 @@ from torch import nn
 
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
-from anybatch.planner import Budget, PlanReport, Question, answer, enforced, single_rows
+from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan, single_rows
 from anybatch.precision import Precision
 from anybatch.recompute import choose_blocks, find_blocks
 from anybatch.step.limits import Limits
@@ -106,7 +106,7 @@ class Planning:
         """
         if self.budget is None:
             return _of_size(self.settings, batch.rows, self._limited(task, batch, self._size(batch.rows)))
-        plan = self._within(self._question(task, batch, batch.rows), self.budget)
+        plan = self._within(self._request(task, batch, batch.rows), self.budget)
         self._wanted = plan.micro_batch
         size = self._limited(task, batch, plan.micro_batch)
         return plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)
@@ -122,11 +122,11 @@ class Planning:
         if self.budget is not None:
             # One of several, so that gradients are there already; with compensated sums errors, too.
             parts = 3 if self.settings.compensated else 2
-            question = self._question(task, batch, parts * rows, as_it_comes=True)
-            question = replace(question, parts=parts)
-            if question.cut_refused:  # and so there is only one
-                question = self._question(task, batch, rows, as_it_comes=True)
-            like = self._within(question, self.budget, whole={"sizes": (rows,)})
+            request = self._request(task, batch, parts * rows, as_it_comes=True)
+            request = replace(request, parts=parts)
+            if request.cut_refused:  # and so there is only one
+                request = self._request(task, batch, rows, as_it_comes=True)
+            like = self._within(request, self.budget, whole={"sizes": (rows,)})
             self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
 
@@ -148,7 +148,7 @@ class Planning:
             in_window: whether it was a micro-batch of a window.
         """
         if self.budget is not None and not failed and not in_window:
-            self.budget.note(plan, seconds)
+            self.budget.record(plan, seconds)
         as_asked = self.budget is None and not in_window
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
@@ -195,33 +195,33 @@ class Planning:
             PlanError: no number of rows.
         """
         rows = batch.rows if rows is None else _at_least_one(rows)
-        question = self._question(task, batch, rows)
+        request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
-            plan = self._within(question, self.budget)
-            known = self.budget.report(plan, question)
-            settled = replace(question, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
-            return known or answer(settled, self.budget.memory, None, measure=measure)
-        if memory is not None and question.is_cut_felt:
+            plan = self._within(request, self.budget)
+            known = self.budget.report(plan, request)
+            settled = replace(request, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
+            return known or find_plan(settled, self.budget.memory, None, measure=measure)
+        if memory is not None and request.depends_on_cut:
             with suppress(BudgetError):
-                return answer(replace(question, cut_refused=_DEPENDS), memory, device, measure=measure)
-        measure = measure and not question.is_cut_felt  # the clock may not decide about the result
-        return answer(question, memory, device, measure=measure)
+                return find_plan(replace(request, cut_refused=_DEPENDS), memory, device, measure=measure)
+        measure = measure and not request.depends_on_cut  # the clock may not decide about the result
+        return find_plan(request, memory, device, measure=measure)
 
-    def _within(self, question: Question, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
+    def _within(self, request: Request, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
         """The plan; where the result depends on the cut, a cut is the last way out.
 
         Args:
-            question: what is to be planned.
+            request: what is to be planned.
             budget: that it is to keep to.
-            whole: what makes the same question one about rows that are not cut.
+            whole: what makes the same request one about rows that are not cut.
         """
-        return budget.plan(question, replace(question, **whole) if question.is_cut_felt else None)
+        return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
 
-    def _question(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Question:
+    def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
         norms = task.batch_norms if self.settings.batch_norm is None else ()
         size = rows if as_it_comes else self._size(rows)
         blocks = find_blocks(task.model) if self._may_choose_blocks else ()
-        return Question(
+        return Request(
             task=task,
             batch=batch,
             like=_of_size(self.settings, rows, size),

@@ -1,8 +1,7 @@
 """Whether a budget has room for a look at the caller's loss, before the step that it is made for."""
 
-from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
-
 from anybatch.core import Batch, TraceError
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.losses import LEAST_ROWS, compare_cuts
 from anybatch.memory import drop_left_fakes, find_device, parse_memory, undisturbed
@@ -53,7 +52,7 @@ def bytes_of_look(task: Task, batch: Batch, rows: int) -> int:
 
     target = device_of(task, None)
     with (
-        _disable_current_modes(),
+        private.disable_current_modes(),
         undisturbed([*task.parameters, *task.others], roots=roots_of(task, batch)) as noted,
     ):
         recording, _, _ = run_on_fakes(

@@ -31,8 +31,8 @@ from anybatch.engine import (
     admit,
     clear,
     context,
-    finish,
     observe,
+    put_back,
     report_of,
     snapshot,
     too_large,
@@ -91,7 +91,7 @@ class Window:
         if found is not None:
             found.into(self._sums, task)
             self.rows, self._is_skipped = found.rows, found.is_skipped
-        clear(task.everyone)
+        clear(task.parameters)
 
     def add(self, micro: Any) -> None:
         """Forward, backward, accumulate one micro-batch.
@@ -138,26 +138,26 @@ class Window:
             before = snapshot(task, batch)
             part = Accumulator(plan, task, batch, window=self._sums, **again)
             try:
+                clear(task.reached)
                 with ExitStack() as stack:
                     accumulate(Schedule(plan, part, before, stack), part, before)
+                before.put_gradients_back(task.reached)
             except (Skipped, NonFiniteLossError) as error:
                 reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
-                self._undo(before, part)
+                self._undo(before, part, error)
                 if plan.non_finite != "skip":
                     raise
                 rng.restore_process(reached)
                 self._is_skipped = True  # what else comes in this window is not even looked at
                 return None
-            except BaseException:
-                self._undo(before, part)
+            except BaseException as error:
+                self._undo(before, part, error)
                 raise
         return part
 
-    def _undo(self, before: Snapshot, part: Accumulator) -> None:
-        part.close()
-        before.put_back()
-        clear(self._task.everyone)
-        self._task.scale.load(part.scale_before)
+    def _undo(self, before: Snapshot, part: Accumulator, error: BaseException) -> None:
+        put_back(before, part, error)
+        clear(self._task.parameters)
 
     def state(self) -> dict[str, Any]:
         """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
@@ -275,8 +275,10 @@ class Window:
         if self._phase == "open":
             self._before.put_back()
             self._task.scale.load(self._sums.scale_before)
+        elif self._sums.is_updated:
+            clear(self._task.parameters)
         else:
-            finish(self._sums, self._before)
+            self._before.put_gradients_back(self._task.parameters)
         self._phase = "closed"
         self._step.open_window = None
 

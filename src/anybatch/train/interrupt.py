@@ -38,10 +38,6 @@ def deferred() -> Generator[Interruption]:
 
     Outside the main thread, where Python cannot handle signals, nothing changes. A signal that is ignored
     (Ctrl-C in a shell's background job) stays ignored. The handlers that were there come back.
-
-    Example:
-        >>> with deferred() as interruption:
-        ...     interruption.obey()  # between two updates: does nothing unless asked to stop
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

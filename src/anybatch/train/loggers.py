@@ -12,20 +12,13 @@ from anybatch.core import StepReport, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """What lies ahead when training starts or goes on.
+class RunInfo:
+    """What lies ahead when training starts or goes on."""
 
-    Attributes:
-        epochs: the last epoch's number.
-        done_updates: updates made already, before this start.
-        total_updates: updates when all epochs are done.
-        rows: rows of an epoch.
-    """
-
-    epochs: int
-    done_updates: int
-    total_updates: int
-    rows: int
+    epochs: int  # the last epoch's number
+    done_updates: int  # updates made already, before this start
+    total_updates: int  # updates when all epochs are done
+    rows: int  # rows of an epoch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +60,7 @@ class EpochReport:
 class Watcher(Protocol):
     """Looks on while a trainer works; changes nothing."""
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Training starts or goes on."""
         ...
 
@@ -94,10 +87,10 @@ class TextLog:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Note how much lies ahead."""
         self._write(
-            f"start at update {course.done_updates} of {course.total_updates}, {format_count(course.rows)} "
+            f"start at update {info.done_updates} of {info.total_updates}, {format_count(info.rows)} "
             "rows an epoch"
         )
 
@@ -136,9 +129,9 @@ class JsonLog:
         self._lines: list[str] = []
         self._flushed = time.monotonic()
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Write what lies ahead."""
-        self._add("start", asdict(course))
+        self._add("start", asdict(info))
         self._flush()
 
     def step(self, report: StepReport) -> None:

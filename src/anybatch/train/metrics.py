@@ -74,14 +74,14 @@ def evaluate(
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
     modules = [*step.model.modules(), *step.loss_module.modules()]
-    with evaluating(modules), _outputs_of(step.model) as seen:
+    with evaluating(modules), _outputs_of(step.model) as outputs:
         for totals, is_fixed, micro in _totals(step, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
             for name, total in totals.items():
                 sums[name] = sums.get(name, Total.zero()) + _widened(total)
             for name, fold in folds.items():
-                states[name] = fold.add(states[name], _pair(seen, micro))
-            seen.clear()
+                states[name] = fold.add(states[name], _pair(outputs, micro))
+            outputs.clear()
     values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
     # As in a step: terms without weight have nothing to add, and a term called "loss" is not all of it.
     factors = step.coefficients
@@ -190,14 +190,15 @@ def _widened(total: Total) -> Total:
     return Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
 
 
-def _pair(seen: Sequence[Any], micro: Any) -> tuple[Any, Any]:
+def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
     """What the model returned last, and the targets."""
-    if not seen:
+    if not outputs:
         raise LossError(
-            f"Expected the loss to call the model, so that metrics see its outputs, got {len(seen)} calls. "
+            "Expected the loss to call the model, so that metrics see its outputs, got "
+            f"{len(outputs)} calls. "
             "Call model(...), not its forward or its parts, or leave the metrics out."
         )
-    return _single(seen[-1]), _single(split_batch(micro)[1])
+    return _single(outputs[-1]), _single(split_batch(micro)[1])
 
 
 def _single(values: Any) -> Any:
@@ -208,9 +209,9 @@ def _single(values: Any) -> Any:
 @contextmanager
 def _outputs_of(model: nn.Module) -> Generator[list[Any]]:
     """What the model returns while the loss runs it, so that metrics need no second forward."""
-    seen: list[Any] = []
-    hook = model.register_forward_hook(lambda module, inputs, outputs: seen.append(outputs))
+    outputs: list[Any] = []
+    hook = model.register_forward_hook(lambda module, inputs, value: outputs.append(value))
     try:
-        yield seen
+        yield outputs
     finally:
         hook.remove()

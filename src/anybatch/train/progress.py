@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from anybatch.core import StepReport, format_bytes, format_count
-from anybatch.train.loggers import Course, EpochReport
+from anybatch.train.loggers import EpochReport, RunInfo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,11 +37,11 @@ class ProgressBar:
         self._rows = 0
         self._loss = math.nan
 
-    def start(self, course: Course) -> None:
+    def start(self, info: RunInfo) -> None:
         """Draw the bar where training starts or goes on."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._epochs = course.epochs
+        self._epochs = info.epochs
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -53,9 +53,9 @@ class ProgressBar:
             transient=True,
         )
         self._task = self._bar.add_task(
-            "training", total=course.total_updates, completed=course.done_updates, figures=""
+            "training", total=info.total_updates, completed=info.done_updates, figures=""
         )
-        self._done = course.done_updates
+        self._done = info.done_updates
         self._last, self._rows = time.perf_counter(), 0
         self._bar.start()
 

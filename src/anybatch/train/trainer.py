@@ -16,7 +16,7 @@ from anybatch.step import Step
 from anybatch.train import checkpoint
 from anybatch.train.interrupt import Interruption, deferred
 from anybatch.train.loader import Rows
-from anybatch.train.loggers import Course, EpochReport, JsonLog, TextLog, Watcher
+from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog, Watcher
 from anybatch.train.metrics import Metric, RunningLoss, evaluate
 from anybatch.train.progress import ProgressBar
 
@@ -117,7 +117,7 @@ class Trainer:
         if self.out is not None and not self._is_ours:
             _check_folder_is_free(self.out)
         per_epoch = -(-self.train.count // self.batch_size)
-        course = Course(
+        info = RunInfo(
             epochs=epochs,
             done_updates=self.epoch * per_epoch + self._batch,
             total_updates=epochs * per_epoch,
@@ -128,7 +128,7 @@ class Trainer:
         reports: list[EpochReport] = []
         with ExitStack() as stops, deferred() as interruption:
             for watcher in self.watchers:
-                watcher.start(course)
+                watcher.start(info)
                 stops.callback(watcher.stop)
             while self.epoch < epochs:
                 reports.append(self._run_epoch(interruption))
@@ -378,5 +378,5 @@ def _take_plans(step: Step, plans: Sequence[Mapping[str, Any]]) -> None:
 def _settled_size(step: Step) -> int | None:
     """Rows of a micro-batch: as asked for, or as planned for any batch so far; None where nobody said."""
     budget = step.planning.budget
-    planned = [] if budget is None else [one.plan.micro_batch for one in budget.contests.values()]
+    planned = [] if budget is None else [one.plan.micro_batch for one in budget.races.values()]
     return step.micro_batch or min(planned, default=None)

@@ -1,0 +1,374 @@
+"""Private names of torch: each agrees with the public way; so does the substitute where torch lacks it."""
+
+import importlib.util
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _python_dispatch, checkpoint
+
+from anybatch.core import torch_private as private
+
+LACKING = [
+    (torch, "_foreach_add_"),
+    (torch, "_foreach_mul_"),
+    (torch, "_foreach_copy_"),
+    (torch, "_amp_foreach_non_finite_check_and_unscale_"),
+    (torch.autograd.Variable, "_execution_engine"),
+    (torch._C, "_storage_Use_Count"),
+    (torch._C, "_current_graph_task_id"),
+    (torch._C._autograd, "_get_current_graph_task_keep_graph"),
+    (torch._C._autograd, "_top_saved_tensors_default_hooks"),
+    (sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks"),
+    (_python_dispatch, "_disable_current_modes"),
+]
+
+
+def load_where_torch_lacks_names() -> ModuleType:
+    """The file, as it is where torch has none of the names that have a substitute."""
+    spec = importlib.util.spec_from_file_location("lacking", str(private.__file__))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in LACKING:
+            patch.delattr(owner, name)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["torch as it is", "torch without the names"])
+def names(request: pytest.FixtureRequest) -> Any:
+    return private if request.param == "torch as it is" else load_where_torch_lacks_names()
+
+
+# ---- the engine of autograd
+
+
+def gradients(backward: Callable[..., Any], dtype: torch.dtype) -> list[Tensor | None]:
+    """Of two values, twice, through a model with a tied weight and an unused one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5)).to(dtype)
+    unused = nn.Parameter(torch.ones(2))
+    inputs = torch.randn(6, 5, dtype=dtype)
+    for factor in (0.3, 7.0):
+        hidden = model(inputs)
+        values = hidden.square().sum(), (hidden @ model[0].weight.t()).exp()
+        backward(values, (torch.tensor(factor, dtype=dtype), torch.randn(6, 7, dtype=dtype)))
+    return [parameter.grad for parameter in [*model.parameters(), unused]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_backward_gives_the_bits_of_the_public_one(names: Any, dtype: torch.dtype) -> None:
+    expected = gradients(torch.autograd.backward, dtype)
+    assert expected[-1] is None
+    for one, other in zip(gradients(names.run_backward, dtype), expected, strict=True):
+        assert one is other or torch.equal(one, other)
+
+
+def test_where_the_engine_cannot_be_called_backward_is_the_public_one() -> None:
+    assert private.run_backward is private.run_backward_directly
+    lacking = load_where_torch_lacks_names()
+    assert lacking.run_backward is lacking.run_backward_publicly
+
+
+def test_backward_keeps_the_graph_only_when_asked(names: Any) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    value, one = leaf.exp().sum(), torch.ones(())
+    names.run_backward([value], [one], retain_graph=True)
+    names.run_backward([value], [one])
+    assert torch.equal(leaf.grad, 2 * leaf.detach().exp())
+    with pytest.raises(RuntimeError, match="second time"):
+        names.run_backward([value], [one])
+
+
+def test_backward_calls_hooks_and_passes_their_errors_on(names: Any) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        names.run_backward((leaf.sum(),), (torch.ones(()),))
+
+
+class Asked(Tensor):
+    """Notes what torch asks it."""
+
+    asked: list[Any] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.asked.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_backward_of_a_subclass_goes_through_it(names: Any) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    value = leaf.sum().as_subclass(Asked)
+    Asked.asked.clear()
+    names.run_backward((value,), (torch.ones(()),))
+    assert torch.autograd.backward in Asked.asked
+    assert torch.equal(leaf.grad, torch.ones(2))
+
+
+def test_backward_is_logged_where_torch_logs_it(names: Any, caplog: pytest.LogCaptureFixture) -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    names.run_backward((leaf.sum(),), (torch.ones(()),))
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "torch.autograd.graph"):
+        names.run_backward((leaf.sum(),), (torch.ones(()),))
+    assert any("SumBackward0" in record.getMessage() for record in caplog.records)
+
+
+def test_backward_on_a_device_leaves_its_context_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    public: list[object] = []
+    monkeypatch.setattr(private, "run_backward_publicly", lambda values, *_, **__: public.append(values))
+    values = (torch.ones(2, requires_grad=True, device="meta").sum(),)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    private.run_backward(values, (torch.ones((), device="meta"),), retain_graph=True)
+    assert not public
+    monkeypatch.setitem(sys.modules, "torch._dynamo", ModuleType("torch._dynamo"))
+    private.run_backward(values, (torch.ones((), device="meta"),))
+    assert public == [values]
+
+
+def test_is_in_backward() -> None:
+    leaf, found = torch.ones(2, requires_grad=True), []
+    leaf.register_hook(lambda _: found.append(private.is_in_backward()))
+    leaf.sum().backward()
+    assert found == [True]
+    assert not private.is_in_backward()
+    assert not load_where_torch_lacks_names().is_in_backward()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_is_graph_kept(is_kept: bool) -> None:
+    leaf, found = torch.ones(2, requires_grad=True), []
+    leaf.register_hook(lambda _: found.append(private.is_graph_kept()))
+    leaf.sum().backward(retain_graph=is_kept)
+    assert found == [is_kept]
+    assert load_where_torch_lacks_names().is_graph_kept()
+
+
+def test_saved_tensor_hooks() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    assert private.saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert private.saved_tensor_hooks() == (pack, pack)
+        assert load_where_torch_lacks_names().saved_tensor_hooks() is None
+
+
+def test_what_nodes_know() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert torch.equal(private.saved(leaf.exp().grad_fn, "result"), leaf.exp())
+    assert private.saved(leaf.sum().grad_fn, "no_such_thing") is None
+    assert private.forward_class(leaf.exp().grad_fn) is None
+    rebuilt = checkpoint.checkpoint(torch.exp, leaf, use_reentrant=True)
+    assert private.forward_class(rebuilt.grad_fn) is checkpoint.CheckpointFunction
+
+
+# ---- dispatch modes
+
+
+class Seen(private.TorchDispatchMode):
+    """Notes operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+        self.arguments: list[list[str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(private.operator_of(func))
+        self.arguments.append([one.name for one in private.arguments_of(func)])
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mode_sees_what_runs_without_modes(names: Any) -> None:
+    value = torch.ones(2)
+    with Seen() as seen:
+        value.neg()
+        with names.disable_current_modes():
+            value.exp()
+    aten = torch.ops.aten
+    assert seen.operators == [aten.neg] + ([aten.exp] if names is not private else [])
+    assert seen.arguments[0] == ["self"]
+
+
+# ---- tensors
+
+
+def test_versions_count_writes() -> None:
+    values = [torch.ones(2), torch.zeros(3)]
+    before = private.versions(values)
+    values[1].add_(1)
+    assert [private.version(one) for one in values] == private.versions(values)
+    assert [now - was for now, was in zip(private.versions(values), before, strict=True)] == [0, 1]
+    with torch.inference_mode():
+        assert private.version(torch.ones(2).add_(1)) == 0
+
+
+def test_storages_are_told_apart_by_their_memory(names: Any) -> None:
+    value, other = torch.ones(4), torch.ones(4)
+    assert names.storage_key(value) == names.storage_key(value[2:])
+    assert names.storage_key(value) != names.storage_key(other)
+
+
+def test_memory_held_twice_counts_as_shared(names: Any) -> None:
+    value = torch.ones(4)
+    assert (names.holders(value) > names.ALONE) is (names is not private)
+    view = value.view(2, 2)
+    assert names.holders(view) > names.ALONE
+    assert names.holders(value) > names.ALONE
+
+
+def test_hooks_of_a_tensor() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert private.hooks_of_tensor(leaf) == [{}, {}]
+    handles = [leaf.register_hook(print), leaf.register_post_accumulate_grad_hook(len)]
+    assert [list(table.values()) for table in private.hooks_of_tensor(leaf)] == [[print], [len]]
+    for handle in handles:
+        handle.remove()
+    assert private.hooks_of_tensor(leaf) == [{}, {}]
+
+
+def test_parts_of_a_sparse_tensor() -> None:
+    sparse = torch.sparse_coo_tensor([[1, 0, 1]], [1.0, 2.0, 3.0], (4,), check_invariants=True)
+    indices, values = private.sparse_parts(sparse)
+    assert indices.tolist() == [[1, 0, 1]]
+    assert values.tolist() == [1, 2, 3]
+
+
+# ---- many tensors at once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_many_tensors_at_once(names: Any, dtype: torch.dtype) -> None:
+    totals = [torch.randn(3, 2).to(dtype), torch.randn(4).to(dtype)]
+    values = [torch.randn(3, 2).to(dtype), torch.randn(4).to(dtype)]
+    expected = [total.add(value, alpha=0.3) for total, value in zip(totals, values, strict=True)]
+    names.foreach_add_(totals, values, alpha=0.3)
+    assert all(map(torch.equal, totals, expected))
+    factor = 0.5 if dtype == torch.bfloat16 else 0.7  # torch rounds it to the dtype of the values
+    names.foreach_mul_(totals, factor)
+    assert all(map(torch.equal, totals, [one.mul(factor) for one in expected]))
+    names.foreach_copy_(totals, values)
+    assert all(map(torch.equal, totals, values))
+
+
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_is_found_and_nothing_changed(names: Any, bad: float) -> None:
+    values, found, one = [torch.ones(3), torch.full((2,), 2.0)], torch.zeros(1), torch.ones(1)
+    names.check_finite_(values, found, one)
+    assert found.item() == 0
+    values[1][1] = bad
+    names.check_finite_(values, found, one)
+    assert found.item() == 1
+    assert [value[0].item() for value in values] == [1, 2]
+
+
+# ---- modules and optimizers
+
+
+def test_tables_of_a_module_are_its_own() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    norm = module[1]
+    assert private.children_of(module) == dict(module.named_children())
+    assert private.parameters_of(norm) == dict(norm.named_parameters())
+    assert private.buffers_of(norm) == dict(norm.named_buffers())
+    mean = private.buffers_of(norm)["running_mean"] = torch.ones(2)
+    assert norm.running_mean is mean
+
+
+def test_a_table_of_buffers_is_separated() -> None:
+    norm = nn.BatchNorm1d(2)
+    before, mean = private.buffers_of(norm), norm.running_mean
+    private.separate_buffers(norm)["running_mean"] = None
+    assert norm.running_mean is None
+    assert before["running_mean"] is mean
+
+
+def test_hooks_of_a_module() -> None:
+    module = nn.Linear(2, 2)
+    assert private.hooks_of_module(module) == [{}] * 5
+    module.register_forward_pre_hook(print, with_kwargs=True)
+    module.register_forward_hook(len, with_kwargs=True, always_call=True)
+    before, after, *flags = private.hooks_of_module(module)
+    assert [*before.values(), *after.values()] == [print, len]
+    assert all(flags)
+    for table in private.hooks_of_module(module):
+        table.clear()
+    assert module(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_every_hook_on_a_forward_is_in_a_known_table() -> None:
+    tables = {name for name in vars(nn.Linear(1, 1)) if name.startswith("_forward")}
+    assert tables == set(private.HOOKS_OF_MODULES)
+
+
+def test_compiled_modules() -> None:
+    module = nn.Linear(2, 2)
+    assert private.compiled_call_of(module) is None
+    assert private.compiled_from(module) is None
+    module.compile(backend="eager")
+    assert private.compiled_call_of(module) is not None
+    assert private.compiled_from(torch.compile(module, backend="eager")) is module
+    assert private.is_compiler_loaded()
+
+
+def test_code_that_calls_a_forward_is_in_its_frames() -> None:
+    class Caller(nn.Module):
+        def forward(self) -> bool:
+            frame, found = sys._getframe(), False
+            while frame is not None:
+                found = found or (frame.f_code is private.CALL_CODE and frame.f_locals["self"] is self)
+                frame = frame.f_back
+            return found
+
+    assert Caller()()
+
+
+def test_bases_of_norms() -> None:
+    for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LazyBatchNorm1d"):
+        assert issubclass(getattr(nn, name), private.BatchNorm)
+    assert issubclass(nn.InstanceNorm2d, private.InstanceNorm)
+    assert not issubclass(nn.InstanceNorm2d, private.BatchNorm)
+
+
+def test_hooks_of_optimizers() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.register_step_pre_hook(print)
+    optimizer.register_step_post_hook(len)
+    assert private.hooks_of_optimizer(optimizer) == [print, len]
+    assert private.global_optimizer_hooks() == []
+    handle = register_optimizer_step_post_hook(len)
+    assert private.global_optimizer_hooks() == [len]
+    handle.remove()
+    for name in (*private.STEP_HOOKS, *private.LOAD_HOOKS):
+        assert name in vars(optimizer)
+
+
+# ---- an older torch
+
+
+def test_import_takes_nothing_that_has_a_substitute() -> None:
+    """In a process of its own, in which torch lacks the names."""
+    source = f"""
+import sys, torch
+sys.path.insert(0, {str(Path(str(private.__file__)).parents[2])!r})
+del torch._foreach_add_, torch._foreach_mul_, torch._foreach_copy_
+del torch._amp_foreach_non_finite_check_and_unscale_, torch.autograd.Variable._execution_engine
+del torch._C._current_graph_task_id
+del torch._C._autograd._get_current_graph_task_keep_graph
+del torch._C._autograd._top_saved_tensors_default_hooks
+import anybatch
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)
