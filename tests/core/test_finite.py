@@ -1,12 +1,11 @@
-"""Whether numbers are finite: all kinds of tensors at once, and gradients before they are added."""
+"""Whether numbers are finite: all kinds of tensors at once."""
 
 import math
 
 import pytest
 import torch
-from torch import nn
 
-from anybatch.core.finite import Look, Waiting, all_finite
+from anybatch.core import Look, all_finite
 from anybatch.memory.fake import FakeMode
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -63,24 +62,3 @@ def test_in_a_trace_all_is_finite() -> None:
     with FakeMode():
         look, values = Look(), [torch.ones(2), torch.ones(3).half()]
         assert [look.are_finite(values), look.are_finite(values), all_finite(values)] == [True] * 3
-
-
-def test_those_that_wait_are_taken_from_their_parameters_and_let_go() -> None:
-    with_gradient, without = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    with_gradient.grad = torch.ones(2)
-    waiting = Waiting()
-    waiting.gather("a", [with_gradient, without])
-    waiting.put("b", without, torch.ones(3))
-    assert with_gradient.grad is None
-    assert {bank: parameters for bank, (parameters, _) in waiting.banks.items()} == {
-        "a": [with_gradient],
-        "b": [without],
-    }
-    assert waiting.nbytes == 12
-    assert waiting.are_finite([torch.ones(1)])
-    assert not waiting.are_finite([torch.tensor(math.nan)])
-    waiting.put("b", without, torch.tensor([math.inf]))
-    assert not waiting.are_finite()
-    assert [*waiting.take()] == ["a", "b"]
-    assert waiting.are_finite()
-    assert waiting.nbytes == 0

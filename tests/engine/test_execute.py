@@ -13,10 +13,9 @@ from anybatch import Plan, Step, Terms, Total
 from anybatch.core.batch import TensorBatch, cut_sizes
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.core.report import Event, MicroBatchDone, StepReport
-from anybatch.engine import carry_out
-from anybatch.engine.task import Task
+from anybatch.engine import Task, carry_out
 from anybatch.losses.resolve import resolve
-from anybatch.state.snapshot import Surroundings
+from anybatch.state import Snapshot
 
 ROWS = 10
 LossFunction = Callable[[nn.Module, Any], Total | Mapping[str, Total]]
@@ -292,11 +291,11 @@ def test_where_there_is_no_room_to_note_anything_nothing_is_changed(monkeypatch:
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     made: list[int] = []
 
-    def noted(self: Surroundings, *args: Any) -> None:
+    def noted(self: Snapshot, *args: Any, **options: Any) -> None:
         made.append(1)
         raise MemoryError("full")
 
-    monkeypatch.setattr(Surroundings, "_note", noted)
+    monkeypatch.setattr(Snapshot, "__init__", noted)
     with pytest.raises(OutOfMemoryError, match="room for copies of buffers"):
         step((torch.randn(4, 2), torch.randn(4, 2)))
     assert len(made) >= 2  # once more with caches freed

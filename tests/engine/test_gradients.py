@@ -1,38 +1,130 @@
-"""The gradient fold: sums in the right dtype, one division, nothing left hanging."""
+"""The gradient fold: its law, sums in the right dtype, one division, nothing left hanging."""
 
 import gc
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Step, Total
-from anybatch.core.finite import NonFinite
-from anybatch.engine.gradients import Gradients, accumulation_dtype, hand_over
+from anybatch.core import NonFinite
+from anybatch.engine import Apart, Gradients, accumulation_dtype
+from anybatch.engine.gradients import InPlace, hand_over
 from anybatch.testing import relative_error, tolerance
 
+Ways = InPlace | Apart
 
-def make(
+
+def apart(
     parameters: Sequence[nn.Parameter],
     *,
     dtype: torch.dtype | None = None,
     compensated: bool = False,
-    banks: Sequence[str] = ("loss",),
-    bucket: float | None = None,
-) -> Gradients:
-    return Gradients(parameters, dtype=dtype, compensated=compensated, banks=banks, bucket=bucket)
+    names: Sequence[str] = ("loss",),
+    is_looked_at: bool = False,
+    is_whole: bool = True,
+) -> Apart:
+    return Apart(
+        parameters,
+        dtype=dtype,
+        names=names,
+        compensated=compensated,
+        is_looked_at=is_looked_at,
+        is_whole=is_whole,
+    )
 
 
-def one(like: Tensor) -> Tensor:
-    return torch.ones((), dtype=like.dtype)
+# Each way to accumulate; those that are not whole take a gradient as soon as it is finished.
+WAYS: dict[str, Callable[..., Ways]] = {
+    "in place": lambda parameters: InPlace(parameters, "loss"),
+    "apart, one by one": lambda parameters: apart(parameters, is_whole=False),
+    "apart, as a whole": apart,
+    "looked at": lambda parameters: apart(parameters, is_looked_at=True),
+    "compensated": lambda parameters: apart(parameters, compensated=True),
+}
 
 
-def add(gradients: Gradients, value: Tensor) -> None:
-    gradients.add([value], [one(value)])
+def add(gradients: Ways, value: Tensor) -> None:
+    gradients.begin()
+    gradients.add([value], [torch.ones((), dtype=value.dtype)])
+
+
+def found(gradients: Ways, factors: Mapping[str, float] | None = None) -> dict[nn.Parameter, Tensor]:
+    return gradients.gradients().finish(factors or {})
+
+
+# ---- the law of the fold
+
+PARAMETERS = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+BANKS = ["fit", "size"]
+SUMS = st.dictionaries(
+    st.sampled_from(BANKS),
+    st.dictionaries(st.sampled_from(range(len(PARAMETERS))), st.integers(-64, 64), max_size=3),
+    max_size=2,
+)
+
+
+def fold(values: Mapping[str, Mapping[int, int]]) -> Gradients:
+    return Gradients(
+        {
+            name: {PARAMETERS[index]: torch.full((2,), float(value)) for index, value in bank.items()}
+            for name, bank in values.items()
+        }
+    )
+
+
+def plain(gradients: Gradients) -> dict[str, dict[int, list[float]]]:
+    """Banks without anything in them are as none."""
+    return {
+        name: {id(one): value.tolist() for one, value in bank.items()}
+        for name, bank in gradients.banks.items()
+        if bank
+    }
+
+
+@given(SUMS, SUMS, SUMS)
+def test_merge_is_associative_and_commutative_with_an_identity(a: Any, b: Any, c: Any) -> None:
+    one, two, three = fold(a), fold(b), fold(c)
+    assert plain(one.merge(two).merge(three)) == plain(one.merge(two.merge(three)))
+    assert plain(one.merge(two)) == plain(two.merge(one))
+    assert plain(one.merge(Gradients({}))) == plain(Gradients({}).merge(one)) == plain(one)
+    assert [plain(fold(each)) for each in (a, b, c)] == [plain(one), plain(two), plain(three)]  # unchanged
+
+
+@given(SUMS, SUMS)
+def test_to_divide_the_merged_sums_is_to_merge_the_divided_ones(a: Any, b: Any) -> None:
+    factors = {"fit": 0.25, "size": 2.0}
+    divided = [Gradients({"": fold(each).finish(factors)}) for each in (a, b)]
+    whole = fold(a).merge(fold(b)).finish(factors)
+    assert plain(Gradients({"": whole})) == plain(divided[0].merge(divided[1]))
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from([*WAYS]))
+def test_rows_cut_anywhere_give_sums_that_merge_to_those_of_all_rows(sizes: list[int], way: str) -> None:
+    rows = torch.arange(2.0 * sum(sizes), dtype=torch.float64).view(-1, 2)
+
+    def summed(parts: Sequence[Tensor]) -> Gradients:
+        weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        gradients = WAYS[way]([weight])
+        for part in parts:
+            add(gradients, (part * weight).sum())
+        gradients.close()
+        return Gradients({"loss": {PARAMETERS[0]: found(gradients)[weight]}})
+
+    parts = rows.split(sizes)
+    merged = Gradients({})
+    for part in parts:
+        merged = merged.merge(summed([part]))
+    assert plain(merged) == plain(summed(parts)) == plain(summed([rows]))
+
+
+# ---- dtypes of sums
 
 
 @pytest.mark.parametrize(
@@ -55,20 +147,20 @@ def test_accumulation_dtype(
     assert accumulation_dtype(parameter, chosen) is expected
 
 
-def summed(parameter: nn.Parameter, gradients: Gradients, values: Sequence[float]) -> Tensor:
+def summed(parameter: nn.Parameter, gradients: Ways, values: Sequence[float]) -> Tensor:
     """The sum of these gradients of a scalar parameter."""
     for value in values:
         add(gradients, (parameter * torch.tensor(value, dtype=parameter.dtype)).sum())
-    return gradients.finish({})[parameter]
+    return found(gradients)[parameter]
 
 
-def test_where_autograd_is_exact_its_own_accumulator_is_used() -> None:
+def test_in_place_autograds_own_accumulator_is_used() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    gradients = make([parameter])
+    gradients = InPlace([parameter], "loss")
     add(gradients, parameter.sum())
     own = parameter.grad
     add(gradients, (2 * parameter).sum())
-    assert gradients.finish({})[parameter] is own
+    assert found(gradients)[parameter] is own
     assert own is not None
     assert own.tolist() == [3.0] * 3
 
@@ -76,7 +168,7 @@ def test_where_autograd_is_exact_its_own_accumulator_is_used() -> None:
 def test_half_precision_gradients_are_summed_in_float32() -> None:
     values = [0.0009765625] * 1024  # 1.0 in all; each is a power of 2
     parameter = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
-    total = summed(parameter, make([parameter]), values)
+    total = summed(parameter, apart([parameter]), values)
     assert total.dtype == torch.float32
     assert total.item() == 1.0
     for value in values:  # what would have happened in .grad
@@ -89,101 +181,107 @@ def test_half_precision_gradients_are_summed_in_float32() -> None:
 def test_compensated_sum_keeps_what_a_plain_one_loses(compensated: bool) -> None:
     values = [1.0] + [2.0**-25] * 1024
     parameter = nn.Parameter(torch.zeros(()))
-    total = summed(parameter, make([parameter], compensated=compensated), values)
+    total = summed(parameter, apart([parameter], compensated=compensated), values)
     assert total.item() == (1.0 + 2.0**-15 if compensated else 1.0)
 
 
 def test_chosen_dtype_is_used() -> None:
     values = [1.0, 2.0**-30, -1.0]
     parameter = nn.Parameter(torch.zeros(()))
-    assert summed(parameter, make([parameter], dtype=torch.float64), values).item() == 2.0**-30
+    assert summed(parameter, apart([parameter], dtype=torch.float64), values).item() == 2.0**-30
 
 
 def test_accumulators_of_complex_parameters_stay_complex() -> None:
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    gradients = make([parameter], dtype=torch.float64)
+    gradients = apart([parameter], dtype=torch.float64)
     add(gradients, (parameter * 1j).real.sum())
-    total = gradients.finish({})[parameter]
+    total = found(gradients)[parameter]
     assert total.dtype == torch.complex128
     assert total.tolist() == [-1j, -1j]
 
 
-@pytest.mark.parametrize(("dtype", "is_held"), [(torch.bfloat16, False), (torch.float32, True)])
-def test_gradients_that_move_are_freed_at_once(dtype: torch.dtype, is_held: bool) -> None:
-    first, second = (nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2))
-    gradients = make([first, second])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_gradients_that_are_taken_one_by_one_are_freed_at_once(is_whole: bool) -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    gradients = apart([first, second], is_whole=is_whole)
     held: list[bool] = []
     hidden = first * 1  # backward reaches `second` before this
     hidden.register_hook(lambda gradient: held.append(second.grad is not None))
     add(gradients, (hidden * second).sum())
-    assert held == [is_held]
-    assert (first.grad is not None) == is_held
+    assert held == [is_whole]
+    assert first.grad is second.grad is None
 
 
-def test_tied_parameters_are_added_once_per_backward() -> None:
-    tied = nn.Parameter(torch.full((2,), 3.0, dtype=torch.bfloat16))
-    gradients = make([tied])
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_parameters_are_added_once_per_backward(way: str) -> None:
+    tied = nn.Parameter(torch.full((2,), 3.0))
+    gradients = WAYS[way]([tied])
     for _ in range(2):
         add(gradients, (tied * tied).sum())
-    assert gradients.finish({})[tied].tolist() == [12.0, 12.0]
+    assert found(gradients)[tied].tolist() == [12.0, 12.0]
+
+
+# ---- banks
+
+
+def add_each(gradients: Apart, values: Mapping[str, Tensor], unscale: float = 1.0) -> None:
+    gradients.begin()
+    gradients.add_each(
+        values, {name: torch.ones((), dtype=one.dtype) for name, one in values.items()}, unscale
+    )
 
 
 def test_each_term_has_its_own_divisor() -> None:
     shared, only = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-    gradients = make([shared, only], banks=["a", "b", "c"])
+    gradients = apart([shared, only], names=["a", "b", "c"])
     for scale in (1.0, 2.0):
         hidden = shared * scale  # one graph, three backward passes
-        gradients.add_each({"a": 3 * hidden, "b": 5 * hidden * only, "c": 100 * hidden})
-    found = gradients.finish({"a": 1 / 2, "b": 1 / 4, "c": 0.0})
-    assert found[shared].item() == 3 * 3 / 2 + 3 * 5 / 4
-    assert found[only].item() == 3 * 5 / 4
+        add_each(gradients, {"a": 3 * hidden, "b": 5 * hidden * only, "c": 100 * hidden})
+    total = found(gradients, {"a": 1 / 2, "b": 1 / 4, "c": 0.0})
+    assert total[shared].item() == 3 * 3 / 2 + 3 * 5 / 4
+    assert total[only].item() == 3 * 5 / 4
     assert shared.grad is None
 
 
 def test_the_last_backward_frees_the_graph() -> None:
     parameter = nn.Parameter(torch.ones(()))
-    gradients = make([parameter], banks=["a", "b"])
     hidden = parameter.exp()
-    gradients.add_each({"a": 2 * hidden, "b": 3 * hidden})
+    add_each(apart([parameter], names=["a", "b"]), {"a": 2 * hidden, "b": 3 * hidden})
     with pytest.raises(RuntimeError, match="a second time"):
         hidden.backward()
 
 
 def test_terms_may_be_missing_from_a_backward() -> None:
     parameter = nn.Parameter(torch.ones(()))
-    gradients = make([parameter], banks=["a", "b"])
-    gradients.add_each({"b": 7 * parameter})
-    assert gradients.finish({"a": 1.0, "b": 0.5})[parameter].item() == 3.5
+    gradients = apart([parameter], names=["a", "b"])
+    add_each(gradients, {"b": 7 * parameter})
+    assert found(gradients, {"a": 1.0, "b": 0.5})[parameter].item() == 3.5
 
 
-def test_parameters_that_got_no_gradient_are_left_out() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_got_no_gradient_are_left_out(way: str) -> None:
     used, unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-    for banks in (["a"], ["a", "b"]):
-        gradients = make([used, unused], banks=banks)
-        gradients.add_each({"a": 2 * used})
-        found: Mapping[nn.Parameter, Tensor] = gradients.finish({"a": 1.0})
-        assert set(found) == {used}
-        used.grad = None
+    gradients = WAYS[way]([used, unused])
+    add(gradients, 2 * used)
+    assert set(found(gradients)) == {used}
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": torch.float64}, {"compensated": True}], ids=str)
-def test_sparse_gradients_add_up(options: dict[str, object]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_sparse_gradients_add_up(way: str) -> None:
     table = nn.Parameter(torch.zeros(5, 2))
-    gradients = make([table], **options)  # type: ignore[arg-type]
+    gradients = WAYS[way]([table])
     for rows in ([0, 1], [1, 4]):
-        picked = nn.functional.embedding(torch.tensor(rows), table, sparse=True)
-        add(gradients, picked.sum())
-    total = gradients.finish({"loss": 0.5})[table]
+        add(gradients, nn.functional.embedding(torch.tensor(rows), table, sparse=True).sum())
+    total = found(gradients, {"loss": 0.5})[table]
     assert total.is_sparse
     assert total.to_dense()[:, 0].tolist() == [0.5, 1.0, 0.0, 0.0, 0.5]
 
 
-@pytest.mark.parametrize("end", ["close", "finish"])
-def test_hooks_are_taken_off(end: str) -> None:
-    parameter = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
-    gradients = make([parameter])
+def test_hooks_are_taken_off() -> None:
+    parameter = nn.Parameter(torch.ones(()))
+    gradients = apart([parameter], is_whole=False)
     add(gradients, 2 * parameter)
-    _ = gradients.close() if end == "close" else gradients.finish({})  # type: ignore[func-returns-value]
+    gradients.close()
     (2 * parameter).backward()
     assert parameter.grad is not None
     assert parameter.grad.item() == 2.0
@@ -198,10 +296,7 @@ def test_hand_over_is_in_the_parameters_dtype() -> None:
     assert single.grad is ready[single]
 
 
-MODES_WITH_HOOKS: list[dict[str, Any]] = [{"compensated": True}, {"accumulate": torch.float64}]
-
-
-@pytest.mark.parametrize("mode", MODES_WITH_HOOKS, ids=["compensated", "float64"])
+@pytest.mark.parametrize("mode", [{"compensated": True}, {"accumulate": torch.float64}], ids=str)
 def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[str, Any]) -> None:
     model = nn.Linear(3, 2)
     batch = (torch.randn(4, 3), torch.randn(4, 2))
@@ -217,126 +312,128 @@ def test_an_abandoned_window_leaves_parameters_as_anybody_finds_them(mode: dict[
     assert torch.equal(model.weight.grad, expected)
     model.zero_grad()
     assert make_step()(batch).updated  # another step on the same parameters
-    sums = weakref.ref(window._run.gradients)
+    gone = weakref.ref(window)
     del window
     gc.collect()
-    assert sums() is None
+    assert gone() is None
     assert not model.weight._post_accumulate_grad_hooks
 
 
-# ---- looked at before they are added
+# ---- what was accepted, and what is looked at
 
 
-@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"dtype": torch.float64}], ids=str)
-@pytest.mark.parametrize("bucket", [1, 8, math.inf])
-def test_scaled_gradients_add_up_without_their_scale(bucket: float, options: dict[str, Any]) -> None:
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    gradients = make([weight], bucket=bucket, **options)
-    for scale, value in ((2.0**10, 3.0), (2.0**4, 5.0), (1.0, 0.5)):
-        gradients.begin()
-        part = (weight * value).sum()
-        gradients.add([part], [torch.full_like(part, scale)], unscale=1 / scale)
-    assert gradients.finish({})[weight].tolist() == [8.5, 8.5]
-
-
-@pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=str)
-@pytest.mark.parametrize("bucket", [1, 4, math.inf])
-def test_what_is_not_finite_never_gets_into_the_sums(bucket: float, options: dict[str, Any]) -> None:
-    """Of two parameters the second one overflows: the first is added once, the second when it is finite."""
-    first, second = (nn.Parameter(torch.zeros(1, dtype=torch.float16)) for _ in range(2))
-    gradients = make([first, second], bucket=bucket, **options)
-
-    def send(scale: float, *, again: bool = False) -> None:
-        parts = [(first * 1).sum(), (second * 1000).sum()]
-        cotangents = [torch.full_like(part, scale) for part in parts]
-        gradients.add(parts, cotangents, again=again, unscale=1 / scale)
-
-    send(1.0)
-    gradients.begin()
-    with pytest.raises(NonFinite, match="gradient"):
-        send(512.0)
-    assert gradients.holds_part == (bucket < 4)
-    with pytest.raises(NonFinite):
-        send(256.0, again=gradients.holds_part)
-    send(16.0, again=gradients.holds_part)
-    found = gradients.finish({})
-    assert (found[first].item(), found[second].item()) == (2.0, 2000.0)
-
-
-@pytest.mark.parametrize("bucket", [1, math.inf])
-def test_banks_take_what_they_miss_only(bucket: float) -> None:
-    shared, only = (nn.Parameter(torch.ones(1, dtype=torch.float16)) for _ in range(2))
-    gradients = make([shared, only], banks=["a", "b"], bucket=bucket)
-
-    def send(scale: float, *, again: bool = False) -> None:
-        sums = {"a": 3 * shared.sum(), "b": (7 * shared * 1000 * only).sum() / 1000}
-        gradients.add_each(sums, again=again, unscale=1 / scale)
-
-    with pytest.raises(NonFinite):
-        send(2.0**14)
-    assert gradients.holds_part == (bucket == 1)
-    send(8.0, again=gradients.holds_part)
-    found = gradients.finish({"a": 1.0, "b": 0.5})
-    assert round(found[shared].item(), 2) == 6.5
-    assert round(found[only].item(), 2) == 3.5
-
-
-@pytest.mark.parametrize("bucket", [1, math.inf])
-def test_each_gradient_is_added_to_its_own_sum_in_whatever_order_they_come(bucket: float) -> None:
-    """The first micro-batch reaches the second parameter only."""
-    first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-    gradients = make([first, second], bucket=bucket)
-    for one, other in ((0, 1), (2, 3), (4, 5)):
-        gradients.begin()
-        add(gradients, ((first * one).sum() if one else 0) + (second * other).sum())
-    found = gradients.finish({})
-    assert (found[first].item(), found[second].item()) == (6.0, 9.0)
-
-
-def test_gradients_of_another_dtype_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one go memory could run out half-way, and nobody would know which are in the sums."""
-    weights = [nn.Parameter(torch.ones(2, dtype=torch.float16)) for _ in range(2)]
-    gradients = make(weights, bucket=math.inf)
-    monkeypatch.setattr(torch, "_foreach_add_", None)
-    for _ in range(2):
-        gradients.begin()
-        add(gradients, sum((3 * one).sum() for one in weights))
-    found = gradients.finish({})
-    assert [found[one].tolist() for one in weights] == [[6.0, 6.0]] * 2
-
-
-def test_a_sum_that_is_not_finite_is_seen_where_its_gradient_is() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    gradients = make([weight], bucket=math.inf)
-    with pytest.raises(NonFinite):
-        add(gradients, weight.sum() + math.inf)
-    assert not gradients.holds_part
-
-
-def test_where_nobody_looks_what_is_not_finite_is_added() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    gradients = make([weight])
-    add(gradients, (weight * math.inf).sum())
-    assert gradients.finish({})[weight].item() == math.inf
-
-
-def test_waiting_gradients_of_a_failed_backward_are_let_go() -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    ("way", "expected"), [("in place", True), ("apart, one by one", True), ("apart, as a whole", False)]
+)
+def test_whether_a_failed_backward_has_reached_the_sums_is_known(
+    way: str, expected: bool, is_first: bool
+) -> None:
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    gradients = make([first, second], bucket=math.inf)
+    gradients = WAYS[way]([first, second])
+    if not is_first:
+        add(gradients, (first * second).sum())
+        gradients.begin()
+        assert not gradients.has_accepted
     hidden = first * 1
 
     def fail(_: Tensor) -> None:
         raise RuntimeError("half-way")
 
-    handle = hidden.register_hook(fail)  # backward reaches `second` before this
+    hidden.register_hook(fail)  # backward reaches `second` before this
+    value = (hidden * second).sum()
     with pytest.raises(RuntimeError, match="half-way"):
-        add(gradients, (hidden * second).sum())
-    handle.remove()
-    assert not gradients.holds_part
-    assert not gradients._waiting.banks
-    add(gradients, (first * second).sum())
-    found = gradients.finish({})
-    assert [found[one].tolist() for one in (first, second)] == [[1.0, 1.0]] * 2
+        add(gradients, value)
+    assert gradients.has_accepted is expected
+    if not expected:  # what waited is let go
+        add(gradients, (first * second).sum())
+        times = 1.0 if is_first else 2.0
+        assert [found(gradients)[one].tolist() for one in (first, second)] == [[times] * 2] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"dtype": torch.float64}], ids=str)
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_scaled_gradients_add_up_without_their_scale(is_whole: bool, options: dict[str, Any]) -> None:
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    gradients = apart([weight], is_whole=is_whole, **options)
+    for scale, value in ((2.0**10, 3.0), (2.0**4, 5.0), (1.0, 0.5)):
+        gradients.begin()
+        part = (weight * value).sum()
+        gradients.add([part], [torch.full_like(part, scale)], unscale=1 / scale)
+    assert found(gradients)[weight].tolist() == [8.5, 8.5]
+
+
+@pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=str)
+def test_what_is_not_finite_never_gets_into_the_sums(options: dict[str, Any]) -> None:
+    """Of two parameters the second one overflows: neither is added before both are finite."""
+    first, second = (nn.Parameter(torch.zeros(1, dtype=torch.float16)) for _ in range(2))
+    gradients = apart([first, second], is_looked_at=True, **options)
+
+    def send(scale: float) -> None:
+        parts = [(first * 1).sum(), (second * 1000).sum()]
+        gradients.begin()
+        gradients.add(parts, [torch.full_like(part, scale) for part in parts], unscale=1 / scale)
+
+    send(1.0)
+    for scale in (512.0, 256.0):
+        with pytest.raises(NonFinite, match="gradient"):
+            send(scale)
+        assert not gradients.has_accepted
+    send(16.0)
+    total = found(gradients)
+    assert (total[first].item(), total[second].item()) == (2.0, 2000.0)
+
+
+def test_gradients_larger_than_a_bucket_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no second set of them exists; and that a part of them was added is known."""
+    monkeypatch.setattr("anybatch.engine.gradients.BUCKET", 1)
+    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    gradients = apart([first, second], is_looked_at=True, is_whole=False)
+    hidden = first * 1
+    hidden.register_hook(lambda gradient: gradient * math.inf)  # backward reaches `second` before this
+    value = (hidden * second * 5).sum()
+    with pytest.raises(NonFinite):
+        add(gradients, value)
+    assert gradients.has_accepted
+    assert {one: total.item() for one, total in found(gradients).items()} == {second: 5.0}
+
+
+def test_each_gradient_is_added_to_its_own_sum_in_whatever_order_they_come() -> None:
+    """The first micro-batch reaches the second parameter only."""
+    for way in WAYS.values():
+        first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
+        gradients = way([first, second])
+        for one, other in ((0, 1), (2, 3), (4, 5)):
+            add(gradients, ((first * one).sum() if one else 0) + (second * other).sum())
+        total = found(gradients)
+        assert (total[first].item(), total[second].item()) == (6.0, 9.0)
+
+
+def test_a_sum_that_is_not_finite_is_seen_where_its_gradient_is() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    gradients = apart([weight], is_looked_at=True)
+    with pytest.raises(NonFinite):
+        add(gradients, weight.sum() + math.inf)
+    assert not gradients.has_accepted
+
+
+@pytest.mark.parametrize("way", ["in place", "apart, as a whole"])
+def test_where_nobody_looks_what_is_not_finite_is_added(way: str) -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    gradients = WAYS[way]([weight])
+    add(gradients, (weight * math.inf).sum())
+    assert found(gradients)[weight].item() == math.inf
+
+
+def test_sums_that_are_absorbed_are_as_merged() -> None:
+    """As in a window; of the sums, and of their rounding errors."""
+    weight = nn.Parameter(torch.zeros(()))
+    window = apart([weight], compensated=True)
+    for value in [1.0] + [2.0**-25] * 64:
+        part = apart([weight], compensated=True)
+        add(part, weight * value)
+        window.absorb(part.gradients())
+    assert found(window)[weight].item() == 1.0 + 2.0**-19
 
 
 class Conjugated(nn.Module):
@@ -354,10 +451,10 @@ class Conjugated(nn.Module):
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 @pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"micro_batch": 2, "non_finite": "drop"}])
 def test_conjugated_gradients(options: dict[str, Any]) -> None:
-    model, plain = Conjugated(), Conjugated()
+    model, plain_model = Conjugated(), Conjugated()
     loss = lambda model, rows: Total(model(rows), len(rows))  # noqa: E731
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), check=False, **options)
     step(torch.ones(8, 3))
-    (plain(torch.ones(8, 3)) / 8).backward()
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert relative_error(model.weight, plain.weight) <= tolerance(torch.float32, terms=8)
+    (plain_model(torch.ones(8, 3)) / 8).backward()
+    torch.optim.SGD(plain_model.parameters(), lr=0.1).step()
+    assert relative_error(model.weight, plain_model.weight) <= tolerance(torch.float32, terms=8)

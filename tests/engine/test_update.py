@@ -14,7 +14,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from anybatch import Step
 from anybatch.core.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
-from anybatch.engine import update as optimize
+from anybatch.engine import (
+    TornUpdateError,
+    check_optimizers,
+    check_schedulers,
+    clip,
+    owned,
+    step_optimizers,
+)
+from anybatch.engine.update import schedule_learning_rates
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -29,7 +37,7 @@ def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
 def test_clipping_is_that_of_torch(dtype: torch.dtype, max_norm: float) -> None:
     parameters = make_parameters(dtype)
     gradients = {p: p.grad.clone() for p in parameters if p.grad is not None}
-    norm = optimize.clip(gradients, max_norm)
+    norm = clip(gradients, max_norm)
     assert norm == clip_grad_norm_(parameters, max_norm).item()
     assert all(torch.equal(gradients[p], p.grad) for p in parameters if p.grad is not None)
     assert norm > 0
@@ -38,19 +46,19 @@ def test_clipping_is_that_of_torch(dtype: torch.dtype, max_norm: float) -> None:
 def test_no_clipping_looks_at_nothing() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     gradient = torch.tensor([math.inf, math.nan])
-    assert math.isnan(optimize.clip({parameter: gradient}, math.inf))
+    assert math.isnan(clip({parameter: gradient}, math.inf))
     assert gradient[0] == math.inf
 
 
 def test_clipping_nothing_has_norm_0() -> None:
-    assert optimize.clip({}, 1.0) == 0.0
+    assert clip({}, 1.0) == 0.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_not_clipped(bad: float) -> None:
     parameter = nn.Parameter(torch.zeros(2))
     with pytest.raises(NonFiniteLossError, match=rf"^Expected a finite gradient, got a norm of {bad}\. "):
-        optimize.clip({parameter: torch.tensor([1.0, bad])}, 1.0)
+        clip({parameter: torch.tensor([1.0, bad])}, 1.0)
 
 
 class Note(Optimizer):
@@ -61,13 +69,13 @@ class Note(Optimizer):
         self.diary = diary
 
     def step(self, closure: Any = None) -> None:
-        self.diary.append([p.grad.item() for p in optimize.owned([self]) if p.grad is not None])
+        self.diary.append([p.grad.item() for p in owned([self]) if p.grad is not None])
 
 
 def test_every_optimizer_steps_once_and_in_order() -> None:
     first, second = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
     diary: list[Any] = []
-    optimize.update(
+    step_optimizers(
         {first: torch.tensor(1.0), second: torch.tensor(2.0)}, [Note([second], diary), Note([first], diary)]
     )
     assert diary == [[2.0], [1.0]]
@@ -77,14 +85,14 @@ def test_every_scheduler_steps_once() -> None:
     optimizer = SGD(make_parameters(), lr=1.0)
     schedulers = [StepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 1, gamma=0.1)]
     optimizer.step()
-    optimize.schedule(schedulers)
+    schedule_learning_rates(schedulers)
     assert [scheduler.last_epoch for scheduler in schedulers] == [1, 1]
 
 
 def test_owned_parameters_are_of_all_groups_in_order() -> None:
     a, b, c = make_parameters()
     b.requires_grad_(False)
-    found = optimize.owned([SGD([{"params": [a]}, {"params": [b]}], lr=1.0), Adam([c])])
+    found = owned([SGD([{"params": [a]}, {"params": [b]}], lr=1.0), Adam([c])])
     assert [id(one) for one in found] == [id(one) for one in (a, b, c)]
 
 
@@ -92,17 +100,17 @@ def test_owned_parameters_are_of_all_groups_in_order() -> None:
 def test_one_or_several_optimizers(sequence: Any) -> None:
     a, b, c = make_parameters()
     one, two = SGD([a, c], lr=1.0), SGD([b], lr=1.0)
-    assert optimize.check_optimizers(one, [a, b]) == (one,)  # c is somebody else's, but not alone
-    assert optimize.check_optimizers(sequence([one, two]), [a, b]) == (one, two)
+    assert check_optimizers(one, [a, b]) == (one,)  # c is somebody else's, but not alone
+    assert check_optimizers(sequence([one, two]), [a, b]) == (one, two)
 
 
 def test_several_optimizers_may_not_share() -> None:
     a, b, _ = make_parameters()
     with pytest.raises(OptimizerError, match="got 1 in optimizers 0 and 1"):
-        optimize.check_optimizers([SGD([a], lr=1.0), SGD([b, a], lr=1.0)], [a, b])
+        check_optimizers([SGD([a], lr=1.0), SGD([b, a], lr=1.0)], [a, b])
     same = SGD([a], lr=1.0)
     with pytest.raises(OptimizerError, match="Each update would be made twice"):
-        optimize.check_optimizers([same, same], [a, b])
+        check_optimizers([same, same], [a, b])
 
 
 def test_schedulers_of_every_kind() -> None:
@@ -113,15 +121,15 @@ def test_schedulers_of_every_kind() -> None:
         SequentialLR(optimizer, [ConstantLR(optimizer), StepLR(optimizer, 2)], [3]),
     ]
     for one in schedulers:
-        assert optimize.check_schedulers(one, [optimizer]) == (one,)
-    assert optimize.check_schedulers(schedulers, [optimizer]) == tuple(schedulers)
-    assert optimize.check_schedulers((), [optimizer]) == ()
+        assert check_schedulers(one, [optimizer]) == (one,)
+    assert check_schedulers(schedulers, [optimizer]) == tuple(schedulers)
+    assert check_schedulers((), [optimizer]) == ()
 
 
 @pytest.mark.parametrize("given", [None, "cosine", 3, [math.cos]])
 def test_other_things_are_no_schedulers(given: object) -> None:
     with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
-        optimize.check_schedulers(given, [SGD(make_parameters(), lr=1.0)])
+        check_schedulers(given, [SGD(make_parameters(), lr=1.0)])
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -134,30 +142,32 @@ def test_common_operations_are_set_for_the_update_only(foreach: bool | None) -> 
         one.register_step_pre_hook(
             lambda it, *_: seen.append([group["foreach"] for group in it.param_groups])
         )
-    optimize.update({}, [optimizer, fused], foreach)
+    step_optimizers({}, [optimizer, fused], foreach)
     assert seen == [[True, None] if foreach is None else [foreach] * 2, [None]]
     assert [group["foreach"] for group in optimizer.param_groups] == [True, None]
 
 
 class Partial(SGD):
-    """Runs out of memory after its first groups."""
+    """Runs out of memory, or fails otherwise, after its first groups."""
 
-    def __init__(self, groups: list[dict[str, Any]], done: int, *, writes: bool = False) -> None:
+    def __init__(self, groups: list[dict[str, Any]], done: int, error: BaseException | None = None) -> None:
         super().__init__(groups, lr=1.0)
-        self.done, self.writes, self.updates = done, writes, 0
+        self.done, self.error, self.updates = done, error or torch.OutOfMemoryError("CUDA out of memory."), 0
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
-            if self.updates == self.done:
-                self.done = -1
-                if self.writes:
-                    group["params"][0].data.mul_(1)
-                    group["params"][0].detach().mul_(1)
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            self.updates += 1
             for parameter in group["params"]:
                 self.state[parameter]["step"] = torch.tensor(1.0)
+            if self.updates == self.done:
+                self.done = -1
+                raise self.error
+            self.updates += 1
+            for parameter in group["params"]:
                 parameter.detach().sub_(parameter.grad)
+
+
+def partial(done: int, error: BaseException | None = None, **group: Any) -> Partial:
+    return Partial([{"params": [one], **group} for one in make_parameters()], done, error)
 
 
 @pytest.fixture
@@ -166,42 +176,63 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("done", [0, 2])
-def test_groups_that_have_not_begun_are_done_at_the_second_try(done: int) -> None:
-    parameters = make_parameters()
-    optimizer = Partial([{"params": [one]} for one in parameters], done)
-    groups = optimizer.param_groups
-    if done:
-        with pytest.raises(OutOfMemoryError, match="cannot be undone"):  # or was the second only begun?
-            optimize.update({}, [optimizer])
-    else:
-        optimize.update({}, [optimizer])
-        assert all(torch.equal(p.detach(), -p.grad) for p in parameters if p.grad is not None)
-    assert optimizer.param_groups is groups
+def test_memory_that_runs_out_before_the_first_write_changes_nothing() -> None:
+    optimizer = partial(0)
+    with pytest.raises(OutOfMemoryError, match=r"by Partial .* No update was made\."):
+        step_optimizers({}, [optimizer])
+    assert not optimizer.state  # the new state is dropped
+    step_optimizers({}, [optimizer])  # the caller's second try
+    assert optimizer.updates == 3
+    parameters = owned([optimizer])
+    assert all(torch.equal(p.detach(), -p.grad) for p in parameters if p.grad is not None)
 
 
 @pytest.mark.usefixtures("known")
-def test_a_group_that_has_begun_is_not_done_again() -> None:
-    optimizer = Partial([{"params": [one]} for one in make_parameters()], 1, writes=True)
-    with pytest.raises(OutOfMemoryError, match=r"by Partial .* Some parameters may .* cannot be undone"):
-        optimize.update({}, [optimizer])
-    assert optimizer.updates == 1
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=lambda one: type(one).__name__)
+def test_other_errors_before_the_first_write_are_raised_as_they_are(error: BaseException) -> None:
+    optimizer = partial(0, error)
+    with pytest.raises(type(error)) as caught:
+        step_optimizers({}, [optimizer])
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
+    assert not optimizer.state
 
 
-def refuse_twice(optimizer: SGD) -> None:
-    with pytest.raises(OutOfMemoryError, match=r"It is unknown .* cannot be undone"):
-        optimize.update({}, [optimizer])
-    optimize.update({}, [optimizer])  # the caller's second try, and the first to go through
-
-
-def test_nobody_elses_optimizer_is_tried_again() -> None:
-    refuse_twice(Partial([{"params": [one]} for one in make_parameters()], 0))
+def torn_by(optimizer: SGD, *before: SGD) -> TornUpdateError:
+    """What is raised; nothing was done over."""
+    with pytest.raises(TornUpdateError) as caught:
+        step_optimizers({}, [*before, optimizer])
+    return caught.value
 
 
 @pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("when", ["pre", "post", "every pre", "every post", "instance"])
-def test_none_is_tried_again_where_something_else_is_called(when: str) -> None:
-    optimizer = Partial([{"params": [one]} for one in make_parameters()], 0)
+@pytest.mark.parametrize("done", [1, 2])
+def test_an_update_that_has_begun_is_torn_and_not_done_again(done: int) -> None:
+    optimizer = partial(done)
+    torn = torn_by(optimizer)
+    assert isinstance(torn.error, OutOfMemoryError)
+    assert "Some parameters may be updated" in str(torn.error)
+    assert "go on from a checkpoint" in str(torn)
+    assert optimizer.updates == done
+
+
+@pytest.mark.usefixtures("known")
+def test_after_another_optimizer_has_updated_it_is_torn_too() -> None:
+    first = SGD(make_parameters(), lr=1.0)
+    error = ValueError("no")
+    torn = torn_by(partial(0, error), first)
+    assert torn.error is error
+    assert "go on from a checkpoint" in error.__notes__[0]
+
+
+def test_nobody_knows_what_somebody_elses_optimizer_has_written() -> None:
+    assert "It is unknown what has been updated" in str(torn_by(partial(0)))
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("when", ["pre", "post", "every pre", "every post", "instance", "fused"])
+def test_nor_where_something_else_is_called_or_versions_tell_nothing(when: str) -> None:
+    optimizer = partial(0, **({"fused": True} if when == "fused" else {}))
     calls: list[object] = []
     register: dict[str, Any] = {
         "pre": optimizer.register_step_pre_hook,
@@ -209,30 +240,25 @@ def test_none_is_tried_again_where_something_else_is_called(when: str) -> None:
         "every pre": register_optimizer_step_pre_hook,
         "every post": register_optimizer_step_post_hook,
     }
-    if when in register:
-        hook = register[when](lambda *_: calls.append(when))
-    else:
-        hook, own = nn.Identity().register_forward_hook(print), optimizer.step
+    hook = register[when](lambda *_: calls.append(when)) if when in register else None
+    if when == "instance":
+        own = optimizer.step
         optimizer.step = lambda closure=None: calls.append(when) or own(closure)  # type: ignore[func-returns-value, method-assign]
     try:
-        refuse_twice(optimizer)
+        assert "It is unknown what has been updated" in str(torn_by(optimizer))
     finally:
-        hook.remove()
-    assert calls == [when] * (1 if "post" in when else 2)
+        if hook is not None:
+            hook.remove()
+    assert calls == [when] * (when in ("pre", "every pre", "instance"))
 
 
 @pytest.mark.usefixtures("known")
-def test_no_fused_one_is_tried_again() -> None:
-    optimizer = Partial([{"params": [one], "fused": True} for one in make_parameters()], 0)
-    refuse_twice(optimizer)
-
-
-@pytest.mark.usefixtures("known")
-def test_a_scheduler_does_not_hinder_the_second_try() -> None:
-    optimizer = Partial([{"params": [one]} for one in make_parameters()], 0)
+def test_a_scheduler_is_no_stranger() -> None:
+    """Though it puts a step of its own in the place of the class's."""
+    optimizer = partial(0)
     StepLR(optimizer, 2)
-    optimize.update({}, [optimizer])
-    assert optimizer.updates == 3
+    with pytest.raises(OutOfMemoryError, match="No update was made"):
+        step_optimizers({}, [optimizer])
 
 
 def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,8 +271,8 @@ def test_gradients_that_were_added_to_are_not_used_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch, "_foreach_add_", lacking)
     optimizer = SGD([parameter], lr=0.5, momentum=0.9, nesterov=True, foreach=True)
-    with pytest.raises(OutOfMemoryError, match="cannot be undone"):
-        optimize.update({parameter: torch.ones(2)}, [optimizer])
+    with pytest.raises(TornUpdateError):
+        step_optimizers({parameter: torch.ones(2)}, [optimizer])
     assert torch.equal(parameter.detach(), torch.ones(2))
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from anybatch.engine import Accumulator
 
 SAYINGS: list[BaseException] = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -64,9 +67,14 @@ class Scarce(TorchDispatchMode):
 
 
 @contextmanager
-def scarce(owner: Any, name: str, *args: Any, **options: Any) -> Generator[Scarce]:
-    """Memory is scarce while `owner.name` runs."""
+def scarce(owner: Any, names: str, *args: Any, **options: Any) -> Generator[Scarce]:
+    """Memory is scarce while one of `owner`'s functions of these names, put apart by spaces, runs."""
     mode = Scarce(*args, **options)
     with pytest.MonkeyPatch.context() as patch, mode:
-        patch.setattr(owner, name, mode.watching(getattr(owner, name)))
+        for name in names.split():
+            patch.setattr(owner, name, mode.watching(getattr(owner, name)))
         yield mode
+
+
+# Forward and backward of micro-batches.
+scarce_in_passes = partial(scarce, Accumulator, "evaluate backward")

@@ -1,131 +1,319 @@
+"""What a forward may change is noted and put back: of a step, and of the micro-batch at hand."""
+
 import copy
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from anybatch.state import rng
-from anybatch.state.snapshot import EVERY, Streams, Surroundings, evaluating, held, of_process
+from anybatch.state import Effects, ModuleState, Snapshot, evaluating, rng
+from anybatch.state.snapshot import EVERY, FIRST, held, of_process
 
 
 class Restless(nn.Module):
-    """Changes one buffer in place, and puts another tensor in the place of the other."""
+    """Its forward changes whatever it can."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("inside", torch.zeros(2))
         self.register_buffer("replaced", torch.zeros(2))
+        self.register_buffer("nothing", None)
         self.weight = nn.Parameter(torch.ones(2))
+        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.plain = torch.zeros(2)
+        self.calls, self.log, self.table, self.names = 0, [0], {"rows": 0}, {"first"}
+        self.generator = torch.Generator()
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.inside += 1
-        self.replaced = self.replaced + 1
-        return x * self.weight + torch.rand(2) + random.random() + np.random.rand()
+
+EFFECTS: dict[str, Callable[[Restless], Any]] = {
+    "buffer": lambda model: model.inside.add_(1),
+    "buffer that no version tells": lambda model: model.inside.data.add_(1),
+    "buffer in the place of another": lambda model: setattr(model, "replaced", torch.ones(2)),
+    "buffer in the place of none": lambda model: setattr(model, "nothing", torch.ones(2)),
+    "new buffer": lambda model: model.register_buffer("new", torch.ones(2)),
+    "attribute": lambda model: setattr(model, "calls", model.calls + 1),
+    "new attribute": lambda model: setattr(model, "new", 1),
+    "attribute taken away": lambda model: delattr(model, "calls"),
+    "list": lambda model: model.log.append(1),
+    "item of a list": lambda model: model.log.__setitem__(0, 7),
+    "dict": lambda model: model.table.update(rows=7),
+    "key of a dict": lambda model: model.table.pop("rows"),
+    "set": lambda model: model.names.add("second"),
+    "mode": lambda model: model.train(not model.training),
+}
+DRAWS: dict[str, Callable[[Restless], Any]] = {
+    "torch": lambda model: torch.rand(2),
+    "Python": lambda model: random.random(),
+    "NumPy": lambda model: np.random.rand(),
+    "generator": lambda model: torch.rand(2, generator=model.generator),
+}
 
 
-def test_buffers_and_random_state_come_back() -> None:
+def state(model: Restless) -> dict[str, Any]:
+    values = {name: value for name, value in vars(model).items() if name[0] != "_" and name != "generator"}
+    return copy.deepcopy(
+        values
+        | {
+            "mode": model.training,
+            "buffers": [
+                (name, None if one is None else one.tolist()) for name, one in model._buffers.items()
+            ],
+            "identity": id(model.replaced),
+            "streams": [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()],
+            "generator": model.generator.get_state().tolist(),
+            "plain": model.plain.tolist(),
+        }
+    )
+
+
+def snapshot(model: nn.Module, effects: Effects | None = None, **options: Any) -> Snapshot:
+    return Snapshot(ModuleState([model]), effects, parameters=[*model.parameters()], **options)
+
+
+def looking(model: nn.Module) -> Effects:
+    effects = Effects()
+    effects.begin([model])
+    assert effects.is_looking
+    return effects
+
+
+def blind(model: nn.Module, steps: int = FIRST) -> Effects:
+    """Of a step that does not compare."""
+    effects = Effects()
+    for _ in range(steps + 1):
+        effects.begin([model])
+    assert not effects.is_looking
+    return effects
+
+
+# ---- a step
+
+
+@pytest.mark.parametrize("make", [looking, blind])
+@pytest.mark.parametrize("effect", [*EFFECTS, "torch", "generator"])
+def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -> None:
     model = Restless()
-    before, replaced, random_state = Surroundings([model]), model.replaced, torch.get_rng_state()
-    model(torch.ones(2))
+    found = state(model)
+    before = snapshot(model, make(model))
+    before.begin()
+    (EFFECTS | DRAWS)[effect](model)
+    assert state(model) != found
     before.put_back()
-    assert torch.equal(model.inside, torch.zeros(2))
-    assert model.replaced is replaced
-    assert torch.equal(torch.get_rng_state(), random_state)
+    assert state(model) == found
+
+
+@pytest.mark.parametrize("effect", ["Python", "NumPy"])
+def test_streams_of_the_process_are_put_back_where_they_were_noted(effect: str) -> None:
+    """In looking steps, after a forward has drawn from them, and where making a micro-batch may."""
+    model = Restless()
+    known = blind(model)
+    known.draws_process = True
+    for effects, draws in ((looking(model), False), (known, False), (blind(model), True)):
+        found = state(model)
+        before = snapshot(model, effects, draws=draws)
+        DRAWS[effect](model)
+        before.put_back()
+        assert state(model) == found
+
+
+def test_gradients_are_put_back_by_reference() -> None:
+    model = Restless()
+    gradient = model.weight.grad = torch.ones(2)
+    before = snapshot(model)
+    assert before.gradients_found() == [(model.weight, gradient)]
+    model.weight.grad, model.frozen.grad = None, torch.ones(2)
+    before.put_back()
+    assert (model.weight.grad, model.frozen.grad) == (gradient, None)
+    model.weight.grad, model.frozen.grad = None, gradient
+    before.put_gradients_back([model.frozen])
+    assert (model.weight.grad, model.frozen.grad) == (None, None)
 
 
 def test_buffers_alone_come_back() -> None:
     model = Restless()
-    before, random_state = Surroundings([model]), torch.get_rng_state()
-    model(torch.ones(2))
+    before, random_state = snapshot(model), torch.get_rng_state()
+    for name in ("buffer", "buffer in the place of another", "attribute"):
+        EFFECTS[name](model)
+    torch.rand(1)
     before.put_buffers_back()
-    assert torch.equal(model.inside, torch.zeros(2))
+    assert (model.inside.tolist(), model.replaced.tolist(), model.calls) == ([0, 0], [0, 0], 1)
     assert not torch.equal(torch.get_rng_state(), random_state)
 
 
-def test_streams_come_back_where_they_were_noted() -> None:
-    model = Restless()
-    streams = rng.capture_process()
-    before = Surroundings([model], streams=of_process())
-    assert not before.is_process_moved()
-    model(torch.ones(2))
-    assert before.is_process_moved()
+def test_a_buffer_that_cannot_be_written_to_is_left_alone() -> None:
+    model = nn.Module()
+    model.register_buffer("ones", torch.ones(1).expand(4))
+    before = snapshot(model)
     before.put_back()
-    assert not rng.has_moved(streams)
+    assert model.ones.tolist() == [1.0] * 4
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_each_stream_of_the_process_is_looked_at(draw: Callable[[], float]) -> None:
-    before = Surroundings([], streams=of_process())
-    draw()
-    assert before.is_process_moved()
+# ---- the micro-batch at hand
 
 
-def test_only_some_steps_look_until_something_has_moved() -> None:
-    streams, looked = Streams(), []
+@pytest.mark.parametrize("effect", [*EFFECTS, *DRAWS])
+def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str) -> None:
+    model = Restless()
+    change = (EFFECTS | DRAWS)[effect]
+    before = snapshot(model, looking(model))
+    before.begin()
+    found = state(model)
+    change(model)
+    is_complete = before.undo_micro_batch()
+    assert is_complete is (state(model) == found)
+    assert is_complete is (effect in DRAWS)  # nobody knew of the others
+    before.put_back()
+    assert state(model) == found
+
+
+@pytest.mark.parametrize("effect", ["buffer", "buffer that no version tells", *DRAWS])
+def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -> None:
+    model = Restless()
+    change, effects = (EFFECTS | DRAWS)[effect], looking(model)
+    before = snapshot(model, effects)
+    before.begin()
+    change(model)
+    before.look()
+    for _ in range(FIRST):
+        effects.begin([model])
+    assert not effects.is_looking
+    before = snapshot(model, effects)
+    for _ in range(2):  # the first one is accepted
+        before.begin()
+        found = state(model)
+        change(model)
+    assert before.undo_micro_batch()
+    assert state(model) == found
+
+
+@pytest.mark.parametrize("effect", ["torch", "buffer", "attribute", "list", "buffer in the place of another"])
+def test_what_was_never_seen_to_change_before_makes_the_step_begin_again(effect: str) -> None:
+    model = Restless()
+    effects = blind(model)
+    before = snapshot(model, effects)
+    before.begin()
+    assert before.undo_micro_batch()
+    (EFFECTS | DRAWS)[effect](model)
+    assert not before.undo_micro_batch()
+    assert effects.draws is (effect == "torch")  # and next time it is noted
+
+
+def test_parameters_that_a_forward_writes_to() -> None:
+    model = Restless()
+    effects = looking(model)
+    before = snapshot(model, effects)
+    before.begin()
+    model.frozen.add_(1)
+    assert [id(one) for one in before.written()] == [id(model.frozen)]
+    before.look()
+    assert before.written() == []  # from now on it is known
+    before = snapshot(model, effects)
+    before.begin()
+    model.frozen.add_(1)
+    assert before.undo_micro_batch()
+    assert model.frozen.tolist() == [2.0, 2.0]
+    model.frozen.add_(1)
+    before.put_back()
+    assert model.frozen.tolist() == [2.0, 2.0]
+
+
+def test_embeddings_with_a_largest_norm_are_known_to_be_written_to() -> None:
+    bounded, free = nn.Embedding(3, 2, max_norm=1.0), nn.Embedding(3, 2)
+    effects = Effects()
+    effects.begin([bounded, free])
+    assert [id(one) for one in effects.parameters] == [id(bounded.weight)]
+
+
+def test_rows_and_plain_tensors_that_a_forward_writes_to_are_named() -> None:
+    model, rows = Restless(), torch.zeros(3)
+    before = snapshot(model, rows=[rows])
+    assert (before.written_rows(), before.written_tensors()) == (False, [])
+    model.plain.add_(1)
+    assert (before.written_rows(), before.written_tensors()) == (False, ["Restless.plain"])
+    rows.add_(1)
+    assert before.written_rows()
+    assert before.written() == []
+
+
+# ---- which steps look
+
+
+def test_only_some_steps_look() -> None:
+    effects, looked = Effects(), []
     for _ in range(2 * EVERY + 1):
-        streams.begin([])
-        looked.append(streams.is_looking)
-        streams.look(Surroundings([], streams=of_process()))
+        foreseen = effects.looks_next
+        effects.begin([])
+        assert effects.is_looking is foreseen
+        looked.append(effects.is_looking)
     assert [number for number, is_looking in enumerate(looked) if is_looking] == [0, 1, 2, EVERY, 2 * EVERY]
-    assert (streams.are_moved, streams.is_torchs_moved) == (False, False)
-    since = Surroundings([], streams=of_process())
-    random.random()
-    streams.look(since)
-    assert (streams.are_moved, streams.is_torchs_moved) == (True, False)
-    torch.rand(1)
-    streams.look(since)
-    streams.begin([])
-    assert not streams.is_looking
-    assert streams.are_torchs_noted
-    assert streams.to_note(draws=False) == of_process()
 
 
-def test_copied_streams_look_afresh() -> None:
-    model = nn.Dropout()
-    model.generator = torch.Generator()
-    streams = Streams()
-    streams.begin([model])
-    streams.are_moved = True
-    copied = copy.deepcopy(streams)
-    assert copied.to_note(draws=False) == ()
-    assert not copied.are_moved
+def test_what_does_not_move_is_not_taken_to_move() -> None:
+    model = Restless()
+    effects = looking(model)
+    before = snapshot(model, effects)
+    before.begin()
+    before.look()
+    assert (effects.draws, effects.draws_process) == (False, False)
+    assert (effects.buffers, effects.parameters) == ((), ())
+
+
+def test_copied_effects_look_afresh() -> None:
+    """They go with copies of the modules."""
+    effects = blind(nn.Dropout())
+    effects.draws = True
+    copied = copy.deepcopy(effects)
+    assert copied.looks_next
+    assert not copied.draws
 
 
 def test_generators_of_modules_are_found() -> None:
     model = nn.Dropout()
-    model.ours, model.theirs = np.random.RandomState(0), np.random.default_rng(0)
-    model.pythons, model.systems = random.Random(0), random.SystemRandom()
+    model.ours, model.theirs = np.random.RandomState(0), [np.random.default_rng(0)]
+    model.pythons, model.systems = {"a": random.Random(0)}, random.SystemRandom()
     model.torches = torch.Generator()
     noted = [(put, read()) for read, put in held([model])]
     draws: list[Callable[[], float]] = [
         model.ours.rand,
-        model.theirs.random,
-        model.pythons.random,
+        model.theirs[0].random,
+        model.pythons["a"].random,
         lambda: torch.rand((), generator=model.torches).item(),
     ]
     first = [draw() for draw in draws]
-    for put, state in noted:
-        put(state)
+    for put, value in noted:
+        put(value)
     assert len(noted) == len(draws)
     assert [draw() for draw in draws] == first
 
 
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_streams_of_the_process_can_be_compared(draw: Callable[[], float]) -> None:
+    first = [read() for read, _ in of_process()]
+    assert [read() for read, _ in of_process()] == first
+    draw()
+    assert [read() for read, _ in of_process()] != first
+
+
+# ---- evaluation
+
+
 def test_an_evaluation_leaves_no_trace() -> None:
-    model = nn.Sequential(Restless(), nn.Dropout())
-    model[1].training = False
-    gradient = model[0].weight.grad = torch.ones(2)
-    streams, replaced = rng.capture_process(), model[0].replaced
-    with evaluating([*model.modules()]):
-        assert not any(module.training for module in model.modules())
-        assert not model(torch.ones(2)).requires_grad
-        model.zero_grad()
-    assert [module.training for module in model.modules()] == [True, True, False]
-    assert model[0].weight.grad is gradient
-    assert model[0].replaced is replaced
-    assert torch.equal(model[0].inside, torch.zeros(2))
+    model = Restless()
+    model.eval()
+    gradient = model.weight.grad = torch.ones(2)
+    found, streams = state(model), rng.capture_process()
+    with evaluating([model]):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        for change in (*[EFFECTS[one] for one in EFFECTS if "new" not in one], *DRAWS.values()):
+            change(model)
+        model.weight.grad = None
+    assert state(model) == found
+    assert model.weight.grad is gradient
     assert not rng.has_moved(streams)
 
 
@@ -146,3 +334,9 @@ def test_weights_cast_without_graph_are_not_used_again() -> None:
             model(torch.ones(1, 2))
         model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+def test_a_snapshot_takes_lazy_parameters_as_they_are() -> None:
+    model = nn.LazyLinear(2)
+    before = Snapshot(ModuleState([model]))
+    before.put_back()
