@@ -108,6 +108,7 @@ class Accumulator:
         self._cotangents: dict[str, Tensor] = {}
         self._scale = 0.0  # of the cotangents
         self._is_counted = False
+        self._is_apart: bool | None = None
         self._micro: Micro | None = None
         self._is_divided = False
         self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
@@ -216,19 +217,21 @@ class Accumulator:
     def _go_on_like(self, window: "Accumulator") -> None:
         self._coefficients, self._divisors = window._coefficients, window._divisors
         self._provisional, self._is_counted = window._provisional, window._is_counted
+        self._cotangents, self._scale, self._is_apart = window._cotangents, window._scale, window._is_apart
 
     def _accumulation(self, names: Sequence[str]) -> InPlace | Apart:
         plan, parameters = self.plan, self.task.parameters
         banks = names if self._divisors is None else names[:1]
         chosen = plan.accumulation_dtype
-        is_apart = (
-            self.is_guarded
-            or plan.compensated
-            or len(banks) > 1
-            or self.task.is_shown
-            or any(accumulation_dtype(p.dtype, chosen) != p.dtype for p in parameters)
-        )
-        if not is_apart:
+        if self._is_apart is None:
+            self._is_apart = (
+                self.is_guarded
+                or plan.compensated
+                or len(banks) > 1
+                or self.task.is_apart
+                or any(accumulation_dtype(p.dtype, chosen) != p.dtype for p in parameters)
+            )
+        if not self._is_apart:
             return InPlace(parameters, banks[0])
         return Apart(
             parameters,
@@ -236,7 +239,7 @@ class Accumulator:
             names=banks,
             compensated=plan.compensated,
             is_looked_at=self.is_guarded,
-            is_whole=self._window is not None or self.task.is_shown or plan.non_finite == "drop",
+            is_whole=self._window is not None or self.task.is_apart or plan.non_finite == "drop",
             tell=self._tell if self.task.is_shown else None,
         )
 
@@ -267,7 +270,7 @@ class Accumulator:
             if not self._is_open:
                 self._is_open, self._is_divided = True, other._is_divided
                 self._go_on_like(other)
-            sums = other.gradients.gradients()
+            sums = other.gradients.taken()
             other.gradients.close()
             for parameter in self.task.parameters:
                 parameter.grad = None
