@@ -17,7 +17,7 @@ def snapshot(step: Step) -> dict[str, Any]:
     state: dict[str, Any] = {"random state": torch.get_rng_state()}
     for name, module in step.model.named_modules():
         state[f"mode of {name}"] = module.training
-        state[f"hooks of {name}"] = len(module._forward_hooks)
+        state[f"hooks of {name}"] = len(module._forward_hooks), "forward" in vars(module)
         for key, buffer in module._buffers.items():
             state[f"buffer {name}.{key}"] = None if buffer is None else buffer.clone()
     for name, parameter in step.model.named_parameters():

@@ -11,7 +11,8 @@ from transformers import DynamicCache
 
 from anybatch.core.errors import PlanError
 from anybatch.integrations.transformers import with_empty_cache, with_own_cache
-from anybatch.recompute.checkpoint import Call, Draws, Inside, State
+from anybatch.recompute.checkpoint import Call, Draws, State
+from anybatch.state import Reachable
 from tests.integrations.heads import HEADS
 from tests.recompute.models import seed, streams
 
@@ -61,7 +62,7 @@ def state(module: Counts) -> list[Any]:
 def test_the_second_run_is_the_first_and_leaves_nothing() -> None:
     torch.manual_seed(0)
     module, x, known = Counts(), torch.randn(3, 2), [torch.ones(2)]
-    call = Call("it", module.forward, Inside.of(module), ((x,), {"known": known}))
+    call = Call("it", module.forward, Reachable([module], is_block=True), ((x,), {"known": known}))
     tensors = list(call.tensors)
     first = call(*tensors)
     known.append(torch.ones(2))
@@ -83,7 +84,7 @@ def test_a_failed_second_run_leaves_nothing() -> None:
 
     fail = False
     module, x = Fails(), torch.randn(3, 2)
-    call = Call("it", module.forward, Inside.of(module), ((x, []), {}))
+    call = Call("it", module.forward, Reachable([module], is_block=True), ((x, []), {}))
     call(x)
     before, fail = state(module), True
     with pytest.raises(torch.OutOfMemoryError):
@@ -93,7 +94,12 @@ def test_a_failed_second_run_leaves_nothing() -> None:
 
 def test_the_same_tensor_stays_the_same() -> None:
     x = torch.ones(2)
-    call = Call("it", lambda a, b, c: a is b is c["c"][0], Inside.of(nn.Tanh()), ((x, x), {"c": {"c": (x,)}}))
+    call = Call(
+        "it",
+        lambda a, b, c: a is b is c["c"][0],
+        Reachable([nn.Tanh()], is_block=True),
+        ((x, x), {"c": {"c": (x,)}}),
+    )
     assert len(call.tensors) == 1
     assert call(x)
     assert call(torch.ones(2))
@@ -102,7 +108,7 @@ def test_the_same_tensor_stays_the_same() -> None:
 def test_only_what_changed_is_kept() -> None:
     module = Counts()
     module.register_buffer("table", torch.zeros(3, 3))
-    noted = State(Inside.of(module))
+    noted = State(Reachable([module], is_block=True))
     module(torch.randn(3, 2), [])
     noted.keep_what_changed()
     slots = {buffer: name for name, buffer in module.named_buffers()}
@@ -113,14 +119,14 @@ def test_only_what_changed_is_kept() -> None:
 
 def test_an_argument_changed_in_place_is_refused() -> None:
     x = torch.ones(2)
-    call = Call("here", lambda x: x.add_(1), Inside.of(nn.Tanh()), ((x,), {}))
+    call = Call("here", lambda x: x.add_(1), Reachable([nn.Tanh()], is_block=True), ((x,), {}))
     with pytest.raises(PlanError, match="'here', which changes one in place"):
         call(x)
 
 
 def test_a_buffer_written_between_the_runs_is_refused() -> None:
     module, x = Counts(), torch.randn(3, 2)
-    call = Call("here", module.forward, Inside.of(module), ((x, []), {}))
+    call = Call("here", module.forward, Reachable([module], is_block=True), ((x, []), {}))
     call(x)
     module.left.add_(1)
     with pytest.raises(PlanError, match=r"'here'.*shape \(2, 2\)"):

@@ -2,11 +2,10 @@
 
 import functools
 import random
-import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,25 +16,22 @@ from anybatch import Step
 from anybatch.core.batch import TensorBatch
 from anybatch.planner.measure import probe
 from anybatch.planner.trace import Trace, trace
-from anybatch.state.objects import Remembered
+from anybatch.state import Contents, ObjectState, Reachable, ways
 
 TABLE: dict[str, Any] = {}
-CALLS = 0
-
-
-class Plain:
-    kept: Any = None
-    shared: ClassVar[list[int]] = []
-
-    def __init__(self) -> None:
-        self.value = 1
+OTHER = nn.Linear(1, 1)
 
 
 class Slotted:
-    __slots__ = ("one", "other")
+    __slots__ = ("kept",)
 
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+
+class Plain:
     def __init__(self) -> None:
-        self.one = 1
+        self.value = 1
 
 
 class Named(dict[str, Any]):
@@ -58,10 +54,7 @@ class Holder(nn.Module):
         return self.layer(x)
 
     def count(self) -> None:
-        global CALLS
-        CALLS += 1
-        TABLE["x"] = CALLS
-        type(self).made = CALLS  # pyright: ignore
+        TABLE["x"] = OTHER.in_features
 
     @functools.lru_cache  # noqa: B019
     def table(self) -> int:
@@ -78,27 +71,22 @@ def held_in(kept: Any) -> Any:
         return kept.get_state().tolist()
     if isinstance(kept, random.Random):
         return kept.getstate()
-    if isinstance(kept, Slotted):
-        return [getattr(kept, name, None) for name in ("one", "other")]
     if isinstance(kept, Plain):
-        return dict(vars(kept)), list(kept.shared), type(kept).kept
+        return dict(vars(kept))
+    if isinstance(kept[0] if isinstance(kept, list) else None, Slotted):
+        return kept[0].kept.copy()
     if isinstance(kept, dict):
         return list(kept.items())
     return [one.copy() if isinstance(one, list) else one for one in kept]
 
 
-def fill_slots(kept: Slotted) -> None:
-    kept.other, kept.one = 2, 3
-
-
 def fill_plain(kept: Plain) -> None:
     kept.value, kept.more = 2, 3  # pyright: ignore
-    kept.shared.append(1)
-    Plain.kept = 4
 
 
 CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "list": (lambda: [1, 2], lambda kept: kept.append(3)),
+    "slots": (lambda: [Slotted([1])], lambda kept: kept[0].kept.append(2)),
     "inner list": (lambda: ([1],), lambda kept: kept[0].append(3)),
     "dict": (lambda: {"a": 1}, lambda kept: kept.update(b=2)),
     "order": (lambda: OrderedDict(a=1, b=2), lambda kept: kept.move_to_end("a")),
@@ -108,7 +96,6 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "set": (lambda: {1}, lambda kept: kept.add(2)),
     "deque": (lambda: deque([1, 2], maxlen=2), lambda kept: kept.append(3)),
     "object": (Plain, fill_plain),
-    "slots": (Slotted, fill_slots),
     "torch generator": (torch.Generator, lambda kept: torch.rand(1, generator=kept)),
     "generator": (lambda: np.random.default_rng(0), lambda kept: kept.random()),
     "old generator": (lambda: np.random.RandomState(0), lambda kept: kept.rand()),
@@ -121,7 +108,7 @@ def test_what_a_module_keeps_is_put_back_in_place(case: str) -> None:
     build, change = CASES[case]
     model = Holder(build())
     kept, before = model.kept, held_in(model.kept)
-    noted = Remembered([model])
+    noted = ObjectState([model])
     for _ in range(2):  # as often as wanted
         change(kept)
         assert held_in(kept) != before
@@ -131,13 +118,13 @@ def test_what_a_module_keeps_is_put_back_in_place(case: str) -> None:
         assert held_in(kept) == before
 
 
-def test_globals_and_classes_that_methods_name_are_put_back() -> None:
-    noted = Remembered([Holder()])
+def test_what_globals_that_methods_name_hold_is_put_back() -> None:
+    noted = ObjectState([Holder()])
+    assert OTHER in noted.modules
     Holder()(torch.ones(1, 2))
     assert TABLE
-    assert Holder.made == CALLS  # pyright: ignore
     noted.put_back()
-    assert (TABLE, CALLS, hasattr(Holder, "made")) == ({}, 0, False)
+    assert TABLE == {}
 
 
 def test_closures_defaults_partials_and_hooks_are_followed() -> None:
@@ -156,7 +143,7 @@ def test_closures_defaults_partials_and_hooks_are_followed() -> None:
     model.register_forward_hook(functools.partial(put, seen["partial"]))
     model.layer.weight.register_hook(lambda gradient: put(seen["hook"], gradient))
     model.layer.register_forward_pre_hook(lambda *found: seen["method"].append(found))
-    noted = Remembered([model, loss])
+    noted = ObjectState([model, loss])
     model(torch.ones(1, 2)).sum().backward()
     loss(1)
     assert all(seen.values())
@@ -169,12 +156,12 @@ def test_closures_defaults_partials_and_hooks_are_followed() -> None:
 
 def test_what_was_cached_meanwhile_is_dropped() -> None:
     model = Holder()
-    noted = Remembered([model])
+    noted = ObjectState([model])
     model.table()
     noted.put_back()
     assert Holder.table.cache_info().currsize == 0
     model.table()
-    noted = Remembered([model])
+    noted = ObjectState([model])
     model.table()  # known
     noted.put_back()
     assert Holder.table.cache_info().currsize == 1
@@ -183,7 +170,7 @@ def test_what_was_cached_meanwhile_is_dropped() -> None:
 
 def test_other_modules_are_found() -> None:
     one, other = nn.Linear(1, 1), nn.BatchNorm1d(1)
-    found = Remembered([lambda x: other(one(x))]).modules  # pyright: ignore
+    found = ObjectState([lambda x: other(one(x))]).modules  # pyright: ignore
     assert set(found) == {one, other}
 
 
@@ -193,22 +180,11 @@ def test_values_are_put_back_where_it_is_said() -> None:
     for but_for, expected in ((None, [1, 1, 0]), ([second], [0, 1, 0])):
         for one in model.kept:
             one[...] = 0
-        noted = Remembered([model], but_for=but_for)
+        noted = ObjectState([model], but_for=but_for)
         for one in model.kept:
             one += 1
         noted.put_back()
         assert [float(one[0]) for one in (first, second, array)] == expected
-
-
-def test_a_walk_over_many_modules_is_quick() -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Tanh()) for _ in range(48)])
-    Remembered([model])
-    took: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
-        Remembered([model]).put_back()
-        took.append(time.perf_counter() - start)
-    assert min(took) < 0.05
 
 
 TABLES: dict[str, Tensor] = {}
@@ -246,3 +222,65 @@ def test_nothing_is_left_in_caches(run: Callable[..., Trace]) -> None:
     assert model.box.made is None
     assert model.table.cache_info().currsize == 0
     assert torch.equal(model.generator.get_state(), stream)
+
+
+def test_contents_that_have_not_changed_are_forgotten() -> None:
+    one, other = [1], {"a": 1}
+    noted = Contents([one, other])
+    other["a"] = 2
+    noted.keep_what_changed()
+    one.append(2)
+    noted.put_back()
+    assert (one, other) == ([1, 2], {"a": 1})
+
+
+# ---- what can be reached from a block
+
+
+def holder(**held: Any) -> nn.Module:
+    module = nn.Linear(1, 1)
+    vars(module).update(held)
+    return module
+
+
+def reached(*roots: object) -> Reachable:
+    return Reachable(roots, is_block=True)
+
+
+def draw(generator: Any) -> float:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(1, generator=generator).item()
+    return generator.random() if hasattr(generator, "random") else generator.rand()
+
+
+GENERATORS = [torch.Generator(), np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
+
+
+@pytest.mark.parametrize("generator", GENERATORS, ids=["torch", "numpy", "old numpy", "python"])
+def test_generators_are_found_wherever_they_are(generator: Any) -> None:
+    for held in (generator, [generator], {"a": (generator,)}, SimpleNamespace(one=generator)):
+        assert reached(holder(held=held)).generators == [generator]
+    assert reached(nn.Tanh()).joined([torch.ones(1), {"a": generator}]).generators == [generator]
+    read, put = ways(generator)
+    state, first = read(), draw(generator)
+    put(state)
+    assert draw(generator) == first
+
+
+def test_modules_in_containers_are_found() -> None:
+    norm, other = nn.BatchNorm1d(1), nn.BatchNorm1d(1)
+    assert norm in reached(holder(norms=[norm])).modules
+    assert other in reached(nn.Tanh()).joined([other]).modules
+
+
+def test_containers_and_values_of_a_block_are_its_own() -> None:
+    log, ema, batch = [1], torch.zeros(1), UserDict(x=1)
+    block = reached(holder(log=log, ema=ema, batch=batch, loss=lambda: TABLE))
+    assert {id(one) for one in block.containers} == {id(log), id(vars(batch)), id(batch.data)}
+    assert block.values == [ema]
+
+
+def test_circles_and_data_are_not_gone_through() -> None:
+    module = holder(data=[nn.Tanh()] * 1001)
+    module.this = [module]  # pyright: ignore
+    assert reached(module).modules == [module]

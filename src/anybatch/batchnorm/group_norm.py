@@ -85,7 +85,7 @@ def _check_replaceable(norm: BatchNorm, name: str) -> None:
             f"Expected a BatchNorm1d of more than one channel, got {came} with {norm.num_features}: of a "
             "single number nothing is left once its own mean is taken away. Replace it yourself."
         )
-    hooks = [slot for slot, value in vars(norm).items() if slot.endswith("_hooks") and value]
+    hooks = [slot for slot, value in vars(norm).items() if value and slot.endswith(("_hooks", "forward"))]
     if hooks:
         raise PlanError(
             f"Expected a BatchNorm without hooks, got {came} with {hooks}. They may look at running "

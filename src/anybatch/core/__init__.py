@@ -19,7 +19,7 @@ from anybatch.core.errors import (
 )
 from anybatch.core.finite import Look, NonFinite, all_finite
 from anybatch.core.oom import free_caches, ran_out_of_memory, released
-from anybatch.core.phase import is_moving, moving
+from anybatch.core.phase import is_moving, is_recomputing, moving, recomputing
 from anybatch.core.report import Event, Listener, MicroBatchDone, MicroBatchRedone, StepReport
 from anybatch.core.total import SHORT_DTYPES, Fold, Number, Total, weighted_mean
 from anybatch.core.tree import mould, parts, tensors_in
@@ -65,11 +65,13 @@ __all__ = [
     "format_seconds",
     "free_caches",
     "is_moving",
+    "is_recomputing",
     "mould",
     "moving",
     "parse_bytes",
     "parts",
     "ran_out_of_memory",
+    "recomputing",
     "released",
     "tensors_in",
     "torch_private",

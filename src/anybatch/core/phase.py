@@ -1,10 +1,11 @@
-"""What is going on just now, told without an import upward: whether a copy on the host is being made."""
+"""What is going on just now, told without an import upward: a copy to the host, a block that runs again."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 _MOVING: ContextVar[bool] = ContextVar("moving to the host", default=False)
+_RECOMPUTING: ContextVar[bool] = ContextVar("recomputing a block", default=False)
 
 
 def is_moving() -> bool:
@@ -25,3 +26,24 @@ def moving() -> Generator[None]:
         yield
     finally:
         _MOVING.reset(token)
+
+
+def is_recomputing() -> bool:
+    """Whether a block is run again in backward just now.
+
+    Example:
+        >>> with recomputing():
+        ...     is_recomputing()
+        True
+    """
+    return _RECOMPUTING.get()
+
+
+@contextmanager
+def recomputing() -> Generator[None]:
+    """While a block is run again in backward."""
+    token = _RECOMPUTING.set(True)
+    try:
+        yield
+    finally:
+        _RECOMPUTING.reset(token)

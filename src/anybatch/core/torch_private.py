@@ -125,6 +125,16 @@ def saved(node: Any, name: str) -> Any:
     return getattr(node, f"_saved_{name}", None)
 
 
+def is_packed(node: Any, name: str) -> bool:
+    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False.
+
+    Example:
+        >>> is_packed(torch.ones(2, requires_grad=True).exp().grad_fn, "result")
+        False
+    """
+    return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
+
+
 # ---- dispatch modes and the compiler
 
 _COMPILER = "torch._dynamo"
@@ -133,6 +143,13 @@ _COMPILER = "torch._dynamo"
 def is_compiler_loaded() -> bool:
     """Whether torch has loaded its compiler, which happens at its first use. Where renamed: False."""
     return _COMPILER in sys.modules
+
+
+not_compiled: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
+"""Keep a function from being compiled with its caller. Where missing: `torch.compiler.disable`.
+
+That one imports the compiler, which takes seconds.
+"""
 
 
 disable_current_modes: Callable[[], AbstractContextManager[object]] = getattr(

@@ -86,7 +86,9 @@ class Accumulator:
         self.is_in_window = window is not None
         self.offset = 0 if window is None else sum(window.rows)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
-        self.share: Callable[[Sequence[int]], Loss] = lambda index: self.loss
+        self.share: Callable[[Sequence[int]], Loss] = (
+            (lambda index: self.loss) if window is None else window.share
+        )
         self._computing = task.computing(plan)
         self._window = window
         self._sums: list[Mapping[str, Number]] = []  # without graph, one entry per micro-batch

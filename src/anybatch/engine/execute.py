@@ -33,6 +33,7 @@ from anybatch.engine.plan import Plan
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.task import Task
 from anybatch.engine.update import TornUpdateError, clip, schedule_learning_rates, step_optimizers
+from anybatch.losses import EvaluateAgain
 from anybatch.recompute import apply_policies
 from anybatch.state import Snapshot, rng
 
@@ -214,10 +215,14 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
     | memory ran out, nothing of the micro-batch accepted | its rows, and those that follow, in halves |
     | memory ran out, part of it accepted, or in a first pass | the step again, at half the size |
     | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the step |
+    | a model's loss has another form than it had | the micro-batch again |
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
     | anything else | raised: all is as before |
     """
-    if isinstance(error, NonFinite):
+    if isinstance(error, EvaluateAgain):
+        if not _undo(before, sums.task, "to be evaluated again", LossError):
+            raise Restart(sums, [*sums.rows, *map(len, schedule.left)])
+    elif isinstance(error, NonFinite):
         _recover_from_overflow(error.where, schedule, sums, before)
     elif isinstance(error, NonFiniteLossError) and sums.plan.non_finite == "skip":
         raise Skipped(rng.capture_process()) from None
@@ -353,7 +358,8 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
 @contextmanager
 def _context(plan: Plan, task: Task) -> Generator[None]:
     norms = task.batch_norms if plan.batch_norm == "frozen" else ()
-    with plan.precision.arithmetic(), frozen_batch_norms(norms), apply_policies(task.model, plan.blocks):
+    policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
+    with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
         yield
 
 

@@ -30,7 +30,7 @@ class Schedule:
         self._sums, self._before, self._stack = sums, before, stack
         self._cut = plan.parts
         self._done = 0
-        self.is_open = False
+        self.is_open = sums.is_in_window  # whose loss was opened with it
         self.scale_before: dict[str, float] | None = None
 
     @property

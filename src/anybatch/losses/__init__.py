@@ -3,7 +3,7 @@
 from anybatch.losses.additivity import LEAST_ROWS, compare_cuts, refuse_what_does_not_add_up
 from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
 from anybatch.losses.linear import linear_cross_entropy
-from anybatch.losses.loss import Evaluated, Loss, Share
+from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
 from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
 from anybatch.losses.resolve import check_loss, module_of, resolve
 from anybatch.losses.terms import Terms, call_loss
@@ -13,6 +13,7 @@ from anybatch.losses.whole_batch import WholeBatch
 __all__ = [
     "LEAST_ROWS",
     "TARGET_KEYS",
+    "EvaluateAgain",
     "Evaluated",
     "Loss",
     "ModelLoss",

@@ -22,6 +22,16 @@ class Evaluated(NamedTuple):
     weigh: Callable[[], Mapping[str, Number]]
 
 
+class EvaluateAgain(Exception):  # noqa: N818
+    """What a forward left in the graph is not what was expected: undo the micro-batch and evaluate it again.
+
+    `evaluate` raises it before anything flows back, so nothing of the micro-batch is in the sums. Whoever
+    called puts back what the forward may have changed (rows, buffers, attributes, random streams) and calls
+    `evaluate` with the same rows: the second time it does not raise this. Only a loss that entered `along`
+    raises it.
+    """
+
+
 class Loss(Protocol):
     """A loss whose whole-batch value is, term by term, a ratio of sums."""
 
@@ -46,7 +56,11 @@ class Loss(Protocol):
         ...
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        """Run the model on a micro-batch and sum its losses."""
+        """Run the model on a micro-batch and sum its losses.
+
+        Raises:
+            EvaluateAgain: it is to be undone, and called once more.
+        """
         ...
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
@@ -75,7 +89,7 @@ class Loss(Protocol):
         ...
 
 
-def rows_of(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
+def first_pass_rows(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
     """The rows of each micro-batch, for a first pass."""
     return (micro.rows for micro in batch.micro_batches(Cut.of_sizes(sizes).parts))
 

@@ -66,6 +66,9 @@ def _sum(weights: Tensor) -> Tensor:
 
 
 def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
+    first, *others = arguments
+    if all(value.shape == first.shape for value in others):  # nearly always, and 20 us faster
+        return first.numel()
     return torch.broadcast_shapes(*[value.shape for value in arguments]).numel()
 
 

@@ -27,6 +27,7 @@ class SummedLoss(Plain):
         settings: the caller's keyword arguments or module attributes.
         reduced: the caller's loss as it is, with its own reduction.
         reduce: gives the same loss with the reduction "none" or "sum".
+        wanted: how many tensors it compares.
         divided: the batch is uncut, so the value is the caller's own and needs no division.
     """
 
@@ -35,6 +36,7 @@ class SummedLoss(Plain):
     settings: Mapping[str, Any]
     reduced: Callable[..., Tensor]
     reduce: Callable[[str], Callable[..., Tensor]]
+    wanted: int
     divided: bool = False
 
     @property
@@ -44,19 +46,27 @@ class SummedLoss(Plain):
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model, then the loss; the value is a sum unless the loss is divided."""
-        inputs, targets = split_batch(micro, has_target=self.kind.has_target)
-        arguments = self._arrange(call_model(model, inputs), targets)
+        kind = self.kind
+        inputs, targets = split_batch(micro, has_target=kind.has_target)
+        outputs = call_model(model, inputs)
+        if len(outputs) + len(targets) != self.wanted:
+            raise LossError(
+                f"Expected {self.wanted} tensors for {self.name}, got {len(outputs)} from the model and "
+                f"{len(targets)} as target. Let the model return only what the loss compares, or write the "
+                "loss as a function (model, micro) -> ab.Total."
+            )
+        arguments = kind.arrange(outputs, targets)
         if self.divided:
             value = _scalar(self.reduced(*arguments))
-            count = 0 if self.kind.counted else self._weigh(arguments, targets)
-        elif self.kind.counted and not _is_short(arguments):
+            count = 0 if kind.counted else self._weigh(arguments, targets)
+        elif kind.counted and getattr(arguments[0], "dtype", None) not in SHORT_DTYPES:
             value, count = self.reduce("sum")(*arguments), 0  # one kernel
         else:
             losses = self.reduce("none")(*arguments)
-            if self.kind.per_row and not self.kind.counted:
+            if kind.per_row and not kind.counted:
                 self._check_count(losses, arguments, targets)
             value, count = self._add_up(losses, arguments), self._count(losses)
-        if self.kind.counted:
+        if kind.counted:
             # On demand, and from the targets alone: the outputs are to be freed before backward.
             return Evaluated({"loss": value}, lambda: {"loss": self._weigh((), targets)})
         return Evaluated({"loss": value}, lambda: {"loss": count})
@@ -87,16 +97,6 @@ class SummedLoss(Plain):
             return self._with({name: value[start:stop] for name, value in per_row.items()})
 
         return nullcontext(share if per_row else lambda start, stop: self)
-
-    def _arrange(self, outputs: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, ...]:
-        wanted = self.kind.arguments - ("var" in self.settings)  # the one that may be a constant
-        if len(outputs) + len(targets) != wanted:
-            raise LossError(
-                f"Expected {wanted} tensors for {self.name}, got {len(outputs)} from the model and "
-                f"{len(targets)} as target. Let the model return only what the loss compares, or write the "
-                "loss as a function (model, micro) -> ab.Total."
-            )
-        return self.kind.arrange(outputs, targets)
 
     def _add_up(self, losses: Tensor, arguments: tuple[Any, ...]) -> Tensor:
         """Sum unreduced losses, at least in float32."""
@@ -229,6 +229,7 @@ def _summed(
         settings=settings,
         reduced=reduced,
         reduce=cache(reduce),  # made when first asked for: an uncut batch asks for none
+        wanted=kind.arguments - ("var" in settings),  # the one that may be a constant
     )
 
 
@@ -247,10 +248,6 @@ def _with_attributes(loss: nn.Module, attributes: Mapping[str, Any]) -> nn.Modul
 
 def _rebind(call: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
     return _with_attributes(call, settings) if isinstance(call, nn.Module) else partial(call, **settings)
-
-
-def _is_short(arguments: tuple[Any, ...]) -> bool:
-    return isinstance(arguments[0], Tensor) and arguments[0].dtype in SHORT_DTYPES
 
 
 def _scalar(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, t
 from anybatch.core import torch_private as private
 from anybatch.losses.cotangents import Pull, flows_of
 from anybatch.losses.inputs import call
-from anybatch.losses.loss import Evaluated, Plain, Share, rows_of
+from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows
 from anybatch.losses.seen import Seen, joined, part
 from anybatch.state import rng
 
@@ -161,7 +161,7 @@ class WholeBatch(Plain):
         versions = _versions(model)
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
-        micros = zip(rows_of(batch, sizes), sizes, strict=True)
+        micros = zip(first_pass_rows(batch, sizes), sizes, strict=True)
         whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # of what belongs to graphs that are gone

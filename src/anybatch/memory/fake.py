@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from anybatch.core import PlanError, TraceError
 from anybatch.core import torch_private as private
-from anybatch.state import ModuleState, Remembered, Snapshot, rng
+from anybatch.state import ModuleState, ObjectState, Snapshot, rng
 
 # ---- likely values
 
@@ -367,13 +367,13 @@ def undisturbed(
     *,
     roots: Iterable[object] = (),
     is_real: bool = False,
-) -> Generator[Remembered]:
+) -> Generator[ObjectState]:
     """Random streams, gradients, buffers, warnings and collector as before; nothing is compiled meanwhile.
 
     So is all that `roots` reach; with `is_real`, values too, as far as tensors are small.
     """
     own = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
-    snapshot = Remembered(roots, but_for=own if is_real else None)
+    snapshot = ObjectState(roots, but_for=own if is_real else None)
     buffers = Snapshot(ModuleState([*modules, *(snapshot.modules if is_real else ())]))
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()

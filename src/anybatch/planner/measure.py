@@ -27,7 +27,7 @@ from anybatch.planner.trace import (
     roots_of,
     rows_kept,
 )
-from anybatch.state import Remembered, rng
+from anybatch.state import ObjectState, rng
 
 # ---- an update by itself
 
@@ -224,11 +224,11 @@ def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
         rng.restore_process(random)
 
 
-def _remembered(task: Task, batch: Batch) -> Remembered:
+def _remembered(task: Task, batch: Batch) -> ObjectState:
     """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
-    return Remembered([task.model, task.loss, *task.modules, *collate], but_for=known)
+    return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
 
 
 def _copied(batch: Batch) -> Batch:

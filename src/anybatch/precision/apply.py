@@ -1,20 +1,19 @@
 """A model whose weights are stored short: cast where values enter and leave, parts of it left in float32."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.modules.instancenorm import _InstanceNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch.batchnorm import BatchNorm
 from anybatch.core import SHORT_DTYPES, PlanError
+from anybatch.core import torch_private as private
 from anybatch.integrations import refuse_without_float8, with_float8_linear
-from anybatch.precision.casting import Around, Outside, Within, lengthened
+from anybatch.precision.casting import Around, Outside, Within, cast_of, lengthened
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters, lengthen, lengthen_states
 from anybatch.precision.policy import Precision, find_precision
@@ -59,9 +58,9 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     """Bring a model into a precision, in place; nothing happens to it where that leaves it as it is.
 
     Weights and buffers are stored short, all but those of parts that stay in float32, and the model takes and
-    gives what it did before: hooks cast what enters to the short dtype and what leaves to float32. The hooks
-    stay, so the model can be called by anybody afterwards; they warn of a forward that writes to what is
-    stored short (`anybatch.precision.stalled`). Under autocast only the parts that stay in float32 get hooks.
+    gives what it did before: its `forward` casts what enters to the short dtype and what leaves to float32.
+    That stays, so the model can be called by anybody afterwards. Under autocast only the `forward` of parts
+    that stay in float32 is changed.
 
     The model may be part of another that was lowered, or hold one: it is what the last call says of it, and
     casts only where it is the outermost that runs in its thread (`compile()` of the outer one in place does
@@ -81,7 +80,6 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
             they are to be as they were made; nothing is changed.
 
     Example:
-        >>> from anybatch.precision import find_precision
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         >>> masters = lower(model, find_precision("bf16-true"), model.parameters())
         >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
@@ -104,23 +102,24 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     if precision.is_mixed:
         for module in called:
             if not isinstance(module, BatchNorm):  # autocast knows it
-                _hook(module, Outside())
+                Outside(module).put_on()
         return masters
-    dtype = cast("torch.dtype", precision.storage)
+    dtype = precision.storage or torch.float32
     for module in model.modules():
-        if module not in called:
-            _unhook(module, Within)
+        cast = cast_of(module)
+        if module not in called and isinstance(cast, Within):
+            cast.take_off()
     for module in inside:
         for parameter in module.parameters(recurse=False):
             lengthen(parameter)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = lengthened(buffer)  # pyright: ignore[reportPrivateUsage]
+            private.buffers_of(module)[name] = lengthened(buffer)
     if model not in inside:
         _store(model, [one for one in model.modules() if one not in inside], dtype, masters, set(trained))
         like = _first(model, dtype)
         if like is not None:
             for module in called:
-                _hook(module, Within(like))
+                Within(module, like).put_on()
     return masters
 
 
@@ -136,44 +135,18 @@ def _store(
     for module in short:
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and not _is_frequency(name):
-                module._buffers[name] = buffer.to(dtype)  # pyright: ignore[reportPrivateUsage]
+                private.buffers_of(module)[name] = buffer.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
     for module in short:
-        like = _first(module, dtype) if module is model or _keys(_tables(module)[0], Around) else None
+        is_cast = module is model or isinstance(cast_of(module), Around)
+        like = _first(module, dtype) if is_cast else None
         if like is not None:
-            _hook(module, Around(like))
+            Around(module, like).put_on()
 
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
     return next((parameter for parameter in module.parameters() if parameter.dtype == dtype), None)
-
-
-def _tables(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    return module._forward_pre_hooks, module._forward_hooks  # pyright: ignore[reportPrivateUsage]
-
-
-def _keys(table: Mapping[int, Any], kind: type) -> list[int]:
-    return [key for key, hook in table.items() if isinstance(getattr(hook, "__self__", None), kind)]
-
-
-def _hook(module: nn.Module, hooks: Around | Within | Outside) -> None:
-    """Put hooks on a module, in the place of those that another step has put there."""
-    found = [_keys(table, type(hooks)) for table in _tables(module)]
-    if not any(found):
-        module.register_forward_pre_hook(hooks.enter, with_kwargs=True, prepend=True)
-        always = not isinstance(hooks, Within)
-        module.register_forward_hook(hooks.leave, with_kwargs=True, always_call=always)
-    for table, keys, hook in zip(_tables(module), found, (hooks.enter, hooks.leave), strict=True):
-        table.update(dict.fromkeys(keys, hook))
-
-
-def _unhook(module: nn.Module, kind: type) -> None:
-    """Take hooks off; they may have come with a copy of the module, so that nobody has their handles."""
-    for name in ("_forward_pre_hooks", "_forward_hooks"):
-        for key in _keys(vars(module)[name], kind):
-            for flags in (name, f"{name}_with_kwargs"):
-                vars(module)[flags].pop(key, None)
 
 
 def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
@@ -197,7 +170,7 @@ def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 def _stays(module: nn.Module, precision: Precision) -> bool:
     """Whether it is a norm whose statistics would stand still in a short dtype, or turns by wrong angles."""
-    keeps = isinstance(module, _InstanceNorm) and module.track_running_stats
+    keeps = isinstance(module, private.InstanceNorm) and module.track_running_stats
     own = [name for name, _ in module.named_buffers(recurse=False)]
     turns = any(map(_is_frequency, own)) and not any(True for _ in module.parameters())
     return isinstance(module, BatchNorm) or ((keeps or turns) and precision.store is not None)
@@ -219,9 +192,9 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
-    """Hooks tell who stored weights short: it was no caller, whose own choice is left as it is."""
-    hooked = [module for module in model.modules() if _keys(_tables(module)[0], Around)]
-    short = {p.dtype for module in hooked for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
+    """A cast tells who stored weights short: it was no caller, whose own choice is left as it is."""
+    lowered = [module for module in model.modules() if isinstance(cast_of(module), Around)]
+    short = {p.dtype for module in lowered for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
     if short:
         raise PlanError(
             "Expected a model that stores its weights as it was made, got one that an earlier step stores in "

@@ -1,194 +1,175 @@
-"""Hooks of a model in two precisions: cast where values enter and leave it, and parts of it in float32."""
+"""Forwards of a model in two precisions: cast where values enter and leave it, and parts of it in float32."""
 
-import sys
+import inspect
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from operator import is_
-from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import SHORT_DTYPES, mould, parts
-from anybatch.precision.stalled import Marks, Stalled
+from anybatch.core import SHORT_DTYPES, is_recomputing, mould, parts
+from anybatch.core import torch_private as private
 
 
-class Around:
-    """Hooks of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
+class Cast:
+    """A forward that stands in the place of a module's own, and calls it; copies of the module have it, too.
 
-    Only of the outermost such model that runs; one inside of it takes and gives what is short. What the
-    model gives just as its last part in float32 gave it was never rounded.
+    A module has one: what the last call of `put_on` says.
 
     Args:
-        like: one of its weights; whatever dtype it has when the model is called is the model's.
+        module: whose forward is meant.
     """
 
-    def __init__(self, like: nn.Parameter) -> None:
-        self._like, self._stalled = like, Stalled()
+    def __init__(self, module: nn.Module) -> None:
+        own = cast_of(module)
+        self._module = module
+        self._own: Any = vars(module).get("forward") if own is None else own._own
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        outer = _NEST.enter(self)
-        running = _NEST.outermost()
-        if outer is None and running is not None:
-            running.before = self._stalled.before(module)
-        return mapped((args, kwargs), self._inwards if outer is None else partial(_as_short_as, self._like))
+    def put_on(self) -> None:
+        """Let the module have it."""
+        vars(self._module)["forward"] = self
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After it, also after an error."""
-        outer, ended = _NEST.leave(self)
-        if ended is not None and output is not None:  # no error
-            self._stalled.after(module, ended.before)
-        if outer is not None:
-            return mapped(output, partial(_as_short_as, outer._like))
-        return mapped(output, lengthened if ended is None else ended.outwards)
+    def take_off(self) -> None:
+        """Let the module have its own forward."""
+        if self._own is None:
+            vars(self._module).pop("forward", None)
+        else:
+            vars(self._module)["forward"] = self._own
 
-    def _inwards(self, value: Tensor) -> Tensor:
-        return value.to(self._like.dtype) if value.is_floating_point() else value
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        # The method is looked up each time: where it is held, a copy of the module cannot be pickled.
+        return self._own or type(self._module).forward.__get__(self._module)
 
 
-class _Running:
-    """A model that runs.
-
-    Attributes:
-        hooks: of the model.
-        frame: that called it.
-        before: how its buffers stood, where somebody looks.
-        last: what its last part in float32 gave: short tensors, how they stood, and what they were cast from.
-    """
-
-    def __init__(self, hooks: Around, frame: FrameType) -> None:
-        self.hooks, self.frame = hooks, frame
-        self.before: Marks = {}
-        self.last: list[tuple[ref[Tensor], object, Tensor]] = []
-
-    def shortened(self, full: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a part in float32 gives, for what comes next; itself is given out if nothing does."""
-        short = full.to(dtype)
-        self.last.append((ref(short), _version(short), full))
-        return short
-
-    def outwards(self, value: Tensor) -> Tensor:
-        """What leaves the model, in float32."""
-        for weak, version, full in self.last:
-            if weak() is not value or version != _version(value) or _is_awaited(value):
-                continue
-            # A block under a checkpoint gives what has no graph yet, and gets one afterwards. In inference
-            # nobody counts who writes to a tensor.
-            is_it = full.requires_grad == value.requires_grad
-            if is_it and (not value.is_inference() or torch.equal(full.to(value.dtype), value)):
-                return full
-        return lengthened(value)
+def cast_of(module: nn.Module) -> Cast | None:
+    """The one that a module has."""
+    found = vars(module).get("forward")
+    return found if isinstance(found, Cast) else None
 
 
 class _Nest(threading.local):
-    """The models stored short that run in this thread, each inside of the one before it."""
+    """What runs in this thread.
+
+    Attributes:
+        around: the innermost model stored short.
+        last: what the last part in float32 gave: short tensors, their versions, and what they were cast from.
+    """
 
     def __init__(self) -> None:
-        self._running: list[_Running] = []
-
-    def enter(self, hooks: Around) -> Around | None:
-        """One begins; the one that it is inside of."""
-        outer, _ = self.leave(hooks)
-        if torch.compiler.is_compiling():  # no frames there, and an error would leave it running
-            return outer
-        # An interrupt, unlike an error, calls no hooks: what it has left is not among our callers.
-        frames = _frames()
-        self._running = [one for one in self._running if one.frame in frames]
-        outer = self._running[-1].hooks if self._running else None
-        self._running.append(_Running(hooks, frames[0]))
-        return outer
-
-    def leave(self, hooks: Around) -> tuple[Around | None, _Running | None]:
-        """One ends; the one that it was inside of, and itself if it was running."""
-        ended = None
-        for index, one in enumerate(self._running):
-            if one.hooks is hooks:
-                ended = one
-                del self._running[index:]
-                break
-        return (self._running[-1].hooks if self._running else None), ended
-
-    def outermost(self) -> _Running | None:
-        """The model that all others run inside of; None where no hook may remember anything."""
-        return None if torch.compiler.is_compiling() or not self._running else self._running[0]
+        self.around: Around | None = None
+        self.last: list[tuple[Tensor, int, Tensor]] = []
 
 
 _NEST = _Nest()
 
 
-class Within:
-    """Hooks of a part that stays in float32 inside a model that is stored short: the other way round."""
+class Around(Cast):
+    """Of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
 
-    def __init__(self, like: nn.Parameter) -> None:
-        self._like = like
+    Only of the outermost such model that runs; one inside of it takes and gives what is short. What the
+    model gives just as its last part in float32 gave it was never rounded.
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        running = _NEST.outermost()
-        if running is not None:
-            running.last.clear()
-        return mapped((args, kwargs), lengthened)
+    Args:
+        module: the model.
+        like: one of its weights; whatever dtype it has when the model is called is the model's.
+    """
 
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """After it."""
-        return mapped(output, partial(self._outwards, _NEST.outermost()))
+    def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
+        super().__init__(module)
+        self.like = like
+        self._outer: Around | None = None  # the model that it was inside of when last called
 
-    def _outwards(self, running: _Running | None, value: Tensor) -> Tensor:
-        if self._like.dtype not in SHORT_DTYPES or value.dtype != torch.float32:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model."""
+        outer = _NEST.around
+        if torch.compiler.is_compiling():  # nothing may be remembered there
+            return mapped(self._called(outer, args, kwargs), partial(_outwards, outer, []))
+        if is_recomputing() and outer is None:
+            outer = self._outer
+        self._outer, before, _NEST.around = outer, _NEST.around, self
+        try:
+            return mapped(self._called(outer, args, kwargs), partial(_outwards, outer, _NEST.last))
+        finally:
+            _NEST.around = before
+            if before is None:
+                _NEST.last.clear()
+
+    def _called(self, outer: "Around | None", args: Any, kwargs: Any) -> Any:
+        inwards = self._inwards if outer is None else partial(_as_short_as, self.like)
+        args, kwargs = mapped((args, kwargs), inwards)
+        return self._forward(*args, **kwargs)
+
+    def _inwards(self, value: Tensor) -> Tensor:
+        return value.to(self.like.dtype) if value.is_floating_point() else value
+
+
+def _outwards(outer: Around | None, last: list[tuple[Tensor, int, Tensor]], value: Tensor) -> Tensor:
+    """What leaves a model: as short as the one around it, or in float32."""
+    if outer is not None:
+        return _as_short_as(outer.like, value)
+    for short, version, full in last:
+        # A block under an old checkpoint gives what has no graph yet, and gets one afterwards. In inference
+        # nobody counts who writes to a tensor.
+        is_it = (
+            short is value and full.requires_grad == value.requires_grad and version == private.version(value)
+        )
+        if is_it and (not value.is_inference() or torch.equal(full.to(value.dtype), value)):
+            return full
+    return lengthened(value)
+
+
+class Within(Cast):
+    """Of a part that stays in float32 inside a model that is stored short: the other way round.
+
+    Args:
+        module: the part.
+        like: a weight that is stored short.
+    """
+
+    def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
+        super().__init__(module)
+        self.like = like
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the part."""
+        args, kwargs = mapped((args, kwargs), lengthened)
+        is_remembered = not torch.compiler.is_compiling() and _NEST.around is not None
+        if is_remembered:
+            _NEST.last.clear()
+        return mapped(self._forward(*args, **kwargs), partial(self._outwards, is_remembered))
+
+    def _outwards(self, is_remembered: bool, value: Tensor) -> Tensor:
+        if self.like.dtype not in SHORT_DTYPES or value.dtype != torch.float32:
             return value
-        if running is None:
-            return value.to(self._like.dtype)
-        return running.shortened(value, self._like.dtype)
+        short = value.to(self.like.dtype)
+        if is_remembered:
+            _NEST.last.append((short, private.version(short), value))
+        return short
 
 
-class Outside:
-    """Hooks of a part that stays in float32 under autocast: inside of it there is none."""
+class Outside(Cast):
+    """Of a part that stays in float32 under autocast: inside of it there is none."""
 
-    def __init__(self) -> None:
-        self._open: list[Sequence[AbstractContextManager[Any]]] = []
-
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Before the forward."""
-        kinds = {p.device.type for p in module.parameters()} or {"cpu", "cuda"}
-        contexts = [torch.autocast(kind, enabled=False) for kind in kinds if torch.is_autocast_enabled(kind)]
-        for context in contexts:
-            context.__enter__()
-        self._open.append(contexts)
-        return mapped((args, kwargs), lengthened) if contexts else None
-
-    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """After it, also after an error."""
-        for context in reversed(self._open.pop() if self._open else []):
-            context.__exit__(None, None, None)
-
-
-def _frames() -> list[FrameType]:
-    """Those that called the hook, from the innermost outwards."""
-    frame: FrameType | None = sys._getframe(3)  # pyright: ignore[reportPrivateUsage]
-    found: list[FrameType] = []  # without this frame, which would hold itself, and all that callers hold
-    while frame is not None:
-        found.append(frame)
-        frame = frame.f_back
-    return found
-
-
-def _version(tensor: Tensor) -> object:
-    """What changes where somebody writes to a tensor, or puts other memory in its place."""
-    version = 0 if tensor.is_inference() else tensor._version
-    try:
-        return version, tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    except NotImplementedError:  # under torch.func
-        return object()  # which is like no other
-
-
-def _is_awaited(short: Any) -> bool:
-    """Whether somebody waits for the gradient of this very tensor."""
-    return bool(short._backward_hooks) or short.retains_grad
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the part."""
+        kinds = {p.device.type for p in self._module.parameters()} or {"cpu", "cuda"}
+        found = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
+        if not found:
+            return self._forward(*args, **kwargs)
+        args, kwargs = mapped((args, kwargs), lengthened)
+        with ExitStack() as stack:
+            for kind in found:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return self._forward(*args, **kwargs)
 
 
 def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from anybatch.core import SHORT_DTYPES
+from anybatch.core import torch_private as private
 
 
 class _Backup:
@@ -29,18 +30,16 @@ class _Backup:
 
     def refresh(self, parameter: nn.Parameter) -> None:
         """Where somebody has written to the parameter, or moved it, that is what counts."""
-        if self.weights.device != parameter.device or self.weights.shape != parameter.shape:
-            self.weights = parameter.data.float()
+        data = parameter.data
+        if self.weights.device != data.device or self.weights.shape != data.shape:
+            self.weights = data.float()
             self.note(parameter)
         elif self.version != _version(parameter):
-            # Element by element: what nobody wrote to keeps the digits that it has behind it. Who has widened
-            # what was stored has written nothing.
-            data, weights = parameter.data, self.weights
-            is_kept = data == weights.to(data.dtype)
-            if self.dtype != data.dtype:
-                is_kept |= data == weights.to(self.dtype).to(data.dtype)
-            if not is_kept.all():
-                weights.copy_(torch.where(is_kept, weights, data.to(weights.dtype)))
+            # Who has only widened what was stored has written nothing.
+            full, stored = self.weights, self.weights.to(self.dtype)
+            is_kept = (data == full.to(data.dtype)) | (data == stored.to(data.dtype))
+            if not is_kept.all():  # elements that nobody wrote to, such as those that a clamp leaves
+                full.copy_(torch.where(is_kept, full, data.float()))
             self.version = _version(parameter)
 
 
@@ -157,7 +156,7 @@ class Masters:
                 parameter.data = own
             with torch.no_grad():
                 if held:
-                    torch._foreach_copy_(short, full)  # pyright: ignore
+                    private.foreach_copy_(short, full)
             for parameter, backup in held.items():
                 backup.note(parameter)
 
@@ -283,5 +282,4 @@ def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
 
 def _version(parameter: nn.Parameter) -> tuple[int, int]:
     """What changes where somebody writes to a parameter, or puts other memory in its place."""
-    memory = parameter.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
-    return parameter._version, memory  # pyright: ignore[reportPrivateUsage]
+    return private.version(parameter), private.storage_key(parameter)

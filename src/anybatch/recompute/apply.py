@@ -8,24 +8,26 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from anybatch.core import PlanError
+from anybatch.core import torch_private as private
 from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
 from anybatch.recompute.blocks import POLICIES, Choice, find_blocks
-from anybatch.recompute.checkpoint import Call
+from anybatch.recompute.checkpoint import Call, is_readable
 from anybatch.recompute.offload import Offload
-from anybatch.recompute.trust import Believed, Proof, is_fake, trust_in
-from anybatch.state import Inside
+from anybatch.state import Reachable
 
 Forward = Callable[..., Any]
 
 _ABSENT = object()
 _FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
+#: The policies, in training or not, under which a block has run again as it did, in this process.
+_VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
 
 
-def apply_policies(model: nn.Module, choice: Choice) -> AbstractContextManager[None]:
+def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> AbstractContextManager[None]:
     """For a while the named blocks evaluate under their policies; the result is the same to the bit.
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
@@ -34,8 +36,9 @@ def apply_policies(model: nn.Module, choice: Choice) -> AbstractContextManager[N
 
     A block that runs again starts from the buffers, attributes and random streams that it started from, and
     all it writes is put back, so that BatchNorm's statistics are updated once and dropout repeats its masks.
-    The first two times that a block runs again, all that it saves is compared with what it saved before, bit
-    for bit; then it is trusted, in this process, under this policy.
+    Its outputs are compared with those of the first run, bit for bit: always, until they were the same once
+    in this process under this policy; after that only if `verify` says so. It takes one more run, which saves
+    nothing.
     Hooks of the block itself run once; those of modules inside it run again with it.
 
     Backward belongs inside too. The model's code stays as it is: for the time a block has a `forward` of its
@@ -44,11 +47,13 @@ def apply_policies(model: nn.Module, choice: Choice) -> AbstractContextManager[N
     Args:
         model: whose blocks are meant.
         choice: (name, policy) of each block, as `choose` makes it; nothing happens where it is empty.
+        verify: compare the outputs of all blocks that run again, also of those that were compared before.
 
     Raises:
         PlanError: there is no such block or policy, or a module around a block is compiled. While a block
             runs: it cannot be run again, because it changes its arguments in place.
-        BlockError: in backward, a block that is not yet trusted does not do again what it did.
+        BlockError: while a block is compared: its second run has other outputs, or its first one writes to a
+            parameter, or to a tensor that is no buffer.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Linear(2, 1))
@@ -57,11 +62,11 @@ def apply_policies(model: nn.Module, choice: Choice) -> AbstractContextManager[N
 
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", section 4.
     """
-    return _applied(model, choice) if choice else nullcontext()
+    return _applied(model, choice, verify) if choice else nullcontext()
 
 
 @contextmanager
-def _applied(model: nn.Module, choice: Choice) -> Generator[None]:
+def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
     blocks = [(name, _block(model, name), policy) for name, policy in choice]
     offload = None
     if any(policy == "offload" for _, policy in choice):
@@ -71,10 +76,10 @@ def _applied(model: nn.Module, choice: Choice) -> Generator[None]:
     try:
         for name, block, policy in blocks:
             # A compiled block is called by another name, and stays compiled.
-            slot = "forward" if _compiled(block) is None else "_compiled_call_impl"
+            slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
             forward = getattr(block, slot)
             found.append((vars(block), slot, vars(block).get(slot, _ABSENT)))
-            vars(block)[slot] = _under(policy, name, block, forward, offload)
+            vars(block)[slot] = _under(policy, name, block, forward, offload, verify)
         yield
     finally:
         for attributes, slot, value in reversed(found):
@@ -86,11 +91,13 @@ def _applied(model: nn.Module, choice: Choice) -> Generator[None]:
             offload.close()
 
 
-def _under(policy: str, name: str, block: nn.Module, forward: Forward, offload: Offload | None) -> Forward:
+def _under(
+    policy: str, name: str, block: nn.Module, forward: Forward, offload: Offload | None, verify: bool
+) -> Forward:
     """A forward that evaluates under a policy, and of which those that are moved take notice."""
     match policy:
         case "recompute" | "selective":
-            evaluate = _rebuilt(policy, name, block, forward)
+            evaluate = _rebuilt(policy, name, block, forward, verify)
         case "offload" | "keep":
             evaluate = forward
         case _:
@@ -125,10 +132,12 @@ def _others(model: nn.Module, choice: Choice) -> list[str]:
     return [name for name in apart if _is_there(model, name)]
 
 
-def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward) -> Forward:
+def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify: bool) -> Forward:
     contexts = selective.contexts if policy == "selective" else noop_context_fn
-    look = partial(Inside.of, block)
-    known = cache(look)  # once a block is trusted it is looked at once, when first called
+    look = partial(Reachable, [block], is_block=True)
+    look_once = cache(look)
+    # Its noise is saved before it is filled: a run that stops at the last tensor saved has none.
+    is_filled_late = any(isinstance(module, nn.RReLU) for module in block.modules())
 
     def once(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = with_own_cache(args, kwargs)
@@ -139,18 +148,24 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward) -> Forw
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         arguments = with_empty_cache(block, args, kwargs)
-        trust = trust_in(block, policy)
-        if trust.left == 0 or is_fake():
-            return _run(Call(name, once, known(), arguments, Believed(name, trust)), contexts)
-        return _run(Call(name, once, look(), arguments, Proof(name, trust)), contexts)
+        done, way = _VERIFIED.setdefault(block, set()), (policy, block.training)
+        call = Call(name, once, look_once() if way in done else look(), arguments)
+        # Where a step is traced, tensors are fakes, and nothing can be compared.
+        if (verify or way not in done) and any(map(is_readable, call.tensors or block.parameters())):
+            call.verified = partial(done.add, way)
+        return _run(call, contexts, stops=not is_filled_late)
 
     return evaluate
 
 
-@torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-def _run(call: Call, contexts: Callable[[], Any]) -> Any:
+@private.not_compiled
+def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
     # `Call` replays random streams: torch does so only on the devices of the arguments.
-    return checkpoint(call, *call.tensors, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    if stops:
+        return checkpoint(call, *call.tensors, **options)
+    with set_checkpoint_early_stop(False):
+        return checkpoint(call, *call.tensors, **options)
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
@@ -174,7 +189,7 @@ def _block(model: nn.Module, name: str) -> nn.Module:
     """The module of this name; none on the way to it may be compiled."""
     block = model
     for part in name.split(".") if name else ():
-        if _compiled(block) is not None or hasattr(block, "_orig_mod"):
+        if private.compiled_call_of(block) is not None or private.compiled_from(block) is not None:
             raise PlanError(
                 f"Expected {name!r} to be in a module that is not compiled, got a compiled "
                 f"{type(block).__name__} around it. Compile the blocks: "
@@ -188,7 +203,3 @@ def _block(model: nn.Module, name: str) -> nn.Module:
             )
         block = inner
     return block
-
-
-def _compiled(module: nn.Module) -> Any:
-    return module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]

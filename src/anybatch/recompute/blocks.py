@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from anybatch.core import PlanError
+from anybatch.core import torch_private as private
 from anybatch.integrations import is_layer, recomputes_itself
 
 #: What may be done with the activations of a block; one that is not named keeps them.
@@ -110,7 +111,7 @@ def _inner(module: nn.Module) -> nn.Module:
     """The module that `torch.compile` was given, of what it returned; others as they are."""
     if isinstance(module, torch.jit.ScriptModule):
         return module
-    return vars(module).get("_modules", {}).get("_orig_mod") or module
+    return private.compiled_from(module) or module
 
 
 def _may_be_block(module: nn.Module) -> bool:

@@ -1,22 +1,26 @@
-"""A block's forward, run again later from the very state it began in."""
+"""A block's forward, run again in backward from the state it began in, and compared with the first run."""
 
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass
-from operator import is_
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import AnybatchError, BlockError, PlanError
-from anybatch.recompute.trust import Believed, Trust, is_plain, is_stop, mark
-from anybatch.state import Inside, ways
+from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
+from anybatch.core import torch_private as private
+from anybatch.state import Contents, Reachable, ways
+
+_ADVICE = (
+    "Look for a generator of its own, state that its forward changes, and values read from an object that "
+    "others change too; or leave this block out of `recompute`."
+)
 
 
 class Draws:
@@ -57,60 +61,29 @@ class State:
 
     Buffers, also where a forward puts another tensor in the place of one; parameters, where another stands in
     the place of one (`torch.func.functional_call`); attributes of the modules and what lists and dicts among
-    them hold; random streams. Running statistics are copied always, because BatchNorm's kernels write them
-    without telling autograd; of other buffers a copy is kept only if the forward wrote to them.
+    them hold; random streams. Buffers of one axis are copied always, because BatchNorm's kernels write to
+    running statistics without a new version; of others a copy is kept only if the forward wrote to them.
 
     Args:
         inside: the block.
-        proof: whether the block is trusted to tell autograd what it writes to.
     """
 
-    def __init__(self, inside: Inside, proof: Believed | None = None) -> None:
-        self._proof = proof or Believed("", Trust(0))
+    def __init__(self, inside: Reachable) -> None:
         self._draws = Draws(inside.generators)
         self._inside = inside
-        self._tables = [(table, copy(table)) for table in _tables(inside)]
-        self._slots = [(slots, slots.copy()) for slots in map(_buffers, inside.modules) if slots]
-        self._parameters = [(slots, slots.copy()) for slots in map(_parameters, inside.modules) if slots]
-        self._places = {
-            buffer: (place, name)
-            for place, (_, slots) in enumerate(self._slots)
-            for name, buffer in slots.items()
-            if buffer is not None and _is_noted(buffer)
-        }
-        self._copies = {buffer: buffer.detach().clone() for buffer in self._places}
-        self._versions = {buffer: buffer._version for buffer in self._places}  # pyright: ignore[reportPrivateUsage]
-        self._marks = [(one, mark(one)) for one in _others(inside)] if self._proof.is_needed else []
+        self._tables = Contents(_tables(inside))
+        self._parameters = Contents(map(private.parameters_of, inside.modules))
+        self._slots = [(slots, slots.copy()) for slots in map(private.buffers_of, inside.modules) if slots]
+        buffers = [one for _, slots in self._slots for one in slots.values() if one is not None]
+        self._copies = {buffer: buffer.detach().clone() for buffer in buffers if _is_noted(buffer)}
+        self._versions = {buffer: private.version(buffer) for buffer in self._copies}
 
-    def keep_what_changed(self, name: str = "") -> None:
-        """After the forward: drop what it cannot have changed.
-
-        Args:
-            name: of the block, for a message.
-
-        Raises:
-            BlockError: it has written to a parameter, or to a tensor that is no buffer.
-        """
-        for value, before in self._marks:
-            if before and mark(value) != before:
-                raise BlockError(
-                    f"Expected {name!r} to write to buffers only, got a {type(value).__name__} of shape "
-                    f"{tuple(value.shape)} that its forward writes to, and would write to again in backward. "
-                    "Register it as a buffer, or leave this block out of `recompute`.",
-                    block=name,
-                )
-        self._marks = []
-        self._tables = [pair for pair in self._tables if not _is_same(*pair)]
+    def keep_what_changed(self) -> None:
+        """After the forward: drop what it cannot have changed."""
+        self._tables.keep_what_changed()
         for buffer, version in self._versions.items():
-            if buffer._version == version and not self._is_written_silently(buffer):  # pyright: ignore[reportPrivateUsage]
+            if private.version(buffer) == version and buffer.dim() > 1:
                 del self._copies[buffer]
-
-    def _is_written_silently(self, buffer: Tensor) -> bool:
-        """Running statistics have one axis. Of others it is found out before a block is trusted."""
-        silent, place = self._proof.trust.silent, self._places[buffer]
-        if self._proof.is_needed and is_plain(buffer) and mark(buffer) != mark(self._copies[buffer]):
-            silent.add(place)
-        return place in silent or (buffer.is_floating_point() and buffer.dim() <= 1)
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
@@ -126,25 +99,24 @@ class State:
         """
         self._refuse_changed(name)
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
-        draws = Draws(self._inside.generators)
-        tables = [(table, copy(table)) for table in _tables(self._inside)]
-        parameters = [(table, table.copy()) for table, _ in self._parameters]
-        slots = [(here, here.copy()) for here in map(_buffers, self._inside.modules)]
+        draws, modules = Draws(self._inside.generators), self._inside.modules
+        parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
+        now = Contents([*_tables(self._inside), *parameters, *buffers])
         try:
             self._draws.restore()
-            for found, before in (*self._tables, *self._parameters):
-                _set(found, before)
-            for found, before in self._slots:
-                _set(found, {key: fresh.get(b, b) if b is not None else b for key, b in before.items()})
+            self._tables.put_back()
+            self._parameters.put_back()
+            for slots, before in self._slots:
+                slots.clear()
+                slots.update({key: fresh.get(b, b) if b is not None else b for key, b in before.items()})
             yield
         finally:
-            for found, now in (*tables, *parameters, *slots):
-                _set(found, now)
+            now.put_back()
             draws.restore()
 
     def _refuse_changed(self, name: str) -> None:
         for buffer, version in self._versions.items():
-            if buffer not in self._copies and buffer._version != version:  # pyright: ignore[reportPrivateUsage]
+            if buffer not in self._copies and private.version(buffer) != version:
                 raise PlanError(
                     f"Expected the buffers of {name!r} to stay as they are from forward to backward, got one "
                     f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
@@ -161,62 +133,125 @@ class Call:
         inside: where the block's state lives.
         arguments: of the call, `(args, kwargs)`. Lists and dicts are copied, so that what somebody adds to
             them later is not seen.
-        proof: what the second run is compared with; nothing if it is not given.
 
     Attributes:
         tensors: those among the arguments, each once; what `__call__` takes.
+        verified: if it is set before the first run, outputs of the second are compared with those of the
+            first, and this is called where they are equal, NaN with NaN. Nothing is compared where an output
+            was changed in place meanwhile.
     """
 
-    def __init__(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        inside: Inside,
-        arguments: Any,
-        proof: Believed | None = None,
-    ) -> None:
+    def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:
         self.tensors: list[Tensor] = []
+        self.verified: Callable[[], object] | None = None
         args, kwargs = arguments
         self._name, self._forward = name, forward
         self._inside = inside.joined((*args, *kwargs.values()))
-        self._proof = proof or Believed(name, Trust(0))
         self._first: list[Any] = [arguments]
         self._arguments = _taken_apart(arguments, self.tensors, {})
+        self._outputs: list[tuple[Tensor, int]] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
         """Run the forward, or run it again.
 
         Raises:
             PlanError: the forward changes one of its arguments in place.
-            BlockError: what it does when run again is not what it did.
+            BlockError: the second run has other outputs, or the first has written to a tensor of the block
+                that is no buffer.
         """
         if not self._first:
             return self._again(tensors)
         args, kwargs = self._first.pop()
         self.tensors = []  # autograd keeps them, and tells if they are changed
-        self._state = State(self._inside, self._proof)
-        versions = [tensor._version for tensor in tensors]  # pyright: ignore[reportPrivateUsage]
-        with self._proof.first():
-            result = self._forward(*args, **kwargs)
-        if versions != [tensor._version for tensor in tensors]:  # pyright: ignore[reportPrivateUsage]
+        self._state = State(self._inside)
+        versions = private.versions(tensors)
+        others = _versions(self._inside) if self.verified is not None else []
+        result = self._forward(*args, **kwargs)
+        if versions != private.versions(tensors):
             raise PlanError(
                 f"Expected a block that leaves its arguments as they are, got {self._name!r}, which changes "
                 "one in place and so cannot be run again. Set inplace=False in its first layers, or leave "
                 "it out of `recompute`."
             )
-        self._state.keep_what_changed(self._name)
+        for tensor, version in others:
+            if private.version(tensor) != version:
+                raise BlockError(
+                    f"Expected {self._name!r} to write to buffers only, got a {type(tensor).__name__} of "
+                    f"shape {tuple(tensor.shape)} that its forward writes to, and would write to again in "
+                    "backward. Register it as a buffer, or leave this block out of `recompute`.",
+                    block=self._name,
+                )
+        self._state.keep_what_changed()
+        if self.verified is not None:
+            self._outputs = [(one, private.version(one)) for one in _readable(result)]
         return result
 
     def _again(self, tensors: Sequence[Tensor]) -> Any:
-        args, kwargs = _put_together(self._arguments, tensors)
         try:
-            with self._state.again(self._name), self._proof.again():
+            if self._outputs:
+                self._verify(tensors)
+            args, kwargs = _put_together(self._arguments, tensors)
+            with recomputing(), self._state.again(self._name):
                 return self._forward(*args, **kwargs)
         except Exception as error:
-            is_known = isinstance(error, (AnybatchError, MemoryError, torch.OutOfMemoryError))
-            if not (is_known or is_stop(error)):
+            if not isinstance(error, (AnybatchError, MemoryError, torch.OutOfMemoryError)):
                 error.add_note(f"This happened while block {self._name!r} was run again in backward.")
             raise
+
+    def _verify(self, tensors: Sequence[Tensor]) -> None:
+        """Run it once more, saving nothing: so it takes less memory than the run that backward needs."""
+        expected, self._outputs = self._outputs, []
+        if any(private.version(one) != version for one, version in expected):
+            return
+        args, kwargs = _put_together(self._arguments, tensors)
+        # No mode sees it: neither a meter, nor the one that gives out what a selective block has kept.
+        nothing_saved = saved_tensors_hooks(_dropped, _dropped)
+        with private.disable_current_modes(), recomputing(), self._state.again(self._name), nothing_saved:
+            found = _readable(self._forward(*args, **kwargs))
+        same = [_is_equal(one, other) for (one, _), other in zip(expected, found, strict=False)]
+        if len(found) != len(expected) or not all(same):
+            place = (*same, False).index(False)
+            raise BlockError(
+                f"Expected {self._name!r} to compute the same when it is run again in backward, got other "
+                f"values in its output {place + 1} of {len(expected)}. {_ADVICE}",
+                block=self._name,
+            )
+        if self.verified is not None:
+            self.verified()
+
+
+def _dropped(value: Any) -> Any:
+    """Nothing is saved."""
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether it has values that can be compared: dense, on a device, and no fake.
+
+    Example:
+        >>> is_readable(torch.ones(1)), is_readable(torch.ones(1, device="meta"))
+        (True, False)
+    """
+    is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_inference()
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not is_odd
+
+
+def _readable(result: Any) -> list[Tensor]:
+    return [one.detach() for one in tensors_in(result) if is_readable(one)]
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """To the bit, but for the sign of zero and what kind of NaN it is."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
+    """Parameters and tensors that are no buffers, which nobody puts back, and how often they were written."""
+    held = [one for module in inside.modules for one in private.parameters_of(module).values()]
+    leaves = [one for one in inside.values if isinstance(one, Tensor) and one.is_leaf]
+    found = [one for one in (*held, *leaves) if one is not None and not (is_lazy(one) or one.is_inference())]
+    return [(one, private.version(one)) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,49 +285,10 @@ def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
     return kind([change(one) for one in value]) if kind in (list, tuple) else value
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers  # pyright: ignore[reportPrivateUsage]
-
-
-def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    return module._parameters  # pyright: ignore[reportPrivateUsage]
-
-
-def _tables(inside: Inside) -> list[Any]:
+def _tables(inside: Reachable) -> list[Any]:
     """All in which a forward may put one thing in the place of another, but for parameters and buffers."""
     return [*map(vars, inside.modules), *inside.containers]
 
 
-def _others(inside: Inside) -> list[Any]:
-    """The tensors and arrays that are copied for nobody."""
-    held = [one for module in inside.modules for one in _parameters(module).values()]
-    odd = [one for module in inside.modules for one in _buffers(module).values() if one is not None]
-    leaves = [one for one in inside.values if getattr(one, "is_leaf", True)]
-    return [one for one in held if one is not None] + [one for one in odd if not _is_noted(one)] + leaves
-
-
 def _is_noted(buffer: Tensor) -> bool:
     return not (is_lazy(buffer) or buffer.requires_grad or buffer.is_inference())
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Whether two containers hold the same."""
-    if isinstance(now, Mapping):
-        values: Any = now.values(), cast(Mapping[Any, Any], before).values()
-        return now.keys() == cast(Mapping[Any, Any], before).keys() and all(map(is_, *values))
-    if isinstance(now, set):
-        return now == before
-    return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _set(found: Any, values: Any) -> None:
-    """Fill a container with what another holds."""
-    if _is_same(found, values):
-        return
-    if isinstance(found, dict):
-        if found.keys() != values.keys():
-            found.clear()
-        found.update(values)
-        return
-    found.clear()
-    (found.update if isinstance(found, set) else found.extend)(values)

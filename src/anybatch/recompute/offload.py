@@ -12,15 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.core import PlanError, moving, tensors_in
+from anybatch.core import torch_private as private
 
 #: Bytes below which a tensor stays: a copy's latency is then longer than its transfer.
 SMALLEST = 64 * 1024
 
 Key = tuple[int, int, torch.dtype]
-
-# A compiled block calls the hooks of what it saves; they are not to be compiled with it. (What torch.compiler
-# has for it is slow to import.)
-_not_compiled = torch._disable_dynamo  # pyright: ignore
 
 
 class Link(Protocol):
@@ -130,7 +127,7 @@ class Moved:
 
     def look(self) -> None:
         """Note whether the source was written to, which the copy may or may not have seen."""
-        if self.source is not None and self.source._version != self.version:  # pyright: ignore[reportPrivateUsage]
+        if self.source is not None and private.version(self.source) != self.version:
             self.is_changed = True
 
 
@@ -187,7 +184,7 @@ class Offload:
     """
 
     def __init__(self, stay: Iterable[Tensor]) -> None:
-        self._stay = {_storage(tensor) for tensor in stay}
+        self._stay = {private.storage_key(tensor) for tensor in stay}
         self._links: dict[torch.device, Link] = {}
         self._coming: dict[Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
         self._last: Callable[[], Visit | None] = _nothing  # in forward
@@ -251,23 +248,23 @@ class Offload:
             and tensor.layout is torch.strided
             and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
             and tensor.untyped_storage().nbytes() >= SMALLEST
-            and _storage(tensor) not in self._stay
+            and private.storage_key(tensor) not in self._stay
         )
 
-    @_not_compiled
+    @private.not_compiled  # a compiled block calls it, and is not to be compiled with it
     def _pack(self, kind: str, visit: Visit, known: dict[Key, Moved], tensor: Tensor) -> Tensor | Saved:
         if not self._is_moved(tensor, kind):
             return tensor
         # The storage stays until `known` is cleared, so nothing else has its place. What was written to
         # meanwhile is moved again.
-        key = (_storage(tensor), tensor._version, tensor.dtype)  # pyright: ignore[reportPrivateUsage]
+        key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = known.get(key)
         if moved is None:
             moved = known[key] = Moved(tensor.device, _flat(tensor), key[1])
             visit.moved.append(ref(moved))
         return Saved(moved, visit, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
-    @_not_compiled
+    @private.not_compiled  # a compiled block calls it, and is not to be compiled with it
     def _unpack(self, saved: Tensor | Saved) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
@@ -305,10 +302,6 @@ class Offload:
         if device not in self._links:
             self._links[device] = CudaLink(device) if device.type == "cuda" else HostLink()
         return self._links[device]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _flat(tensor: Tensor) -> Tensor:

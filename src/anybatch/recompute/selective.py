@@ -7,13 +7,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
     create_selective_checkpoint_contexts,
 )
+
+from anybatch.core import torch_private as private
 
 #: Operations whose results are kept, by their names in `torch.ops.aten`, as far as this torch has them.
 KEPT = (
@@ -55,7 +55,7 @@ def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]
     return keeping, _Reusing(keeping.storage)
 
 
-class _Reusing(TorchDispatchMode):
+class _Reusing(private.TorchDispatchMode):
     """Operations whose results are kept give those; the others run.
 
     Args:
@@ -75,10 +75,10 @@ class _Reusing(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         # What was changed in place is kept no longer, and a part of the rest would be of little use.
-        wrappers = [leaf for leaf in tree_leaves(self._store) if hasattr(leaf, "val")]
-        if any(isinstance(one.val, Tensor) and one.val._version != one.version for one in wrappers):
+        wrappers = [leaf for leaf in private.pytree.tree_leaves(self._store) if hasattr(leaf, "val")]
+        if any(isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers):
             self._store.clear()
-        self._is_last = not _is_graph_kept()
+        self._is_last = not private.is_graph_kept()
         self._came.clear()
         return super().__enter__()
 
@@ -88,20 +88,14 @@ class _Reusing(TorchDispatchMode):
         results = self._store.get(func, {})
         # The last time each is free as soon as it has been used.
         found = results.pop(place, None) if self._is_last else results.get(place)
-        if not any(hasattr(leaf, "val") for leaf in tree_leaves(found)):
+        if not any(hasattr(leaf, "val") for leaf in private.pytree.tree_leaves(found)):
             return func(*args, **(kwargs or {}))
-        return tree_map(_unwrapped, found)
+        return private.pytree.tree_map(_unwrapped, found)
 
 
 def _unwrapped(wrapper: Any) -> Any:
     """A tensor of its own each time, for autograd to write its notes on."""
     return wrapper.val.detach() if isinstance(wrapper.val, Tensor) else wrapper.val
-
-
-def _is_graph_kept() -> bool:
-    """Whether another backward may follow the one that is running."""
-    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # pyright: ignore
-    return ask is None or ask()
 
 
 def _policy(_: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -119,11 +113,11 @@ def _drops_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     place = _dropout_place(op)
     if place < 0:
         return False
-    name = op._schema.arguments[place].name
+    name = private.arguments_of(op)[place].name
     return bool(args[place] if place < len(args) else kwargs.get(name, 0.0))
 
 
 @cache
 def _dropout_place(op: Any) -> int:
-    names = [argument.name for argument in op._schema.arguments]
+    names = [argument.name for argument in private.arguments_of(op)]
     return next((place for place, name in enumerate(names) if name == "dropout_p"), -1)

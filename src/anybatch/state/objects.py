@@ -1,10 +1,11 @@
-"""What a run may change in Python, noted and put back: attributes, containers, closures, globals, caches."""
+"""Python objects that a run may change: found from some roots, noted and put back."""
 
 import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
+from copy import copy
 from functools import lru_cache, partial
 from operator import is_
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -17,26 +18,36 @@ from torch.optim import Optimizer
 
 from anybatch.core import torch_private as private
 
-MOST_ITEMS = 100_000  # of a list that is looked into: longer ones are data
+MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # of a container that is looked into: longer ones are data
 MOST_BYTES = 1 << 20  # of a tensor that is copied
 ALL_BYTES = 1 << 26  # of all copies together
 
-_MISSING = object()
 _CACHED = type(lru_cache(lambda: None))
 _PYTHON = {"numpy", *sys.stdlib_module_names}
 _CLOSED = _PYTHON - {"types", "argparse", "collections"}  # whose objects hold nothing of the caller's
+_CLOSED_TO_BLOCKS = _CLOSED | {"torch", "transformers", "anybatch"}
 _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = {str, int, float, bool, complex, bytes, type(None), type(...), range, slice}
 _ATOMS = _PLAIN | {torch.Size, torch.dtype, torch.device}
+_OF_MODULES = frozenset(vars(nn.Module()))  # what torch keeps in every module
+_PARTS = {
+    MethodType: ("__self__", "__func__"),
+    BuiltinFunctionType: ("__self__",),
+    partial: ("func", "args", "keywords", "__dict__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    _CACHED: ("__wrapped__",),
+}
 
 
-class Remembered:
+class ObjectState:
     """All that can be reached from some objects, as it is now, so that it can be put back in place.
 
-    Attributes and slots of objects, lists, dicts, sets, closures, defaults, globals that the code names and
-    random generators of one's own; small arrays; gradients of all tensors. Values of tensors only if it is
-    said. Only what has changed is written to. What a function cached meanwhile (`functools.lru_cache`) is
-    dropped, with all that it had cached before.
+    Attributes of objects, lists, dicts, sets, closures and random generators of one's own; small arrays;
+    gradients of all tensors. Values of tensors only if it is said. Only what has changed is written to. What
+    a function cached meanwhile (`functools.lru_cache`) is dropped, with all that it had cached before. Names
+    of modules and classes, and slots, are followed, and not put back.
 
     Args:
         roots: models, losses, functions, optimizers.
@@ -47,7 +58,7 @@ class Remembered:
 
     Example:
         >>> model = nn.Linear(1, 1)
-        >>> noted = Remembered([model])
+        >>> noted = ObjectState([model])
         >>> model.calls = 1
         >>> noted.put_back()
         >>> hasattr(model, "calls")
@@ -55,14 +66,17 @@ class Remembered:
     """
 
     def __init__(self, roots: Iterable[object], *, but_for: Iterable[Tensor] | None = None) -> None:
-        walk = _Walk()
-        walk.all_from(roots)
-        self.modules: tuple[nn.Module, ...] = tuple(walk.modules)
-        self._undo = walk.undo
-        caches = {id(one): one for one in (*walk.caches, *_known_caches())}
+        found = Reachable(roots)
+        self.modules: tuple[nn.Module, ...] = tuple(found.modules)
+        self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
+        self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
+        self._undo += [partial(put, read()) for read, put in map(ways, found.generators)]
+        tensors = [one for one in found.values if isinstance(one, Tensor)]
+        self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
+        caches = {id(one): one for one in (*found.caches, *_known_caches())}
         self._caches = [(one, one.cache_info().misses) for one in caches.values()]
         # NumPy's arrays are written to even where tensors are only traced.
-        values = [one for one in walk.values if but_for is not None or not isinstance(one, Tensor)]
+        values = [one for one in found.values if but_for is not None or not isinstance(one, Tensor)]
         self._undo += _copies(values, {id(tensor) for tensor in but_for or ()})
 
     def put_back(self) -> None:
@@ -74,25 +88,52 @@ class Remembered:
                 cache.cache_clear()
 
 
-class _Walk:
-    """Goes through everything once, and notes how each thing is put back."""
+class Reachable:
+    """What can be reached from some objects, each thing once.
 
-    def __init__(self) -> None:
-        self.undo: list[Callable[[], object]] = []
+    Args:
+        roots: where to begin.
+        is_block: only the state of a block that its forward may change: no code, hooks, parameters or
+            buffers, and no objects of torch or transformers.
+
+    Attributes:
+        modules: also those in lists, dicts and objects that a module holds.
+        generators: random generators: torch's, NumPy's and Python's.
+        containers: lists, dicts, sets and deques, and the attributes of objects as dicts.
+        values: tensors and arrays; of a block those that are neither parameters nor buffers.
+        cells: the variables of closures.
+        caches: functions under `functools.lru_cache`.
+
+    Example:
+        >>> len(Reachable([nn.Sequential(nn.Dropout())]).modules)
+        2
+    """
+
+    def __init__(self, roots: Iterable[object], *, is_block: bool = False) -> None:
         self.modules: list[nn.Module] = []
-        self.values: list[Any] = []  # tensors and arrays
+        self.generators: list[Any] = []
+        self.containers: list[Any] = []
+        self.values: list[Any] = []
+        self.cells: list[CellType] = []
         self.caches: list[Any] = []
+        self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
         self._seen: dict[int, object] = {}  # the object too, so that its id stays its own
-        self._scopes: dict[int, dict[str, Any]] = {}
-        self._methods: dict[str, list[object]] = {}  # of classes, until code is found that names them
-        self._names: set[str] = set()
-
-    def all_from(self, roots: Iterable[object]) -> None:
-        """Visit what can be reached, each thing once."""
         self._push(roots)
         while self._open:
             self._visit(self._open.pop())
+        self._seen.clear()
+
+    def joined(self, arguments: Iterable[object]) -> "Reachable":
+        """Of a block: with the state of what a call is given; tensors there are the caller's."""
+        given = [one for one in arguments if type(one) not in _ATOMS and not isinstance(one, Tensor)]
+        if not given:
+            return self
+        other, both = Reachable(given, is_block=True), copy(self)
+        both.modules = [*dict.fromkeys((*self.modules, *other.modules))]
+        both.generators = self.generators + other.generators
+        both.containers = self.containers + other.containers
+        return both
 
     def _push(self, found: Iterable[object]) -> None:
         for value in found:
@@ -102,147 +143,134 @@ class _Walk:
 
     def _visit(self, value: Any) -> None:
         kind = type(value)  # what a proxy says of itself would run code of its own
-        if issubclass(kind, dict):
-            self._table(value)
-        elif issubclass(kind, list | deque | set):
-            if len(value) <= MOST_ITEMS:
-                base: Any = next(one for one in (list, deque, set) if issubclass(kind, one))
-                content = base.copy(value)
-                self.undo.append(partial(_refill, base, value, content))
-                self._push(content)
-        elif issubclass(kind, tuple | frozenset):
-            self._push(value)
-        elif issubclass(kind, Tensor):
-            self._tensor(value)
-        elif kind is FunctionType:
-            self._function(value)
-        elif kind in _PARTS:
-            self.caches += [value] if kind is _CACHED else []
-            self._push(getattr(value, name) for name in _PARTS[kind])
-        elif issubclass(kind, type):
-            self._class(value)
-        elif issubclass(kind, ModuleType) or self._stream(value, kind):
+        if issubclass(kind, type | ModuleType):
             return
-        if not issubclass(kind, Tensor | type):
+        if issubclass(kind, Tensor):
+            self._tensor(value)
+        elif kind is FunctionType or kind in _PARTS:
+            self._code(value, kind)
+        elif _is_generator(kind):
+            self.generators.append(value)
+        elif issubclass(kind, _of_numpy("ndarray")):
+            self.values.append(value)
+        else:
+            if issubclass(kind, dict | list | deque | set):
+                self._container(value)
+            elif issubclass(kind, tuple | frozenset) and len(value) <= self._most:
+                self._push(value)
             self._object(value, kind)
 
-    def _table(self, table: dict[Any, Any], *unused: str) -> None:
-        content = _content(table)
-        self.undo.append(partial(_refill_table, table, content))
-        if len(content) <= MOST_ITEMS:
+    def _container(self, container: Any, *unused: str) -> None:
+        content = _content(container)
+        is_table = isinstance(content, dict)
+        if len(content) <= self._most:
+            self.containers.append(container)
             self._push(content)
-            self._push(value for key, value in content.items() if key not in unused)
+            self._push([value for key, value in content.items() if key not in unused] if is_table else ())
+        elif is_table and not self._is_block:
+            self.containers.append(container)
 
     def _tensor(self, tensor: Any) -> None:
         self.values.append(tensor)
-        if not tensor.is_leaf:
-            return
-        self.undo.append(partial(_put_gradient_back, tensor, tensor.grad, tensor.requires_grad))
-        tables = vars(tensor), *private.hooks_of_tensor(tensor)
-        self._push(table for table in tables if table)
-        if tensor.grad is not None:
+        if tensor.is_leaf and not self._is_block:
+            self._push(table for table in (vars(tensor), *private.hooks_of_tensor(tensor)) if table)
             self._push([tensor.grad])
 
-    def _function(self, function: FunctionType) -> None:
-        for cell in function.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # still empty
-                content = _MISSING
-            self.undo.append(partial(_put_cell_back, cell, content))
-            self._push([content])
-        self._push([function.__defaults__, function.__kwdefaults__, vars(function)])
-        scope = function.__globals__
-        if not _is_read(scope.get("__name__")):
+    def _code(self, code: Any, kind: type) -> None:
+        if self._is_block:
             return
-        names = set(_names(function.__code__))
-        self._scope(scope, names)
-        for name in names - self._names:
-            self._push(self._methods.pop(name, ()))
-        self._names |= names
-
-    def _scope(self, scope: dict[str, Any], names: Collection[str]) -> None:
-        """The globals that code names, and what it may name of modules among them."""
-        noted = self._scopes.get(id(scope))
-        if noted is None:
-            noted = self._scopes[id(scope)] = {}
-            self.undo.append(partial(_put_names_back, scope, noted))
-        for name in names:
-            value = scope.get(name, _MISSING)
-            if type(value) is ModuleType and _is_read(value.__name__):
-                self._scope(vars(value), [one for one in names if one in vars(value)])
-            elif name not in noted:
-                self._push([value])
-            noted.setdefault(name, value)
-
-    def _class(self, kind: type) -> None:
-        if not _is_read(kind.__module__):
+        if kind is not FunctionType:
+            self.caches += [code] if kind is _CACHED else []
+            self._push(getattr(code, name) for name in _PARTS[kind])
             return
-        self._push(kind.__mro__)
-        attributes = {name: value for name, value in vars(kind).items() if name not in _OF_CLASSES}
-        self.undo.append(partial(_put_class_back, kind, attributes))
-        for name, value in attributes.items():
-            is_called = type(value) in _CALLED and not name.startswith("__") and name != "forward"
-            if is_called and name not in self._names:
-                self._methods.setdefault(name, []).append(value)
-            else:
-                self._push([value])
-
-    def _stream(self, value: Any, kind: type) -> bool:
-        """Whether it is a generator of random numbers, or an array."""
-        numpy = sys.modules.get("numpy")
-        if issubclass(kind, torch.Generator):
-            self.undo.append(partial(value.set_state, value.get_state()))
-        elif issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-            self.undo.append(partial(value.setstate, value.getstate()))
-        elif numpy is None:
-            return False
-        elif issubclass(kind, numpy.random.Generator):
-            self.undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-        elif issubclass(kind, numpy.random.RandomState):
-            self.undo.append(partial(value.set_state, value.get_state()))
-        elif issubclass(kind, numpy.ndarray):
-            self.values.append(value)
-        else:
-            return False
-        return True
+        self.cells += code.__closure__ or ()
+        self._push(content for cell in code.__closure__ or () for content in _held_by(cell))
+        self._push([code.__defaults__, code.__kwdefaults__, vars(code)])
+        scope = code.__globals__
+        if _is_read(scope.get("__name__")):
+            self._push(scope[name] for name in _names(code.__code__) if name in scope)
 
     def _object(self, value: Any, kind: type) -> None:
+        closed = _CLOSED_TO_BLOCKS if self._is_block else _CLOSED
         if issubclass(kind, nn.Module):
             self.modules.append(value)
-        elif kind in _PARTS or kind.__module__.startswith("torch._") or _top(kind.__module__) in _CLOSED:
+            if self._is_block:
+                self._push(one for name, one in vars(value).items() if name not in _OF_MODULES)
+                self._push(value.children())
+                return
+            own = [vars(part).values() for part in kind.__mro__ if _is_read(part.__module__)]
+            self._push(
+                one for found in own for one in found if type(one) is FunctionType or type(one) in _PARTS
+            )
+        elif kind.__module__.startswith("torch._") or _top(kind.__module__) in closed:
             return
-        for part in kind.__mro__:
-            slots = vars(part).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                descriptor = vars(part).get(name)
-                if type(descriptor) is _SLOT:
-                    content = _slot(descriptor, value)
-                    self.undo.append(partial(_put_slot_back, descriptor, value, content))
-                    self._push([content])
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
             # Their hooks are called around an update, never where a step is tried out.
-            self._table(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
-        self._push([kind])
+            self._container(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
+        for part in kind.__mro__:
+            slots = vars(part).get("__slots__", ())
+            self._push(getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots))
 
 
-class _Slotted:
-    __slots__ = ("one",)
+class Contents:
+    """What containers hold, noted so that it can be put back.
+
+    Args:
+        containers: lists, dicts, sets and deques.
+
+    Example:
+        >>> found = [1]
+        >>> noted = Contents([found])
+        >>> found.append(2)
+        >>> noted.put_back()
+        >>> found
+        [1]
+    """
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        self._noted = [(one, _content(one)) for one in containers]
+
+    def keep_what_changed(self) -> None:
+        """Forget those that hold what they held."""
+        self._noted = [pair for pair in self._noted if not _holds(*pair)]
+
+    def put_back(self) -> None:
+        """Write to those that hold something else."""
+        for container, content in self._noted:
+            if not _holds(container, content):
+                _fill(container, content)
 
 
-_SLOT = type(vars(_Slotted)["one"])
-_PARTS = {
-    MethodType: ("__self__", "__func__"),
-    BuiltinFunctionType: ("__self__",),
-    partial: ("func", "args", "keywords", "__dict__"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget", "fset"),
-    _CACHED: ("__wrapped__",),
-}
-_CALLED = {FunctionType, staticmethod, classmethod, property, _CACHED}
-_OF_CLASSES = {"__dict__", "__weakref__", "__module__", "__doc__", "__abstractmethods__", "_abc_impl"}
+def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """How to read where a generator stands, and how to set it.
+
+    Example:
+        >>> read, put = ways(random.Random(0))
+        >>> put(read())
+    """
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "bit_generator"):
+        bits = generator.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return generator.get_state, generator.set_state
+
+
+def _is_generator(kind: type) -> bool:
+    if issubclass(kind, random.Random):
+        return not issubclass(kind, random.SystemRandom)
+    return issubclass(
+        kind, (torch.Generator, *_of_numpy("random.Generator"), *_of_numpy("random.RandomState"))
+    )
+
+
+def _of_numpy(name: str) -> tuple[type, ...]:
+    """A class of NumPy, if it is loaded."""
+    found: Any = sys.modules.get("numpy")
+    for part in name.split(".") if found is not None else ():
+        found = getattr(found, part)
+    return () if found is None else (found,)
 
 
 def _top(module: object) -> str:
@@ -283,35 +311,45 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _refill(base: Any, container: Any, content: Any) -> None:
-    """What a list, deque or set held."""
-    is_same = len(container) == len(content)
-    if base is set:
-        if not (is_same and container == content):
-            set.clear(container)
-            set.update(container, content)
-    elif not (is_same and all(map(is_, container, content))):
+def _base(container: Any) -> Any:
+    """The class whose methods run no code of the container's own."""
+    return next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
+
+
+def _content(container: Any) -> Any:
+    """What a container holds, in its order: a dict, a set or a list."""
+    if type(container) is dict:
+        return container.copy()
+    base = _base(container)
+    items = base.__iter__(container)
+    if issubclass(base, dict):
+        return {key: dict.__getitem__(container, key) for key in items}
+    return set(items) if base is set else list(items)
+
+
+def _holds(container: Any, content: Any) -> bool:
+    now = container if type(container) in (dict, list) else _content(container)
+    if isinstance(content, set):
+        return now == content
+    return _are_same(now, content) and (
+        not isinstance(content, dict) or _are_same(now.values(), content.values())
+    )
+
+
+def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _fill(container: Any, content: Any) -> None:
+    base = _base(container)
+    if not isinstance(content, dict):
         base.clear(container)
-        base.extend(container, content)
-
-
-def _content(table: dict[Any, Any]) -> dict[Any, Any]:
-    """What a dict holds, in its order, without any code of its own."""
-    if type(table) is dict:
-        return table.copy()
-    keys = OrderedDict.__iter__(table) if isinstance(table, OrderedDict) else dict.__iter__(table)
-    return {key: dict.__getitem__(table, key) for key in keys}
-
-
-def _refill_table(table: dict[Any, Any], content: Mapping[Any, Any]) -> None:
-    now = table if type(table) is dict else _content(table)
-    is_same = len(now) == len(content) and all(map(is_, now.values(), content.values()))
-    if is_same and all(map(is_, now, content)):
+        (base.update if base is set else base.extend)(container, content)
         return
-    base: Any = OrderedDict if isinstance(table, OrderedDict) else dict
-    base.clear(table)
+    if not _are_same([*base.__iter__(container)], content):
+        base.clear(container)
     for key, value in content.items():
-        base.__setitem__(table, key, value)
+        base.__setitem__(container, key, value)
 
 
 def _put_gradient_back(tensor: Tensor, gradient: Tensor | None, requires_grad: bool) -> None:
@@ -321,47 +359,19 @@ def _put_gradient_back(tensor: Tensor, gradient: Tensor | None, requires_grad: b
         tensor.requires_grad_(requires_grad)
 
 
-def _put_cell_back(cell: CellType, content: Any) -> None:
-    if content is not _MISSING:
-        cell.cell_contents = content
-        return
+def _held_by(cell: CellType) -> list[Any]:
+    """What a cell holds; nothing where it is still empty."""
     try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
+def _put_cell_back(cell: CellType, *content: Any) -> None:
+    if content:
+        cell.cell_contents = content[0]
+    elif _held_by(cell):
         del cell.cell_contents
-    except ValueError:  # empty as it was
-        return
-
-
-def _put_names_back(scope: dict[str, Any], noted: Mapping[str, Any]) -> None:
-    for name, value in noted.items():
-        if value is _MISSING:
-            scope.pop(name, None)
-        elif scope.get(name, _MISSING) is not value:
-            scope[name] = value
-
-
-def _put_class_back(kind: type, attributes: Mapping[str, Any]) -> None:
-    now = vars(kind)
-    for name in [one for one in now if one not in attributes and one not in _OF_CLASSES]:
-        type.__delattr__(kind, name)
-    for name, value in attributes.items():
-        if now.get(name, _MISSING) is not value:
-            type.__setattr__(kind, name, value)
-
-
-def _slot(descriptor: Any, value: object) -> Any:
-    try:
-        return descriptor.__get__(value)
-    except AttributeError:  # not filled
-        return _MISSING
-
-
-def _put_slot_back(descriptor: Any, value: object, content: Any) -> None:
-    if _slot(descriptor, value) is content:
-        return
-    if content is _MISSING:
-        descriptor.__delete__(value)
-    else:
-        descriptor.__set__(value, content)
 
 
 def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:

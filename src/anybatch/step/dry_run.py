@@ -9,7 +9,7 @@ from torch import Tensor
 from anybatch.core import Batch, Micro, SampleBatch, TensorBatch, tree
 from anybatch.engine import Observer, admit, carry_out
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, Remembered
+from anybatch.state import Effects, ObjectState
 
 See = Callable[[Tensor], object]
 
@@ -82,7 +82,7 @@ def show_gradients(
         step.guard.refuse_meetings(task)
     collate = () if step.collate is None else (step.collate,)
     own = [tensor for module in task.modules for tensor in (*module.parameters(), *module.buffers())]
-    noted = Remembered([task.model, task.loss, *task.modules, *collate], but_for=own)
+    noted = ObjectState([task.model, task.loss, *task.modules, *collate], but_for=own)
     try:
         carry_out(plan, task, logical, is_dry=True)
     finally:

@@ -13,15 +13,6 @@ from anybatch.planner import PlanReport
 from anybatch.precision import Precision, find_precision
 from anybatch.step.step import Step
 
-_CHANGED = (
-    "_buffers",
-    "_forward_hooks",
-    "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_modules",
-)
 _LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
 
 
@@ -107,9 +98,10 @@ def plan(
 
 @contextmanager
 def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
-    """Afterwards weights, buffers, hooks and states are as before; a short precision changes them."""
+    """Afterwards weights, buffers, forwards and states are as before; a short precision changes them."""
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    tables: list[Any] = [vars(module)[name] for module in model.modules() for name in _CHANGED]
+    own = [vars(module) for module in model.modules()]
+    tables: list[Any] = [*own, *(table[name] for table in own for name in ("_buffers", "_modules"))]
     tables += [getattr(one, name) for one in optimizers for name in _LOAD_HOOKS if hasattr(one, name)]
     tables += [slots for one in optimizers if isinstance(one, Optimizer) for slots in one.state.values()]
     found = [(table, table.copy()) for table in tables]

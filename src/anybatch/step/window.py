@@ -79,12 +79,13 @@ class Window:
 
     def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
         settings = step.planning.settings
-        with task.loss.along(OpenBatch(), (), task.model, lambda: None):
+        with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
         found = None if state is None else window_state.read(state, task, settings, step.loss)
         self._step, self._task = step, task
         self._before: Snapshot = snapshot(task, OpenBatch())
         self._sums = Accumulator(settings, task, OpenBatch())
+        self._sums.share = lambda index: share(index[0], index[-1] + 1)
         self._phase = "open"
         self._is_skipped = False
         self.rows = 0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from inspect import Signature, signature
+from inspect import Signature, currentframe, signature
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from anybatch.core import SHORT_DTYPES, Number
 from anybatch.losses.reductions import CLASSES, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind
@@ -84,6 +85,7 @@ class Reduction:
         shape: of what is reduced; () for losses that are counted.
         picks: of one whose graph is forgotten: whether an index picked what is reduced.
         may_be_parameters: of one whose graph is forgotten: whether it is shaped like a parameter.
+        runs_again: whether it stands in a checkpoint.
     """
 
     name: str
@@ -99,6 +101,7 @@ class Reduction:
     shape: tuple[int, ...] = ()
     picks: bool = False
     may_be_parameters: bool = False
+    runs_again: bool = False
 
     @property
     def sum(self) -> Tensor:
@@ -106,6 +109,8 @@ class Reduction:
         if self.total is not None:
             return self.total
         # A mean of nothing is NaN where the call had to stay as it was, and has nothing to add.
+        if isinstance(self.weight, Tensor) and self.weight.device.type != "cpu":  # which would have to stop
+            return torch.where(self.weight == 0, 0, widened(self.value) * self.weight)
         return widened(self.value) * self.weight if self.weight else widened(torch.zeros_like(self.value))
 
     def forgotten(self) -> "Reduction":
@@ -175,8 +180,10 @@ class Watch(TorchFunctionMode):
             bound.arguments["reduction"] = reduction
             return func(*bound.args, **bound.kwargs)
 
-        read = _read_as_is if self._as_is or _is_checkpointed() else _read
-        return self._note(read(func.__name__, kind, settings, call))
+        runs_again = _is_checkpointed()
+        read = _read_as_is if self._as_is or runs_again else _read
+        noted = read(func.__name__, kind, settings, call)
+        return self._note(replace(noted, runs_again=True) if runs_again else noted)
 
     def _fold(
         self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_sum: bool
@@ -201,6 +208,7 @@ class Watch(TorchFunctionMode):
             origin=Origin(kind=_ELEMENTS, settings={}, target=None, axis=given.shape[0]),
             fixed={},
             shape=tuple(given.shape),
+            runs_again=_is_checkpointed(),
         )
         return self._note(noted)
 
@@ -241,7 +249,7 @@ def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[st
         weight = kind.weigh(settings, arguments, (target,))
     weight = 1 if is_sum else weight
     value = _divided(total, weight).to(losses.dtype)
-    classes = _classes(arguments) if kind.weigh is CLASSES.weigh else 0
+    classes = classes_in(arguments) if kind.weigh is CLASSES.weigh else 0
     kept = _kept(kind, settings)
     origin = Origin(kind=kind, settings=kept, target=target, axis=axis, classes=classes)
     return Reduction(
@@ -254,7 +262,7 @@ def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[st
         source=source,
         origin=origin,
         fixed=_fixed(kind, kept, arguments[0]),
-        pairs_rows=kind.counted and _pairs_rows(arguments[0], target),
+        pairs_rows=kind.counted and pairs_rows(arguments[0], target),
         shape=shape,
     )
 
@@ -271,7 +279,7 @@ def _read_as_is(
         tensors = tuple(one for one in arguments if isinstance(one, Tensor))  # a variance may be a number
         weight = arguments[0].shape[0] if rows else kind.weigh(settings, tensors, (target,))
     value, kept = call(reduction), _kept(kind, settings)
-    classes = _classes(arguments) if kind.weigh is CLASSES.weigh else 0
+    classes = classes_in(arguments) if kind.weigh is CLASSES.weigh else 0
     return Reduction(
         name=name,
         value=value,
@@ -282,7 +290,7 @@ def _read_as_is(
         source=None,
         origin=Origin(kind=kind, settings=kept, target=target, axis=0, classes=classes),
         fixed=_fixed(kind, kept, arguments[0]),
-        pairs_rows=kind.counted and _pairs_rows(arguments[0], target),
+        pairs_rows=kind.counted and pairs_rows(arguments[0], target),
     )
 
 
@@ -339,9 +347,10 @@ def _takes_one_each(node: Any) -> bool:
 
 def _is_checkpointed() -> bool:
     """Whether this runs again in the backward, unwatched, so that it must do what it would do then."""
-    autograd: Any = vars(torch)["_C"]._autograd  # there is no public way to ask
-    top: Any = autograd._top_saved_tensors_default_hooks(True)
-    return top is not None and "checkpoint" in getattr(top[0], "__qualname__", "")
+    frame = currentframe()  # torch's checkpoint does not tell otherwise
+    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _divided(total: Tensor, weight: Number) -> Tensor:
@@ -357,14 +366,25 @@ def _arguments(kind: Kind, settings: Mapping[str, Any]) -> tuple[tuple[Any, ...]
     return arguments, last if isinstance(last, Tensor) else None
 
 
-def _classes(arguments: tuple[Any, ...]) -> int:
-    """The classes of scores (rows, classes, ...) or (classes,), or of a layer (classes, width)."""
+def classes_in(arguments: tuple[Any, ...]) -> int:
+    """The classes of scores (rows, classes, ...) or (classes,), or of a layer (classes, width).
+
+    Example:
+        >>> classes_in((torch.ones(5, 3),))
+        3
+    """
     if len(arguments) == 3:
         return arguments[1].shape[0]
     return arguments[0].shape[1 if arguments[0].dim() > 1 else 0]
 
 
-def _pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
+def pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
+    """Whether the target of row i is class i of as many classes.
+
+    Example:
+        >>> pairs_rows(torch.ones(2, 2), torch.tensor([0, 1]))
+        True
+    """
     if target is None or target.dim() != 1 or scores.shape != (len(target), len(target)):
         return False
     return torch.equal(target, torch.arange(len(target), device=target.device, dtype=target.dtype))
@@ -385,6 +405,18 @@ def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, 
         return value.dim() == scores.dim() and value.shape[0] == scores.shape[0]
 
     return {name: value for name, value in kept.items() if not (callable(value) or holds_rows(name, value))}
+
+
+def is_equal(one: Any, other: Any) -> bool:
+    """Whether two settings are the same, of any device.
+
+    Example:
+        >>> is_equal(torch.ones(2), torch.ones(2)), is_equal(1, 1.0)
+        (True, False)
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.to(other.device), other)
+    return type(one) is type(other) and one == other
 
 
 def _is_unusual(settings: Mapping[str, Any]) -> bool:

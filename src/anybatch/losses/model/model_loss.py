@@ -3,11 +3,11 @@
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from anybatch.integrations import (
     recorded,
     wants_router_loss,
 )
-from anybatch.losses.loss import Evaluated, Loss, Plain, Share, rows_of
+from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
 from anybatch.losses.model.graph import (
     WAYS_OUT,
     Found,
@@ -32,9 +32,13 @@ from anybatch.losses.model.graph import (
     names_of,
     read_tail,
 )
-from anybatch.losses.model.intercept import Reduction, Watch, is_like_parameters, selects, widened
-from anybatch.losses.model.targets import Match, count, find, leaves_of
+from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
+from anybatch.losses.model.read import Form, Reading, reading_of, sum_of
+from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
 from anybatch.state import rng
+
+_T = TypeVar("_T")
+_ONE: Mapping[str, float] = {"loss": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +80,41 @@ class ModelLoss:
         return ModelTerms(in_step=True)
 
 
-class ModelTerms(Plain):
+class _Reader(Plain):
+    """Reads a model's loss from the graph where a step knows its form; elsewhere the model is watched."""
+
+    counted = False
+
+    def __init__(self) -> None:
+        self._reading: Reading | None = None  # of the model
+        self._form: Form | None = None  # what this step reads by; None where it is watched
+
+    def _open(self, model: nn.Module) -> None:
+        """A step begins."""
+        self._reading = reading_of(model)
+        self._form = None if self._reading is None else self._reading.begin()
+
+    def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
+        """What is read of a loss.
+
+        Raises:
+            EvaluateAgain: it has another form than it had. From here on it is watched.
+        """
+        try:
+            return read(loss)
+        except EvaluateAgain:
+            self._form = None
+            if self._reading is not None:
+                self._reading.miss()
+            raise
+
+    def _learn(self, model: nn.Module, found: Found) -> None:
+        """Note the form of a loss that was watched, for the steps to come."""
+        if self._reading is not None and self._form is None:
+            self._reading.learn(model, found)
+
+
+class ModelTerms(_Reader):
     """The means of a model's loss during one step: what the first micro-batch shows, the others must repeat.
 
     Args:
@@ -90,9 +128,9 @@ class ModelTerms(Plain):
     """
 
     divided = False
-    counted = False
 
     def __init__(self, *, in_step: bool = False) -> None:
+        super().__init__()
         self._in_step = in_step
         self._files: list[ModuleType] | None = None  # that define a router loss
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
@@ -113,9 +151,15 @@ class ModelTerms(Plain):
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model and take its loss apart."""
         keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        found = self._read(model, micro)
+        if self._form is not None and keep_graph:
+            return self._read(model, micro, self._form)
+        found = self._watch(model, micro)
         if found is None:
             return self._nothing(keep_graph=keep_graph)
+        return self._taken(model, found, keep_graph=keep_graph)
+
+    def _taken(self, model: nn.Module, found: Found, *, keep_graph: bool) -> Evaluated:
+        """The sums and weights of what was found, if it is made as in the first micro-batch."""
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
             self._look(model, found)
@@ -123,7 +167,7 @@ class ModelTerms(Plain):
             _refuse_others(model, self._first, self._rows, found)
         once: Number = int(is_first) if self._in_step or not found.rows else found.rows
         terms, factors = found.terms, found.factors
-        sums = {name: widened(one.sum) * factors[name] for name, one in terms.items()}
+        sums = {name: _times(widened(one.sum), factors[name]) for name, one in terms.items()}
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
         if keep_graph:
             for name, call in found.routers.items():
@@ -165,10 +209,12 @@ class ModelTerms(Plain):
 
         At the end what was promised of the whole batch is held against what came.
         """
-        self._known, self._routers, self.tied = {}, {}, False
+        self._known, self._routers, self._files, self.tied = {}, {}, None, False
+        self._open(model)
         self._begin()
         if batch.rows and self._router_files(model) and wants_router_loss(model):
-            self._first_pass(rows_of(batch, sizes), sizes, model, put_back)
+            self._form = None
+            self._first_pass(first_pass_rows(batch, sizes), sizes, model, put_back)
         yield self._share
         for name, promised in self._promised.items():
             added = math.fsum(float(weights[name]) for weights in self._weights.values())
@@ -194,7 +240,7 @@ class ModelTerms(Plain):
         weights: list[Mapping[str, Number]] = []
         calls: list[Mapping[str, RouterLoss]] = []
         for micro in micros:
-            found = self._read(model, micro)
+            found = self._watch(model, micro)
             if found is not None:
                 weights.append({name: one.weight for name, one in found.terms.items()})
                 calls.append({name: call.detached() for name, call in found.routers.items()})
@@ -211,7 +257,29 @@ class ModelTerms(Plain):
         torch.clear_autocast_cache()  # of weights cast with a graph that is dropped
         rng.restore_process(before)
 
-    def _read(self, model: nn.Module, micro: Any) -> Found | None:
+    def _read(self, model: nn.Module, micro: Any, form: Form) -> Evaluated:
+        """Run the model as it is, and read its loss from the graph."""
+        micro = _outside_inference(micro)
+        output = call_model(model, micro)
+        if adds_nothing(output):
+            return self._nothing(keep_graph=True)
+        loss = loss_of(model, output)
+        if self._first is not None and form.counts_classes:  # there is no more to compare
+            weights = {"loss": self._by(form.weigh, loss)}
+            return self._done_with(Evaluated({"loss": sum_of(loss, weights["loss"])}, lambda: weights))
+        leaves = leaves_of(micro)
+        found = Found(
+            terms={"loss": self._by(form.read, loss)},
+            routers={},
+            factors=_ONE,
+            leaves=leaves,
+            rows=rows_of(leaves.values()),
+            divides=False,
+            padded=form.padded,
+        )
+        return self._taken(model, found, keep_graph=True)
+
+    def _watch(self, model: nn.Module, micro: Any) -> Found | None:
         """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too: the graph tells the terms
             micro = _outside_inference(micro)
@@ -260,6 +328,7 @@ class ModelTerms(Plain):
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
                 f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
             )
+        self._learn(model, found)
         self._first, self._first_start, self._rows = found.forgotten(), self._start, found.rows
 
     def _weigh_whole(
@@ -282,11 +351,11 @@ class ModelTerms(Plain):
 
     def _router_files(self, model: nn.Module) -> list[ModuleType]:
         if self._files is None:
-            self._files = homes(model)
+            self._files = homes(model) if self._reading is None else self._reading.files_of(model)
         return self._files
 
 
-class OwnLoss(Plain):
+class OwnLoss(_Reader):
     """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs.
 
     Example:
@@ -296,10 +365,20 @@ class OwnLoss(Plain):
     """
 
     divided = True
-    counted = False
+
+    def along(
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+    ) -> AbstractContextManager[Share]:
+        """The same loss for all rows."""
+        self._open(model)
+        return super().along(batch, sizes, model, put_back)
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model."""
+        if self._form is not None:
+            loss = loss_of(model, call_model(model, micro))
+            weight = self._by(self._form.weigh, loss)
+            return Evaluated({"loss": loss}, lambda: {"loss": weight})
         with Watch(as_is=True) as watch:
             output = call_model(model, micro)
         loss = loss_of(model, output)
@@ -309,18 +388,34 @@ class OwnLoss(Plain):
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
         reached = [watch.found[index] for index in tail.factors]
         names = names_of(reached, [])
-        weights = {name: one.weight for name, one in zip(names, reached, strict=True)}
+        terms = dict(zip(names, reached, strict=True))
+        factors = dict(zip(names, tail.factors.values(), strict=True))
+        self._learn(
+            model,
+            Found(
+                terms=terms,
+                routers={},
+                factors=factors,
+                leaves={},
+                rows=0,
+                divides=tail.divides,
+                padded=watch.padded,
+            ),
+        )
+        weights = {name: one.weight for name, one in terms.items()}
         if len(names) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
             empty = not any(weights.values())
             return Evaluated(
                 {"loss": loss}, lambda: {"loss": 0 if empty else next(iter(weights.values())) or 1}
             )
         # All of the gradient flows through the first, the values are told apart.
-        values = [
-            one.value.detach() * factor for one, factor in zip(reached, tail.factors.values(), strict=True)
-        ]
+        values = [one.value.detach() * factors[name] for name, one in terms.items()]
         sums = dict(zip(names, [loss + (values[0] - loss).detach(), *values[1:]], strict=True))
         return Evaluated(sums, lambda: weights)
+
+
+def _times(value: Tensor, factor: float) -> Tensor:
+    return value if factor == 1.0 else value * factor
 
 
 def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> None:
@@ -334,7 +429,7 @@ def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> N
         )
     for name, one in found.terms.items():
         old = first.terms[name]
-        changed = [key for key, value in old.fixed.items() if not _is_equal(value, one.origin.settings[key])]
+        changed = [key for key, value in old.fixed.items() if not is_equal(value, one.origin.settings[key])]
         if changed:
             values = one.origin.settings[changed[0]], old.fixed[changed[0]]
             shown = [shorten(str(value), 60) for value in values]
@@ -363,12 +458,6 @@ def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
     return ""
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one.to(other.device), other)
-    return type(one) is type(other) and one == other
-
-
 def _ignores_rows(first: Reduction, other: Reduction) -> bool:
     """Whether a mean over another number of rows has as many elements and another value.
 
@@ -376,7 +465,9 @@ def _ignores_rows(first: Reduction, other: Reduction) -> bool:
     mean of parameters alone has the same value, and is exact. Of what an index picked there may be as many by
     chance.
     """
-    if other.is_sum or isinstance(other.weight, Tensor) or first.weight != other.weight:
+    if other.is_sum or other.origin.counts_classes or isinstance(other.weight, Tensor):
+        return False
+    if first.weight != other.weight:
         return False
     same = math.isclose(first.value.item(), other.value.item(), rel_tol=1e-6)
     return not same and not selects(other.source)
@@ -384,6 +475,10 @@ def _ignores_rows(first: Reduction, other: Reduction) -> bool:
 
 def _outside_inference(micro: Any) -> Any:
     """Copies of what was made in inference mode, which autograd does not take."""
+    if type(micro) is dict:
+        values: Iterable[Any] = cast("dict[str, Any]", micro).values()
+        if all(type(one) is Tensor and not one.is_inference() for one in values):  # nearly always
+            return micro
     try:
         return tree.map_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, micro)
     except BatchError:

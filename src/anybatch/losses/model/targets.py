@@ -82,6 +82,12 @@ def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) 
     target = origin.target
     if target is None or not origin.counts_classes:
         return []
+    named = {place: leaf for place, leaf in leaves.items() if _LABELS.search(place)}
+    others = {place: leaf for place, leaf in leaves.items() if place not in named}
+    return _matching(origin, target, named, padded=padded) or _matching(origin, target, others, padded=padded)
+
+
+def _matching(origin: Origin, target: Tensor, leaves: Mapping[str, Tensor], *, padded: bool) -> list[Match]:
     found: list[Match] = []
     for place, leaf in leaves.items():
         if leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool or not leaf.dim():
@@ -93,8 +99,7 @@ def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) 
         elif "next" in names and padded:
             names = ["next"]
         found += [Match(place, name) for name in names]
-    named = [match for match in found if _LABELS.search(match.leaf)]
-    return named or found
+    return found
 
 
 def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]) -> Number | None:

@@ -1,0 +1,239 @@
+"""A model's loss read from autograd's graph: torch keeps there what a mean was divided by."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import SHORT_DTYPES, Number
+from anybatch.core import torch_private as private
+from anybatch.integrations import homes
+from anybatch.losses.loss import EvaluateAgain
+from anybatch.losses.model.graph import Found
+from anybatch.losses.model.intercept import Reduction, classes_in, is_equal, pairs_rows, widened
+
+WATCH_EVERY = 64  # steps
+TRIES = 3  # models whose loss changes its form all the time are watched in every step
+
+_MEAN = "MeanBackward0"  # which saves sizes only
+_CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
+
+# The node that each function leaves for a mean, and the settings that are saved in it. Others that would
+# matter leave another node.
+_NODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "mean": ((_MEAN,), ()),
+    "cross_entropy": (_CLASSES, ("weight", "ignore_index")),
+    "nll_loss": (_CLASSES, ("weight", "ignore_index")),
+    "mse_loss": (("MseLossBackward0",), ()),
+    "smooth_l1_loss": (("SmoothL1LossBackward0",), ("beta",)),
+    "huber_loss": (("HuberLossBackward0",), ("delta",)),
+    "binary_cross_entropy_with_logits": (
+        ("BinaryCrossEntropyWithLogitsBackward0",),
+        ("weight", "pos_weight"),
+    ),
+}
+_MEAN_REDUCTION = 1  # as torch numbers them
+_MOST_COUNTED = 2**24  # targets: torch counts them in the dtype of the scores
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Form:
+    """The form of a loss that is one mean and nothing else, as it was seen while a model was watched.
+
+    Attributes:
+        term: the mean, without graph.
+        before: the name of the node before a plain mean; empty for losses.
+        padded: whether the model padded labels.
+    """
+
+    term: Reduction
+    before: str
+    padded: bool
+
+    @property
+    def counts_classes(self) -> bool:
+        """Whether the weight depends on the values of integer targets."""
+        return self.term.origin.counts_classes
+
+    def weigh(self, loss: Tensor) -> Number:
+        """What the mean was divided by in another forward; a tensor where a device would have to stop.
+
+        Args:
+            loss: what the model returned.
+
+        Raises:
+            EvaluateAgain: it has another form, or does not show it.
+        """
+        node: Any = loss.grad_fn
+        nodes, names = _NODES[self.term.name]
+        if type(loss) is not Tensor or loss.dtype != self.term.value.dtype or _name_of(node) not in nodes:
+            raise EvaluateAgain
+        if nodes == (_MEAN,):
+            shape = private.saved(node, "self_sym_sizes")
+            if shape is None or _name_of(node.next_functions[0][0]) != self.before:
+                raise EvaluateAgain
+            return torch.Size(shape).numel()
+        if private.is_packed(node, "self") or private.saved(node, "reduction") != _MEAN_REDUCTION:
+            raise EvaluateAgain
+        fixed = self.term.fixed
+        if not all(is_equal(_setting(node, name), fixed[name]) for name in names if name in fixed):
+            raise EvaluateAgain
+        if not self.counts_classes:
+            return private.saved(node, "self").numel()
+        if private.saved(node, "target").numel() > _MOST_COUNTED:
+            raise EvaluateAgain
+        total = private.saved(node, "total_weight")
+        if total.device.type != "cpu":
+            return total
+        return int(total) if fixed["weight"] is None else total.item()
+
+    def read(self, loss: Tensor) -> Reduction:
+        """The mean in another forward, as it would be seen while the model is watched.
+
+        Args:
+            loss: what the model returned.
+
+        Raises:
+            EvaluateAgain: it has another form, or does not show it.
+        """
+        weight, old = self.weigh(loss), self.term
+        node: Any = loss.grad_fn
+        source, shape, target, classes, pairs = node, (), None, 0, False
+        if self.counts_classes:
+            scores, target, source = private.saved(node, "self"), private.saved(node, "target"), None
+            classes, pairs = classes_in((scores,)), pairs_rows(scores, target)
+        elif self.before:
+            source, shape = node.next_functions[0][0], tuple(private.saved(node, "self_sym_sizes"))
+        else:
+            shape = tuple(private.saved(node, "self").shape)
+        axis = shape[0] if shape else 0
+        return replace(
+            old,
+            value=loss,
+            node=node,
+            total=sum_of(loss, weight),
+            weight=weight,
+            source=source,
+            origin=replace(old.origin, target=target, axis=axis, classes=classes),
+            pairs_rows=pairs,
+            shape=shape,
+            picks=False,
+            may_be_parameters=False,
+        )
+
+
+class Reading:
+    """How the loss of one model is read: watched in a first step, and every 64th, read in those between.
+
+    Example:
+        >>> reading = Reading()
+        >>> reading.begin() is None
+        True
+    """
+
+    def __init__(self) -> None:
+        self._files: list[ModuleType] | None = None
+        self._form: Form | None = None
+        self._steps, self._misses = 0, 0
+
+    def begin(self) -> Form | None:
+        """What the next step reads by; None where it is watched."""
+        if self._form is not None and self._steps >= WATCH_EVERY:
+            self._form, self._misses = None, 0
+        if self._form is None:
+            self._files = None
+        self._steps += 1
+        return self._form
+
+    def files_of(self, model: nn.Module) -> list[ModuleType]:
+        """Those that define a router loss, as they were when the model was last watched."""
+        if self._files is None:
+            self._files = homes(model)
+        return self._files
+
+    def learn(self, model: nn.Module, found: Found) -> None:
+        """Note the form of a loss that was watched, if it can be read."""
+        form = form_of(found) if self._misses < TRIES else None
+        # What is read costs a rounding of one number in the dtype of the loss. Nobody asked for it where the
+        # model computes in a wider one.
+        if form is not None and any(
+            p.dtype.itemsize > form.term.value.dtype.itemsize for p in model.parameters()
+        ):
+            form = None
+        self._form = form
+        self._steps = 1
+
+    def miss(self) -> None:
+        """It had another form: the next step is watched."""
+        self._form, self._misses = None, self._misses + 1
+
+
+def reading_of(model: nn.Module) -> Reading | None:
+    """How the loss of a model is read; None while only shapes are computed, which show nothing.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> reading_of(model) is reading_of(model)
+        True
+    """
+    return _READINGS.setdefault(model, Reading()) if type(torch.empty(0)) is Tensor else None
+
+
+# By the model, not in it: copies and pickles of a model, and of the caller's loss, know nothing of it.
+_READINGS: WeakKeyDictionary[nn.Module, Reading] = WeakKeyDictionary()
+
+
+def form_of(found: Found) -> Form | None:
+    """The form of a loss that was watched; None if it is not one mean that can be read.
+
+    Example:
+        >>> form_of(Found(terms={}, routers={}, factors={}, leaves={}, rows=3, divides=False, padded=False))
+    """
+    if found.factors != {"loss": 1.0} or found.divides or not found.terms:
+        return None
+    (one,) = found.terms.values()
+    if one.name not in _NODES or one.is_sum or one.runs_again or one.value.dtype in SHORT_DTYPES:
+        return None
+    kept, (_, names) = one.forgotten(), _NODES[one.name]
+    if one.origin.kind.counted and not one.origin.counts_classes:  # soft targets, a weight for each element
+        return None
+    others = [value for name, value in one.origin.settings.items() if name not in names]
+    if any(isinstance(value, Tensor) or value for value in others):  # label smoothing is several nodes
+        return None
+    weight = kept.fixed.get("weight")
+    if one.origin.counts_classes and weight is not None and not bool((weight > 0).all()):
+        return None  # a mean over valid targets may be 0 / 0
+    target = one.origin.target
+    origin = replace(
+        one.origin,
+        settings={**one.origin.settings, **kept.fixed},  # as they are now
+        target=None if target is None else target.new_empty(0),  # no rows are kept, only what kind they are
+    )
+    before = _name_of(one.source) if one.name == "mean" else ""
+    return Form(term=replace(kept, origin=origin), before=before, padded=found.padded)
+
+
+def sum_of(loss: Tensor, weight: Number) -> Tensor:
+    """The sum behind a mean: their product, 0 of nothing, where the mean is NaN. The graph is kept.
+
+    Example:
+        >>> sum_of(torch.tensor(0.5, requires_grad=True), 4).item()
+        2.0
+    """
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0, widened(loss) * weight)
+    return widened(loss) * weight if weight else widened(loss).nan_to_num(0.0)
+
+
+def _name_of(node: Any) -> str:
+    return "" if node is None else node.name()
+
+
+def _setting(node: Any, name: str) -> Any:
+    value = private.saved(node, name)
+    # Torch shows negative numbers as unsigned ones.
+    return value - 2**64 if type(value) is int and value >= 2**63 else value

@@ -1,0 +1,369 @@
+"""A model's own loss read from the graph: as exact as watched, and watched again where it has changed."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from anybatch import ModelLoss, Step
+from anybatch.core import LossError, TensorBatch
+from anybatch.losses import EvaluateAgain
+from anybatch.losses.model import read
+from anybatch.losses.model.intercept import Watch
+from anybatch.memory import FakeMode
+from anybatch.testing import GradientRecorder, relative_error
+from tests.losses.own_losses import BATCH, CLASSES, EXACT, LABELS, ROWS, Own, X, size, tokens
+
+LIMIT = 1e-12
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+
+#: Losses that are one mean which the graph shows.
+READ: dict[str, Callable[..., Any]] = {
+    "tokens": tokens,
+    "another ignored": lambda scores, labels: tokens(scores, labels, ignore_index=CLASSES),
+    "class weights": lambda scores, labels: tokens(scores, labels, weight=WEIGHTS),
+    "log-likelihood": lambda scores, labels: F.nll_loss(
+        scores.log_softmax(-1).flatten(0, 1), labels.flatten(), WEIGHTS
+    ),
+    "classes second": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2), labels),
+    "images": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2)[..., None], labels[..., None]),
+    "next token": lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:]),
+    "squares": lambda scores, labels: F.mse_loss(scores, scores.detach().cos()),
+    "smooth": lambda scores, labels: F.smooth_l1_loss(scores, scores.detach().cos(), beta=0.5),
+    "huber": lambda scores, labels: F.huber_loss(scores, scores.detach().cos(), delta=0.5),
+    "binary": lambda scores, labels: F.binary_cross_entropy_with_logits(
+        scores, (labels > 1)[..., None].expand_as(scores).double(), pos_weight=WEIGHTS
+    ),
+    "mean": lambda scores, labels: size(scores),
+    "selected": lambda scores, labels: F.cross_entropy(
+        scores[labels >= 0], labels[labels >= 0], reduction="none"
+    ).mean(),
+    "mapping": lambda scores, labels: {"loss": tokens(scores, labels), "scores": scores},
+}
+
+#: Losses that it does not show, or not all of it.
+WATCHED: dict[str, Callable[..., Any]] = {
+    "smoothed": lambda scores, labels: tokens(scores, labels, label_smoothing=0.1),
+    "soft": lambda scores, labels: F.cross_entropy(scores, torch.full_like(scores, 0.25)),
+    "sum": lambda scores, labels: tokens(scores, labels, reduction="sum"),
+    "half": lambda scores, labels: tokens(scores, labels) / 2,
+    "two": lambda scores, labels: tokens(scores, labels) + size(scores),
+    "no weight for a class": lambda scores, labels: tokens(scores, labels, weight=WEIGHTS - 0.5),
+    "in a checkpoint": lambda scores, labels: checkpoint(tokens, scores, labels, use_reentrant=False),
+    "mean in a checkpoint": lambda scores, labels: checkpoint(size, scores, use_reentrant=False),
+    "in float32": lambda scores, labels: tokens(scores.float(), labels),
+}
+
+BATCHES = {
+    "another ignored": {"x": X, "labels": LABELS.where(LABELS >= 0, CLASSES)},
+    # A mean of nothing selected is NaN.
+    "selected": {"x": X, "labels": LABELS.where(LABELS.roll(1, 1) >= 0, LABELS.clamp(min=0))},
+}
+
+
+class Changing(nn.Module):
+    """Counts its forwards, draws random numbers, and has a loss that can be changed."""
+
+    count: Tensor
+
+    def __init__(self, *losses: Callable[..., Any], at: int = 0) -> None:
+        super().__init__()
+        self.own = Own(lambda scores, labels: scores)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.losses, self.at, self.calls = losses, at, 0
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        self.calls += 1
+        self.count += 1
+        loss = self.losses[int(self.at > 0 and self.calls > self.at)]
+        scores = self.own(x, labels)
+        return loss(scores * (1 + torch.rand_like(scores)), labels)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each forward that is watched."""
+    entered: list[int] = []
+    enter = Watch.__enter__
+
+    def note(self: Watch) -> Any:
+        entered.append(1)
+        return enter(self)
+
+    monkeypatch.setattr(Watch, "__enter__", note)
+    return entered
+
+
+def loss_in(output: Any) -> Tensor:
+    output = output["loss"] if isinstance(output, dict) else output
+    return output[-1] if isinstance(output, tuple) else output
+
+
+def whole(model: nn.Module, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    model.zero_grad()
+    value = loss_in(model(**batch))
+    value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return value.item(), gradients
+
+
+def stepped(model: nn.Module, micro_batch: int | None) -> tuple[Step, GradientRecorder]:
+    recorder = GradientRecorder(model)
+    return Step(model, ModelLoss(), recorder, micro_batch=micro_batch, check=False), recorder
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize("name", READ)
+def test_as_exact_as_watched_and_not_watched(name: str, micro_batch: int, watched: list[int]) -> None:
+    model = Own(READ[name])
+    batch = BATCHES.get(name, BATCH)
+    value, gradients = whole(model, batch)
+    step, recorder = stepped(model, micro_batch)
+    first = step(batch)
+    assert len(watched) == first.micro_batches
+    for _ in range(2):
+        report = step(batch)
+        assert len(watched) == first.micro_batches
+        assert relative_error(recorder.gradients, gradients) <= LIMIT
+        assert relative_error(report.loss, value) <= LIMIT
+        assert report.weights == first.weights
+        assert report.terms.keys() == first.terms.keys()
+
+
+@pytest.mark.parametrize("name", WATCHED)
+def test_what_the_graph_does_not_show_is_watched_each_time(name: str, watched: list[int]) -> None:
+    model = Own(WATCHED[name])
+    _, gradients = whole(model, BATCH)
+    step, recorder = stepped(model, 2)
+    reports = [step(BATCH) for _ in range(3)]
+    assert len(watched) == sum(report.micro_batches for report in reports)
+    assert relative_error(recorder.gradients, gradients) <= LIMIT
+    assert reports[0].redone == reports[2].redone == 0
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_every_step_is_exact(name: str) -> None:
+    model = Own(EXACT[name])
+    _, gradients = whole(model, BATCH)
+    step, recorder = stepped(model, 2)
+    for _ in range(3):
+        step(BATCH)
+        assert relative_error(recorder.gradients, gradients) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["tokens", "class weights", "squares", "mean"])
+def test_a_batch_that_is_not_cut_is_torchs_own_to_the_bit(name: str, watched: list[int]) -> None:
+    model = Own(READ[name])
+    value, gradients = whole(model, BATCH)
+    step, recorder = stepped(model, None)
+    reports = [step(BATCH) for _ in range(3)]
+    assert len(watched) == 1
+    assert all(torch.equal(recorder.gradients[key], gradients[key]) for key in gradients)
+    assert [(report.loss, report.weights) for report in reports] == [(value, reports[0].weights)] * 3
+
+
+def test_windows_are_read(watched: list[int]) -> None:
+    model = Own(tokens)
+    _, gradients = whole(model, BATCH)
+    step, recorder = stepped(model, None)
+    for _ in range(2):
+        with step.window() as window:
+            for start, stop in ((0, 4), (4, 5), (5, ROWS)):
+                window.add({key: value[start:stop] for key, value in BATCH.items()})
+        assert relative_error(recorder.gradients, gradients) <= LIMIT
+    assert len(watched) == 3
+
+
+CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "reduction": (tokens, lambda scores, labels: tokens(scores, labels, reduction="sum")),
+    "ignored": (tokens, lambda scores, labels: tokens(scores, labels.clamp(min=0), ignore_index=1)),
+    "class weights": (tokens, lambda scores, labels: tokens(scores, labels, weight=WEIGHTS)),
+    "other class weights": (READ["class weights"], lambda s, y: tokens(s, y, weight=WEIGHTS.flip(0))),
+    "smoothing": (tokens, WATCHED["smoothed"]),
+    "head": (tokens, READ["squares"]),
+    "factor": (tokens, WATCHED["half"]),
+    "another term": (tokens, WATCHED["two"]),
+    "beta": (READ["smooth"], lambda s, y: F.smooth_l1_loss(s, s.detach().cos(), beta=0.1)),
+    "positive weight": (
+        READ["binary"],
+        lambda s, y: F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()),
+    ),
+    "what is averaged": (READ["mean"], lambda s, y: torch.stack([size(s), 2 * size(s)]).mean()),
+    "in a checkpoint": (tokens, WATCHED["in a checkpoint"]),
+    "dtype": (tokens, lambda scores, labels: tokens(scores.bfloat16(), labels)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[int]) -> None:
+    """The mutation: from the second step on the model computes another loss."""
+    first, then = CHANGES[name]
+    model = Own(first)
+    step, recorder = stepped(model, 2)
+    step(BATCH)
+    step(BATCH)
+    assert len(watched) == 4
+    model.loss = then
+    _, gradients = whole(model, BATCH)
+    report = step(BATCH)
+    assert len(watched) == 8
+    assert report.redone == 0
+    assert relative_error(recorder.gradients, gradients) <= (1e-2 if name == "dtype" else LIMIT)
+
+
+@pytest.mark.parametrize("micro_batch", [2, None])
+def test_an_evaluation_again_leaves_no_trace(micro_batch: int | None) -> None:
+    """Buffers and random numbers are those of a model whose loss was always this one."""
+    found: list[Any] = []
+    for at in (0, 1):  # with and without a change
+        model = Changing(READ["squares"], READ["squares"] if at == 0 else tokens)
+        model.losses = (tokens, READ["squares"])
+        step, recorder = stepped(model, micro_batch)
+        torch.manual_seed(0)
+        if at:
+            step(BATCH)
+            calls = model.calls
+        else:
+            with torch.no_grad():  # as many forwards, outside of a step
+                calls = 4 if micro_batch else 1
+                for rows in X.split(micro_batch or ROWS):
+                    model(rows, LABELS[: len(rows)])
+        model.at, model.calls = 1, 1
+        model.losses = (tokens, READ["squares"])
+        report = step(BATCH)
+        assert model.calls == 1 + calls + at  # one forward more
+        found.append((recorder.gradients, model.count.item(), torch.get_rng_state(), report.loss))
+    assert found[0][1] == found[1][1]
+    assert torch.equal(found[0][2], found[1][2])
+    assert found[0][3] == found[1][3]
+    assert all(torch.equal(found[0][0][key], found[1][0][key]) for key in found[0][0])
+
+
+def test_settings_that_change_within_a_step_are_refused_by_name() -> None:
+    model = Changing(tokens, lambda scores, labels: tokens(scores, labels, weight=WEIGHTS))
+    step, _ = stepped(model, 2)
+    step(BATCH)
+    model.at = model.calls + 2
+    with pytest.raises(LossError, match="settings of cross_entropy in Changing to be the same"):
+        step(BATCH)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_rows_that_begin_to_meet_are_refused_by_name() -> None:
+    model = Own(READ["mean"])
+    step, _ = stepped(model, 2)
+    step(BATCH)
+    model.loss = lambda scores, labels: scores.square().mean(0).mean()
+    with pytest.raises(LossError, match="rows have met before it"):
+        step(BATCH)
+
+
+def test_targets_that_begin_to_be_made_inside_are_found_out() -> None:
+    model = Own(tokens)
+    step, _ = stepped(model, 3)
+    step(BATCH)
+    model.loss = lambda scores, labels: tokens(scores, labels.masked_fill(labels == 1, -100))
+    with pytest.raises(LossError, match="Own to make its targets from the batch as in the first"):
+        step(BATCH)
+
+
+def test_rows_that_become_each_others_classes_are_refused() -> None:
+    model = Own(tokens)
+    step, _ = stepped(model, 2)
+    step(BATCH)
+    model.loss = lambda s, y: F.cross_entropy(s.flatten(1) @ s.flatten(1).T, torch.arange(len(s)))
+    with pytest.raises(LossError, match="contrastive"):
+        step(BATCH)
+
+
+def test_some_steps_are_watched_again(watched: list[int]) -> None:
+    step, _ = stepped(Own(tokens), 4)
+    steps = 2 * read.WATCH_EVERY
+    for _ in range(steps + 1):
+        step(BATCH)
+    assert len(watched) == 2 * 3
+
+
+def test_a_loss_that_changes_all_the_time_is_watched_all_the_time(watched: list[int]) -> None:
+    model = Own(tokens)
+    step, _ = stepped(model, 4)
+    calls: list[int] = []
+    model.scores.register_forward_hook(lambda *args: calls.append(1))
+    for number in range(12):
+        model.loss = (tokens, READ["mean"])[number % 2]
+        step(BATCH)
+    assert len(calls) == 2 * 12 + read.TRIES
+
+
+def test_copies_and_pickles_know_nothing(watched: list[int]) -> None:
+    model, loss = Changing(tokens, tokens), ModelLoss()
+    model.losses = ()  # functions without a name cannot be pickled
+    model.forward = lambda x, labels: tokens(model.own(x, labels), labels)
+    step, _ = stepped(model, 4)
+    step(BATCH)
+    step(BATCH)
+    assert len(watched) == 2
+    del model.forward
+    model.own.loss = None
+    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
+    assert (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)) == (loss, loss)
+    other = copy.deepcopy(model)
+    other.losses, other.own.loss = (tokens,), lambda scores, labels: scores
+    stepped(other, 4)[0](BATCH)
+    assert len(watched) == 4
+
+
+def test_outside_of_a_step_nothing_is_evaluated_again() -> None:
+    model = Own(tokens)
+    step, _ = stepped(model, 4)
+    step(BATCH)
+    model.loss = READ["mean"]
+    assert ModelLoss().begin().evaluate(model, BATCH).weigh() == {"loss": ROWS * 3 * CLASSES}
+    assert ModelLoss().begin().uncut().evaluate(model, BATCH).weigh() == {"loss": ROWS * 3 * CLASSES}
+
+
+def test_a_loss_says_that_it_is_to_be_evaluated_again() -> None:
+    model, batch = Own(tokens), TensorBatch(BATCH)
+    step, _ = stepped(model, 4)
+    step(BATCH)
+    model.loss = READ["mean"]
+    for loss in (ModelLoss().begin(), ModelLoss().begin().uncut()):
+        step(BATCH)  # learned again
+        model.loss = READ["mean"] if model.loss is tokens else tokens
+        with loss.along(batch, [ROWS], model, lambda: None) as share:
+            with pytest.raises(EvaluateAgain):
+                share(0, ROWS).evaluate(model, BATCH)
+            assert share(0, ROWS).evaluate(model, BATCH).sums.keys() == {"loss"}
+
+
+def test_shapes_alone_are_watched() -> None:
+    model = Own(tokens)
+    with FakeMode():
+        assert read.reading_of(model) is None
+    assert read.reading_of(model) is not None
+
+
+@pytest.mark.parametrize("weight", [0, 3, torch.tensor(0.0), torch.tensor(3.0)])
+def test_the_sum_behind_a_mean(weight: Any) -> None:
+    scores = torch.zeros(3, 2, requires_grad=True)
+    loss = F.cross_entropy(scores, torch.full((3,), 1 if weight else -100))
+    total = read.sum_of(loss, weight)
+    assert total.item() == pytest.approx(3 * math.log(2) if weight else 0)
+    (gradient,) = torch.autograd.grad(total, scores)
+    assert gradient.abs().sum().item() == pytest.approx(3 if weight else 0)
+
+
+def test_no_target_at_all() -> None:
+    model = Own(tokens)
+    step, _ = stepped(model, 2)
+    step(BATCH)
+    report = step({"x": X, "labels": torch.full_like(LABELS, -100)})
+    assert (report.updated, math.isnan(report.loss)) == (False, True)
