@@ -198,7 +198,7 @@ class Accumulator:
     def _open(self, loss: Loss, terms: Evaluated, rows: int) -> None:
         """After the first forward: what divides which term, and when; how gradients are accumulated."""
         names = list(terms.sums)
-        self._is_open, plan = True, self.plan
+        plan = self.plan
         self._like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
         self._is_divided = loss.divided
         if self._window is not None and self._window._is_open:
@@ -213,6 +213,7 @@ class Accumulator:
                 weights = terms.weigh()
                 self._provisional = {name: power_of_two(_size(weights[name], rows)) for name in names}
         self.gradients = self._accumulation(names)
+        self._is_open = True  # last: weights take memory, which may run out
 
     def _go_on_like(self, window: "Accumulator") -> None:
         self._coefficients, self._divisors = window._coefficients, window._divisors
