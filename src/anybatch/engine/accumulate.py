@@ -61,6 +61,7 @@ class Accumulator:
         share: gives the loss of the rows of these indices.
         is_in_window: whether the rows belong to a window.
         offset: rows of the window before these.
+        number: micro-batches of the window before these.
         rows: rows of each micro-batch that was added or left out.
         dropped: rows of micro-batches that were left out.
         gradients: how gradients are accumulated.
@@ -85,9 +86,11 @@ class Accumulator:
         self.loss = task.loss if plan.is_cut or window is not None else task.loss.uncut()
         self.is_in_window = window is not None
         self.offset = 0 if window is None else sum(window.rows)
+        self.number = 0 if window is None else len(window.rows)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
+        self._is_dry = is_dry
         self.share: Callable[[Sequence[int]], Loss] = (
-            (lambda index: self.loss) if window is None else window.share
+            (lambda index: self.loss) if window is None else self._share_in_window
         )
         self._computing = task.computing(plan)
         self._window = window
@@ -114,6 +117,10 @@ class Accumulator:
         self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._values: Mapping[str, float] = {}
         self.gradients: InPlace | Apart | None = None
+
+    def _share_in_window(self, index: Sequence[int]) -> Loss:
+        assert self._window is not None  # noqa: S101 - chosen for windows only
+        return self._window.share(range(self.offset + index[0], self.offset + index[-1] + 1))
 
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
@@ -364,7 +371,7 @@ class Accumulator:
     def _means(self, weights: Mapping[str, float]) -> dict[str, float]:
         hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
         for name, sums in hosted.items():
-            if weights[name]:
+            if weights[name] and not self._is_dry:
                 _check_sums(sums, self.rows, name)
         return {
             name: math.fsum(sums) / (1 if self._is_divided else weights[name]) if weights[name] else math.nan
