@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,8 +64,15 @@ class Net(nn.Module):
         self.norm: nn.Module = nn.BatchNorm1d(8) if norm else nn.Identity()
         self.drop = nn.Dropout(dropout)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.power, self.spoil, self.largest = 0, 1.0, 0.0
-        self.ran: list[int] = []
+        self.told = SimpleNamespace(power=0, spoil=1.0, largest=0.0, ran=[])  # no snapshot puts it back
+
+    power, spoil, largest, ran = (
+        property(
+            lambda self, name=name: getattr(self.told, name),
+            lambda self, value, name=name: setattr(self.told, name, value),
+        )
+        for name in ("power", "spoil", "largest", "ran")
+    )
 
     def forward(self, x: Tensor) -> Tensor:
         self.ran.append(len(x))
