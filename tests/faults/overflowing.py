@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ class Overflow(torch.autograd.Function):
         return (large / factor).to(gradient.dtype) * spoil, None, None
 
 
+def _told(name: str) -> Any:
+    return property(lambda net: getattr(net.told, name), lambda net, value: setattr(net.told, name, value))
+
+
 class Net(nn.Module):
     """Rows are marked in their last column, which takes no other part.
 
@@ -57,14 +62,15 @@ class Net(nn.Module):
         ran: rows of each forward.
     """
 
+    power, spoil, largest, ran = map(_told, ("power", "spoil", "largest", "ran"))
+
     def __init__(self, dropout: float = 0.0, *, norm: bool = False) -> None:
         super().__init__()
         self.enter, self.leave = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
         self.norm: nn.Module = nn.BatchNorm1d(8) if norm else nn.Identity()
         self.drop = nn.Dropout(dropout)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-        self.power, self.spoil, self.largest = 0, 1.0, 0.0
-        self.ran: list[int] = []
+        self.told = SimpleNamespace(power=0, spoil=1.0, largest=0.0, ran=[])  # no snapshot puts it back
 
     def forward(self, x: Tensor) -> Tensor:
         self.ran.append(len(x))

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Step, StepReport, Total
-from anybatch.core.errors import BudgetError, OutOfMemoryError
-from anybatch.engine.run import Run
+from anybatch.core.errors import BudgetError
 from anybatch.state.snapshot import EVERY, FIRST
-from tests.faults.scarce import scarce
+from tests.faults.scarce import scarce_in_passes
 from tests.faults.starved import CLASSES, FEATURES, assert_same_as_the_same_cut, batch_for, make, seed, sgd
 from tests.snapshots import changes, snapshot
 
@@ -64,7 +63,7 @@ def test_a_size_that_may_not_be_cut_is_not_learned(
     make_step: Callable[[], Step], take: Callable[[Step], StepReport]
 ) -> None:
     step, twin = make_step(), make_step()
-    with scarce(Run, "add", {2}):
+    with scarce_in_passes({2}):
         mended = take(step)
     assert (mended.redone, mended.too_large) == (1, 0)
     assert mended.cut == take(twin).cut
@@ -74,7 +73,7 @@ def test_a_size_that_may_not_be_cut_is_not_learned(
 
 def test_a_size_that_may_be_cut_is_learned() -> None:
     step = with_norm("frozen")
-    with scarce(Run, "add", {2}):
+    with scarce_in_passes({2}):
         assert at_once(step).too_large == 16
     assert at_once(step).cut == (8, 8)
 
@@ -83,7 +82,7 @@ def test_a_size_that_may_be_cut_is_learned() -> None:
 def test_what_was_learned_does_not_hold_where_the_cut_matters(batch_norm: str | None) -> None:
     step = with_norm(batch_norm)
     step.model.eval()
-    with scarce(Run, "add", {2}):
+    with scarce_in_passes({2}):
         at_once(step)
     assert at_once(step).cut == (8, 8)
     step.model.train()
@@ -147,7 +146,7 @@ def seed_all() -> None:
 
 def assert_mended(step: Step, twin: Step, at: int) -> None:
     seed_all()
-    with scarce(Run, "add", {at}):
+    with scarce_in_passes({at}):
         report = at_once(step)
     assert report.redone == 1
     np.random.seed(3)
@@ -156,7 +155,7 @@ def assert_mended(step: Step, twin: Step, at: int) -> None:
 
 def late_allocation(step: Step) -> int:
     """One in the backward of the second micro-batch."""
-    with scarce(Run, "add") as counted:
+    with scarce_in_passes() as counted:
         at_once(copy.deepcopy(step))
     return counted.count // 2 - 2
 
@@ -192,20 +191,9 @@ def test_where_torchs_stream_was_not_noted_and_has_moved_the_step_begins_again()
         for _ in range(FIRST):
             at_once(one)
         one.model.kind = "torch"
-        assert not one.guard.streams.is_torchs_moved
+        assert not one.effects.draws
     assert_mended(step, twin, at)
-    assert step.guard.streams.is_torchs_moved
-
-
-def test_streams_that_nobody_draws_from_are_noted_in_the_first_steps_only() -> None:
-    step = drawing("nothing")
-    streams, noted = step.guard.streams, []
-    for _ in range(FIRST + 1):
-        at_once(step)
-        noted.append(len(streams.to_note(draws=False)))
-    held = 4
-    assert noted == [held + 2] * FIRST + [held]
-    assert not streams.are_moved
+    assert step.effects.draws
 
 
 def test_a_collated_micro_batch_of_a_window_comes_back() -> None:
@@ -216,7 +204,7 @@ def test_a_collated_micro_batch_of_a_window_comes_back() -> None:
         for _ in range(FIRST):
             one(batch)
     seed()
-    with step.window() as window, scarce(Run, "add", {1}):
+    with step.window() as window, scarce_in_passes({1}):
         window.add(batch)
         cut = window.close().cut
     assert cut == (2, 2)
@@ -228,68 +216,7 @@ def test_a_collated_micro_batch_of_a_window_comes_back() -> None:
     assert changes(snapshot(twin), snapshot(step)) == []
 
 
-# ---- what others call
-
-
-@pytest.mark.parametrize("options", [{"accumulate": torch.float64}, {"compensated": True}])
-def test_a_gradient_that_nobody_took_is_not_added_again(options: dict[str, Any]) -> None:
-    def build() -> Step:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-        return Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=4, **options)
-
-    def fail_once(parameter: Tensor) -> None:
-        hook.remove()
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    step, twin = build(), build()
-    hook = step.model[0].weight.register_post_accumulate_grad_hook(fail_once)  # type: ignore[union-attr, index]
-    seed()
-    report = at_once(step)
-    assert report.redone == 1
-    assert_same_as_the_same_cut(step, report, twin, batch_for("early"))
-
-
-def test_a_block_that_does_not_repeat_itself_is_not_run_again() -> None:
-    class Counting(nn.Module):
-        calls = 0
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            Counting.calls += 1
-            return self.linear(x) if Counting.calls % 2 else torch.tanh(self.linear(x).exp())
-
-    def build() -> Step:
-        torch.manual_seed(0)
-        Counting.calls = 0
-        parts = [nn.Linear(FEATURES, 8), Counting(), Counting(), nn.Linear(8, CLASSES)]
-        model = nn.Sequential(*parts)
-        return Step(model, nn.CrossEntropyLoss(), sgd(model), micro_batch=8)
-
-    with scarce(Run, "add") as counted:
-        at_once(build())
-    step = build()
-    with scarce(Run, "add", {counted.count // 2 - 2}):
-        report = at_once(step)
-    assert report.redone == 1
-    assert report.cut == (8, 4, 4)
-
-
 # ---- the update, and what comes after
-
-
-def test_a_gradient_for_which_there_is_no_room_changes_nothing() -> None:
-    step = make("clipped")
-    before = snapshot(step)
-    with (
-        scarce(Run, "update", {2}),
-        pytest.raises(OutOfMemoryError, match="room to divide, clip or hand over"),
-    ):
-        at_once(step)
-    assert changes(before, snapshot(step)) == []
 
 
 def test_a_scheduler_without_memory_leaves_a_whole_update() -> None:
@@ -306,40 +233,6 @@ def test_a_scheduler_without_memory_leaves_a_whole_update() -> None:
     at_once(twin)
     named = [*zip(step.model.parameters(), twin.model.parameters(), strict=True)]
     assert all(torch.equal(one, other) for one, other in named)
-
-
-class Careless(torch.optim.Optimizer):
-    """Writes past autograd, and counts in its groups."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1, "step": 0})
-        self.fails = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] += 1
-            for number, parameter in enumerate(group["params"]):
-                if self.fails and number == 1:
-                    raise torch.OutOfMemoryError("CUDA out of memory.")
-                parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
-
-
-def test_an_update_that_leaves_no_trace_is_not_made_twice() -> None:
-    step = make("early", optimizer=lambda model: Careless(model.parameters()))
-    with pytest.raises(OutOfMemoryError, match="unknown what has been updated") as caught:
-        at_once(step)
-    assert "No update was made" not in str(caught.value)
-    assert step.optimizers[0].param_groups[0]["step"] == 1
-
-
-def test_hooks_of_an_optimizer_are_called_once() -> None:
-    step = make("early")
-    calls: list[object] = []
-    step.optimizers[0].register_step_pre_hook(lambda *_: calls.append(1))
-    with scarce(torch.optim.SGD, "step", {1}), pytest.raises(OutOfMemoryError, match="has hooks"):
-        at_once(step)
-    assert calls == [1]
 
 
 def test_a_micro_batch_for_which_there_is_no_plan_leaves_the_window_as_it_was(

@@ -5,14 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from anybatch.engine.run import Run
 from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch import Step
 from anybatch.core.errors import OutOfMemoryError
 from anybatch.engine import admit, carry_out
-from tests.faults.scarce import scarce
+from tests.faults.scarce import scarce_in_passes
 from tests.snapshots import changes, snapshot
 
 ROWS = 16
@@ -64,7 +63,7 @@ def test_all_is_put_back_where_nothing_fits(make_model: Any, steps: int) -> None
     for _ in range(steps):
         step(batch_for(step.model))
     before = snapshot(step)
-    with scarce(Run, "add", set(range(12, 10_000))), pytest.raises(OutOfMemoryError):
+    with scarce_in_passes(set(range(12, 10_000))), pytest.raises(OutOfMemoryError):
         step(batch_for(step.model))
     assert changes(before, snapshot(step)) == []
 
@@ -77,10 +76,10 @@ def test_a_redone_micro_batch_finds_what_it_found(make_model: Any, steps: int, a
         for _ in range(steps):
             one(batch_for(one.model))
     batch = batch_for(step.model)
-    with scarce(Run, "add", {at}):
+    with scarce_in_passes({at}):
         report = step(batch)
     task = twin.task()
-    task.streams.begin(task.modules)
+    task.effects.begin(task.modules)
     plan = replace(twin.plan(ROWS), cut=report.cut, micro_batch=max(report.cut))
     assert carry_out(plan, task, admit(batch, task, None)).loss == report.loss
     assert changes(snapshot(twin), snapshot(step)) == []
@@ -88,15 +87,15 @@ def test_a_redone_micro_batch_finds_what_it_found(make_model: Any, steps: int, a
 
 def test_the_very_first_time_it_is_said() -> None:
     step = make(Momentum())
-    with scarce(Run, "add", {3}), pytest.raises(OutOfMemoryError, match="not as before: load them again"):
+    with scarce_in_passes({3}), pytest.raises(OutOfMemoryError, match="not as before: load them again"):
         step(batch_for(step.model))
     key = step.model.get_parameter("key.weight")
-    assert [one is key for one in step.guard.streams.written] == [True]
+    assert [one is key for one in step.effects.parameters] == [True]
 
 
 def test_a_step_does_not_begin_again_from_other_parameters() -> None:
     step = make(Momentum())
-    with scarce(Run, "add", {0, 1, 2, 20, 21, 22, 23}), pytest.raises(OutOfMemoryError):
+    with scarce_in_passes({0, 1, 2, 20, 21, 22, 23}), pytest.raises(OutOfMemoryError):
         step(batch_for(step.model))
 
 

@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from anybatch import StepReport
-from anybatch.core.batch import TensorBatch
-from anybatch.engine import gradients, run
-from anybatch.engine.course import Course
-from anybatch.engine.gradients import Gradients
-from anybatch.engine.run import Run
+from anybatch.core import Cut, TensorBatch
+from anybatch.engine import Accumulator, Apart, Gradients, Schedule, execute
+from anybatch.engine.gradients import InPlace
 from anybatch.losses import reductions as kinds
 from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.torch_losses import SummedLoss
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters
-from anybatch.state.snapshot import Surroundings
+from anybatch.state import Snapshot, snapshot
 
 Patch = pytest.MonkeyPatch
 Mutation = Callable[[Patch], None]
@@ -101,32 +99,46 @@ def ctc_without_target_lengths(patch: Patch) -> None:
 
 
 def late_divisor_of_another_term(patch: Patch) -> None:
-    late_factors = Run._late_factors
+    finish = Gradients.finish
 
-    def rotated(self: Run, weights: dict[str, float]) -> dict[str, float]:
-        factors = late_factors(self, weights)
+    def rotated(self: Gradients, factors: Mapping[str, float]) -> Any:
         values = list(factors.values())
-        return dict(zip(factors, values[1:] + values[:1], strict=True))
+        return finish(self, dict(zip(factors, values[1:] + values[:1], strict=True)))
 
-    patch.setattr(Run, "_late_factors", rotated)
+    patch.setattr(Gradients, "finish", rotated)
 
 
 def one_bank_for_all_terms(patch: Patch) -> None:
-    def add_each(self: Gradients, sums: Mapping[str, Tensor], **options: Any) -> None:
-        torch.autograd.backward(list(sums.values()))
+    def add_each(self: Apart, values: Any, cotangents: Any, unscale: float) -> None:
+        self.add([*values.values()], [cotangents[name] for name in values], unscale=unscale)
 
-    patch.setattr(Gradients, "add_each", add_each)
+    patch.setattr(Apart, "add_each", add_each)
 
 
-def coefficients_forgotten(patch: Patch) -> None:
-    late_factors, cotangent = Run._late_factors, run._cotangent
+def _after_opening(then: Callable[[Accumulator], None]) -> Mutation:
+    def mutate(patch: Patch) -> None:
+        opened = Accumulator._open
 
-    def factors(self: Run, weights: dict[str, float]) -> dict[str, float]:
-        self._coefficients = dict.fromkeys(self._coefficients, 1.0)
-        return late_factors(self, weights)
+        def open_then(self: Accumulator, *args: Any) -> None:
+            opened(self, *args)
+            then(self)
 
-    patch.setattr(Run, "_late_factors", factors)
-    patch.setattr(run, "_cotangent", lambda coefficient, divisor, like: cotangent(1.0, divisor, like))
+        patch.setattr(Accumulator, "_open", open_then)
+
+    return mutate
+
+
+def _forget_coefficients(sums: Accumulator) -> None:
+    sums._coefficients = dict.fromkeys(sums._coefficients, 1.0)
+
+
+def _halve_divisors(sums: Accumulator) -> None:
+    if sums._window is not None:
+        sums._provisional = {name: value / 2 for name, value in sums._provisional.items()}
+
+
+coefficients_forgotten = _after_opening(_forget_coefficients)
+another_provisional_divisor_in_each_add = _after_opening(_halve_divisors)
 
 
 def uncut_divided_by_ourselves(patch: Patch) -> None:
@@ -148,38 +160,34 @@ def mean_times_count(patch: Patch) -> None:
 
 
 def last_micro_batch_dropped(patch: Patch) -> None:
-    go = Course.go
+    begin = Schedule.__init__
 
-    def shorter(self: Course) -> None:
-        if len(self.sizes) > 1:
-            self.batch = self.batch.head(self.batch.rows - self.sizes.pop())
-        go(self)
+    def shorter(self: Schedule, *args: Any) -> None:
+        begin(self, *args)
+        self._cut = Cut(self._cut.parts[:-1]) if len(self._cut.parts) > 1 else self._cut
 
-    patch.setattr(Course, "go", shorter)
+    patch.setattr(Schedule, "__init__", shorter)
 
 
 def first_micro_batch_twice(patch: Patch) -> None:
-    parts = TensorBatch.parts
+    micro_batches = TensorBatch.micro_batches
 
-    def again(self: TensorBatch, sizes: Sequence[int], start: int = 0) -> Iterable[Any]:
-        found = list(parts(self, sizes, start))
+    def again(self: TensorBatch, parts: Any) -> Iterable[Any]:
+        found = list(micro_batches(self, parts))
         return iter([found[0], *found[:-1]])
 
-    patch.setattr(TensorBatch, "parts", again)
+    patch.setattr(TensorBatch, "micro_batches", again)
 
 
 def tail_scaled_like_a_full_one(patch: Patch) -> None:
-    add, backward = Run.add, Run._backward
+    backward = Accumulator.backward
 
-    def add_scaled(self: Run, micro: Any, loss: Any, rows: int, **options: Any) -> None:
-        self.tail = self._plan.micro_batch / rows
-        add(self, micro, loss, rows, **options)
+    def scaled(self: Accumulator, terms: Evaluated) -> None:
+        assert self._micro is not None
+        factor = self.plan.micro_batch / len(self._micro.indices)
+        backward(self, terms._replace(sums={name: value * factor for name, value in terms.sums.items()}))
 
-    def scaled(self: Run, sums: Mapping[str, Tensor], *args: Any, **options: Any) -> None:
-        backward(self, {name: value * self.tail for name, value in sums.items()}, *args, **options)
-
-    patch.setattr(Run, "add", add_scaled)
-    patch.setattr(Run, "_backward", scaled)
+    patch.setattr(Accumulator, "backward", scaled)
 
 
 def weights_of_rows_left_uncut(patch: Patch) -> None:
@@ -204,63 +212,73 @@ def weights_of_other_rows(patch: Patch) -> None:
 
 
 def sums_in_the_parameters_dtype(patch: Patch) -> None:
-    patch.setattr(gradients, "accumulation_dtype", lambda parameter, chosen=None: chosen or parameter)
+    patch.setattr(
+        "anybatch.engine.gradients.accumulation_dtype", lambda parameter, chosen=None: chosen or parameter
+    )
 
 
 def kahan_with_the_wrong_sign(patch: Patch) -> None:
-    compensate = Gradients._add_compensated
+    compensate = Apart._compensate
 
-    def wrong(self: Gradients, total: Tensor, value: Tensor) -> Tensor:
-        if total in self._errors:
-            self._errors[total].neg_()
-        return compensate(self, total, value)
+    def wrong(self: Apart, parameter: Any, gradient: Tensor, name: str) -> Any:
+        if parameter in self._errors[name]:
+            self._errors[name][parameter].neg_()
+        return compensate(self, parameter, gradient, name)
 
-    patch.setattr(Gradients, "_add_compensated", wrong)
+    patch.setattr(Apart, "_compensate", wrong)
 
 
 def kahan_without_compensation(patch: Patch) -> None:
-    patch.setattr(Gradients, "_add_compensated", lambda self, total, value: total + value)
+    def plain(self: Apart, parameter: Any, gradient: Tensor, name: str) -> Any:
+        return self._banks[name][parameter] + gradient, torch.zeros_like(gradient)
+
+    patch.setattr(Apart, "_compensate", plain)
 
 
 def memory_left_shared(patch: Patch) -> None:
-    patch.setattr(gradients, "_parted", lambda awaited: awaited)
+    patch.setattr(InPlace, "_own_memory", lambda self: None)
 
 
 def gradients_of_the_step_before_left_over(patch: Patch) -> None:
-    begin = Run.__init__
+    patch.setattr(execute, "finish", lambda sums, before: None)
 
-    def begin_with_leftovers(self: Run, plan: Any, task: Any, batch: Any, loss: Any, **more: Any) -> None:
-        left = [parameter.grad for parameter in task.parameters]
-        begin(self, plan, task, batch, loss, **more)
-        for parameter, gradient in zip(task.parameters, left, strict=True):
-            parameter.grad = gradient
 
-    patch.setattr(Run, "__init__", begin_with_leftovers)
-    patch.setattr(Run, "clear", lambda self: None)
+def windows_merged_twice(patch: Patch) -> None:
+    absorb = Apart.absorb
+
+    def twice(self: Apart, other: Gradients) -> None:
+        absorb(self, other)
+        absorb(self, other)
+
+    patch.setattr(Apart, "absorb", twice)
+
+
+def gradients_found_dropped(patch: Patch) -> None:
+    patch.setattr(Snapshot, "gradients_found", lambda self: [])
 
 
 # ---- the update
 
 
-def _after_each_micro_batch(then: Callable[[Run], None]) -> Mutation:
+def _after_each_micro_batch(then: Callable[[Accumulator], None]) -> Mutation:
     def mutate(patch: Patch) -> None:
-        add = Run.add
+        backward = Accumulator.backward
 
-        def add_then(self: Run, micro: Any, loss: Any, rows: int, **options: Any) -> None:
-            add(self, micro, loss, rows, **options)
+        def backward_then(self: Accumulator, terms: Evaluated) -> None:
+            backward(self, terms)
             then(self)
 
-        patch.setattr(Run, "add", add_then)
+        patch.setattr(Accumulator, "backward", backward_then)
 
     return mutate
 
 
-def _clip(run: Run) -> None:
-    torch.nn.utils.clip_grad_norm_(run._task.parameters, run._plan.clip_norm)
+def _clip(sums: Accumulator) -> None:
+    torch.nn.utils.clip_grad_norm_(sums.task.parameters, sums.plan.clip_norm)
 
 
-def _step(run: Run) -> None:
-    for optimizer in run._task.optimizers:
+def _step(sums: Accumulator) -> None:
+    for optimizer in sums.task.optimizers:
         optimizer.step()
 
 
@@ -269,23 +287,23 @@ update_per_micro_batch = _after_each_micro_batch(_step)
 
 
 def schedule_per_micro_batch(patch: Patch) -> None:
-    update = Run.update
+    update = execute.update
 
-    def update_then(self: Run) -> StepReport:
-        report = update(self)
-        for scheduler in [*self._task.schedulers] * (report.micro_batches - 1):
+    def update_then(gradient: Any, weights: Any, sums: Accumulator, before: Snapshot) -> StepReport:
+        report = update(gradient, weights, sums, before)
+        for scheduler in [*sums.task.schedulers] * (report.micro_batches - 1):
             scheduler.step()
         return report
 
-    patch.setattr(Run, "update", update_then)
+    patch.setattr(execute, "update", update_then)
 
 
 def masked_batches_update_too(patch: Patch) -> None:
-    whole_weights = Run._whole_weights
+    weights = Accumulator.weights
     patch.setattr(
-        Run,
-        "_whole_weights",
-        lambda self: {name: weight or 1.0 for name, weight in whole_weights(self).items()},
+        Accumulator,
+        "weights",
+        lambda self: {name: weight or 1.0 for name, weight in weights(self).items()},
     )
 
 
@@ -293,34 +311,53 @@ def masked_batches_update_too(patch: Patch) -> None:
 
 
 def scale_left_in_the_gradient(patch: Patch) -> None:
-    add = Gradients.add
+    add = Apart.add
 
-    def scaled(self: Gradients, *args: Any, unscale: float = 1.0, **options: Any) -> None:
-        add(self, *args, **options)
+    def scaled(self: Apart, values: Any, cotangents: Any, *, unscale: float = 1.0) -> None:
+        add(self, values, cotangents)
 
-    patch.setattr(Gradients, "add", scaled)
+    patch.setattr(Apart, "add", scaled)
 
 
 def an_overflow_loses_the_update(patch: Patch) -> None:
     patch.setattr(LossScale, "give_way", lambda self: False)
 
 
+# ---- failures
+
+
 def redone_with_another_mask(patch: Patch) -> None:
-    patch.setattr(Surroundings, "put_back", lambda self: None)
+    patch.setattr(snapshot, "_put_streams_back", lambda state, streams: None)
+
+
+def buffers_not_put_back(patch: Patch) -> None:
+    patch.setattr(snapshot, "_put_values_back", lambda copies: None)
+
+
+def attributes_not_put_back(patch: Patch) -> None:
+    patch.setattr(snapshot._Attributes, "put_back", lambda self: None)
 
 
 def what_was_accepted_comes_again(patch: Patch) -> None:
-    patch.setattr(Gradients, "holds_part", False)
+    patch.setattr(InPlace, "has_accepted", False)
+
+
+def a_half_that_is_forgotten(patch: Patch) -> None:
+    def cut_smaller(self: Schedule, most: int) -> None:
+        rest = self._cut.after(self._done, most=most)
+        self._cut = Cut((*self._cut.parts[: self._done], *rest.parts[1:]))
+
+    patch.setattr(Schedule, "cut_smaller", cut_smaller)
 
 
 def dropped_rows_keep_their_weight(patch: Patch) -> None:
-    leave_out = Run.leave_out
+    leave_out = Accumulator.leave_out
 
-    def weighed(self: Run, rows: int) -> None:
+    def weighed(self: Accumulator, rows: int) -> None:
         leave_out(self, rows)
         self._weights.append({"loss": rows})
 
-    patch.setattr(Run, "leave_out", weighed)
+    patch.setattr(Accumulator, "leave_out", weighed)
 
 
 def no_weight_backup(patch: Patch) -> None:

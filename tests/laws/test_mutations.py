@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anybatch import AnybatchError
-from tests.faults import test_not_finite, test_overflow
+from tests.faults import test_not_finite, test_overflow, test_state, test_table
 from tests.laws import mutations, test_masked, test_models, test_precision, test_uncut, test_updates
 from tests.laws.check import ADVICE, check, cut, reference, windowed
 from tests.laws.losses import CASES
@@ -80,9 +80,8 @@ def overflow_law() -> None:
     test_overflow.test_the_update_is_the_one_without_overflow("dropout", "mixed", windowed=False, halvings=2)
 
 
-def once_law() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        test_overflow.test_what_was_finite_is_not_added_twice("dropout", "true", patch)
+def fault_law(row: str, kind: str, at: int = 2, warm: int = 5) -> Law:
+    return lambda: test_table.test_recovers(row, kind, "step", at, warm)
 
 
 def drop_law() -> None:
@@ -132,7 +131,35 @@ MUTATIONS: dict[str, tuple[Mutation, Law]] = {
     "scale left in the gradient": (mutations.scale_left_in_the_gradient, float16_law),
     "an overflow loses the update": (mutations.an_overflow_loses_the_update, overflow_law),
     "redone with another mask": (mutations.redone_with_another_mask, overflow_law),
-    "what was accepted comes again": (mutations.what_was_accepted_comes_again, once_law),
+    "what was accepted comes again": (
+        mutations.what_was_accepted_comes_again,
+        fault_law("... after something reached .grad", "dropout"),
+    ),
+    "redone with another mask, memory": (
+        mutations.redone_with_another_mask,
+        fault_law("... in backward, nothing accepted", "dropout"),
+    ),
+    "buffers not put back": (
+        mutations.buffers_not_put_back,
+        fault_law("out of memory in forward", "counting"),
+    ),
+    "attributes not put back": (
+        mutations.attributes_not_put_back,
+        fault_law("out of memory in forward", "counting"),
+    ),
+    "a half that is forgotten": (
+        mutations.a_half_that_is_forgotten,
+        fault_law("out of memory in forward", "dropout"),
+    ),
+    "windows merged twice": (mutations.windows_merged_twice, window_law("mse-reduction=mean")),
+    "another provisional divisor in each add": (
+        mutations.another_provisional_divisor_in_each_add,
+        window_law("mse-reduction=mean"),
+    ),
+    "gradients found dropped": (
+        mutations.gradients_found_dropped,
+        test_state.test_gradients_found_are_in_the_norm_that_is_reported,
+    ),
     "dropped rows keep their weight": (mutations.dropped_rows_keep_their_weight, drop_law),
     "no weight backup": (mutations.no_weight_backup, test_masters.test_a_thousand_small_updates_arrive),
 }

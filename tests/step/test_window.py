@@ -1,4 +1,4 @@
-"""A window whose micro-batches are too large for memory: cut, learned, or discarded as a whole."""
+"""A window whose micro-batches are too large for memory: cut and learned, or refused."""
 
 from typing import Any
 
@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import BudgetError, OutOfMemoryError
-from anybatch.engine.run import Run
 from tests.budgets import metered
-from tests.faults.scarce import scarce
+from tests.faults.scarce import scarce_in_passes
 from tests.snapshots import changes, make_batch, make_model, snapshot
 
 
@@ -22,7 +21,7 @@ def make() -> Step:
 def test_what_did_not_fit_comes_in_parts_and_so_does_what_follows() -> None:
     step = make()
     window = step.window()
-    with scarce(Run, "add", {1}):
+    with scarce_in_passes({1}):
         window.add(make_batch())
     window.add(make_batch())
     assert window.rows == 16
@@ -36,7 +35,7 @@ def test_a_micro_batch_of_which_nothing_fits_leaves_the_window_as_it_was() -> No
     torch.manual_seed(5)
     window = step.window()
     window.add(make_batch())
-    with scarce(Run, "add", set(range(1000))), pytest.raises(OutOfMemoryError, match="one row is the least"):
+    with scarce_in_passes(set(range(1000))), pytest.raises(OutOfMemoryError, match="one row is the least"):
         window.add(make_batch(seed=1))
     assert window.rows == 8
     window.close()
@@ -44,20 +43,6 @@ def test_a_micro_batch_of_which_nothing_fits_leaves_the_window_as_it_was() -> No
     with twin.window() as other:
         other.add(make_batch())
     assert changes(snapshot(twin), snapshot(step)) == []
-
-
-def test_a_micro_batch_of_which_a_part_is_in_the_sums_takes_the_window_with_it() -> None:
-    step = make()
-    before = snapshot(step)
-    window = step.window()
-    window.add(make_batch())
-    with scarce(Run, "add") as counted:
-        window.add(make_batch())
-    late = {counted.count - 4, *range(counted.count, 1000)}  # the last layer has accepted it by then
-    with scarce(Run, "add", late), pytest.raises(OutOfMemoryError, match="the sums of a window"):
-        window.add(make_batch())
-    assert step.open_window is None
-    assert changes(before, snapshot(step)) == []
 
 
 @pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "drop"}], ids=str)

@@ -19,6 +19,9 @@ one of them is raised from a step, the model, its buffers, the optimizer and the
 before that step, unless the error says that an update was torn.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class AnybatchError(Exception):
     """Root of everything anybatch raises on purpose."""
@@ -33,7 +36,13 @@ class LossError(AnybatchError, ValueError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss of some micro-batch is NaN or infinite; no update was made."""
+    """The loss of some micro-batch is NaN or infinite; no update was made.
+
+    Attributes:
+        reached: where random streams had come to before they were put back: who skips goes on there.
+    """
+
+    reached: Mapping[str, Any] | None = None
 
 
 class PlanError(AnybatchError, ValueError):

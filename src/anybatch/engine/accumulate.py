@@ -84,7 +84,7 @@ class Accumulator:
         self.plan, self.task, self.batch = plan, task, batch
         # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
         self.loss = task.loss if plan.is_cut or window is not None else task.loss.uncut()
-        self.is_in_window = window is not None
+        self.is_in_window = window is not None or isinstance(batch, OpenBatch)
         self.offset = 0 if window is None else sum(window.rows)
         self.number = 0 if window is None else len(window.rows)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
@@ -144,7 +144,7 @@ class Accumulator:
                 terms = loss.evaluate(self.task.model, micro.rows)
         if not self._is_open:
             self._open(loss, terms, len(micro.indices))
-        elif terms.sums.keys() != self._coefficients.keys():
+        if terms.sums.keys() != self._coefficients.keys():
             raise LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
                 f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
@@ -295,6 +295,8 @@ class Accumulator:
         return {
             "coefficients": {name: float(value) for name, value in self._coefficients.items()},
             "provisional": dict(self._provisional),
+            "divisors": None if self._divisors is None else _to_host(self._divisors),
+            "is_counted": self._is_counted,
             "sums": [_to_host(sums) for sums in self._sums],
             "weights": [_to_host(weights) for weights in self._weights],
             "is_divided": self._is_divided,
@@ -305,6 +307,7 @@ class Accumulator:
         """Go on from what `fold` gave, and from sums of gradients."""
         self._is_open = True
         self._coefficients, self._provisional = dict(fold["coefficients"]), dict(fold["provisional"])
+        self._divisors, self._is_counted = fold["divisors"], bool(fold["is_counted"])
         self._sums, self._weights = [*map(dict, fold["sums"])], [*map(dict, fold["weights"])]
         self._is_divided, self._has_flowed = bool(fold["is_divided"]), bool(fold["has_flowed"])
         self._window_gradients().restore(banks, errors)
@@ -380,7 +383,7 @@ class Accumulator:
 
     def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
         """The loss of all rows, and that of each term."""
-        used = [self._coefficients[name] * value for name, value in self._values.items() if weights[name]]
+        used = [self._coefficients[name] * value for name, value in self._values.items() if weights.get(name)]
         return (math.fsum(used) if used else math.nan), self._values
 
     def close(self) -> None:

@@ -225,7 +225,7 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
     elif isinstance(error, NonFinite):
         _recover_from_overflow(error.where, schedule, sums, before)
     elif isinstance(error, NonFiniteLossError) and sums.plan.non_finite == "skip":
-        raise Skipped(rng.capture_process()) from None
+        raise Skipped(error.reached or rng.capture_process()) from None
     elif not isinstance(error, AnybatchError) and ran_out_of_memory(error):
         said = released(error)
         free_caches()  # before anything is put back, which takes memory

@@ -1,9 +1,8 @@
 """A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -118,8 +117,8 @@ class WholeBatch(Plain):
             rng.restore_process(before)
             yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
         except BaseException as error:
-            with suppress(AttributeError):  # a step that is skipped goes on from where streams have come to
-                cast("Any", error).go_on = partial(rng.restore_process, rng.capture_process())
+            if isinstance(error, NonFiniteLossError):
+                error.reached = rng.capture_process()
             rng.restore_process(before)
             raise
         rng.restore_process(after)

@@ -1,3 +1,5 @@
+"""What a step is given is checked before anything is touched."""
+
 from typing import Any
 
 import pytest
