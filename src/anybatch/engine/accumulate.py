@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,8 +90,9 @@ class Accumulator:
         self.number = 0 if window is None else len(window.rows)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
         self._is_dry = is_dry
+        # No closure over this object: a circle would keep its tensors until garbage is collected.
         self.share: Callable[[Sequence[int]], Loss] = (
-            (lambda index: self.loss) if window is None else self._share_in_window
+            partial(_same, self.loss) if window is None else partial(_shifted, window, self.offset)
         )
         self._computing = task.computing(plan)
         self._window = window
@@ -117,10 +119,6 @@ class Accumulator:
         self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._values: Mapping[str, float] = {}
         self.gradients: InPlace | Apart | None = None
-
-    def _share_in_window(self, index: Sequence[int]) -> Loss:
-        assert self._window is not None  # noqa: S101 - chosen for windows only
-        return self._window.share(range(self.offset + index[0], self.offset + index[-1] + 1))
 
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
@@ -390,6 +388,15 @@ class Accumulator:
         """Take hooks off."""
         if self.gradients is not None:
             self.gradients.close()
+
+
+def _same(loss: Loss, index: Sequence[int]) -> Loss:
+    return loss
+
+
+def _shifted(window: "Accumulator", offset: int, index: Sequence[int]) -> Loss:
+    """The loss of rows of an `add`, counted from the first row of the window."""
+    return window.share(range(offset + index[0], offset + index[-1] + 1))
 
 
 def _size(weight: Number, rows: int) -> float:
