@@ -231,7 +231,13 @@ def test_several_optimizers() -> None:
 
 @pytest.mark.parametrize("micro_batch", [None, 4, 1])
 @pytest.mark.parametrize("name", ["gpt2", "t5", "vit"])
-def test_peak_to_the_byte_of_models_with_their_own_loss(name: str, micro_batch: int | None) -> None:
+@pytest.mark.parametrize("is_read", [False, True])
+def test_peak_to_the_byte_of_models_with_their_own_loss(
+    name: str, micro_batch: int | None, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a step that is watched; one whose loss is read holds some scalars less."""
+    if not is_read:
+        monkeypatch.setattr("anybatch.losses.model.read.TRIES", 0)
     model = hugging_face(name)
     ids = torch.randint(1, 50, (ROWS, 10))
     batch = {"input_ids": ids, "labels": ids}
@@ -239,7 +245,7 @@ def test_peak_to_the_byte_of_models_with_their_own_loss(name: str, micro_batch: 
         batch = {"pixel_values": torch.randn(ROWS, 3, 16, 16), "labels": torch.randint(2, (ROWS,))}
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     predicted, meter = compare(model, ModelLoss(), optimizer, batch, micro_batch=micro_batch)
-    assert predicted.peak == meter.peak
+    assert 0 <= predicted.peak - meter.peak <= (128 if is_read else 0)
 
 
 def hugging_face(name: str) -> nn.Module:

@@ -57,7 +57,7 @@ def state(step: ab.Step, batch: tuple[Tensor, Tensor]) -> list[Any]:
     hooks = [len(p._backward_hooks or {}) for p in model.parameters()]
     modes = [module.training for module in model.modules()]
     own = [list(model.calls), model.generator.get_state()] if isinstance(model, Busy) else []
-    scale = step.scale.state(), step.planning.most_rows, vars(step.guard.streams).copy()
+    scale = step.scale.state(), step.planning.most_rows, vars(step.effects).copy()
     return [*values, hooks, modes, *own, scale, rng.capture_process()]
 
 
@@ -79,6 +79,7 @@ PRECISIONS = ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
     step = make(Busy(), batch_norm="micro", micro_batch=micro_batch, precision=precision)
     batch = rows_of(6)
+    step.scale.value = 1.0  # an overflow would be refused, as the model writes to its rows
     step(batch)  # so that the optimizer has a state
     for parameter in step.model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -236,14 +237,14 @@ def test_a_scale_is_a_power_of_two() -> None:
         show_gradients(make(nn.Linear(3, 1)), rows_of(2), print, precision=FLOAT32, scale=3.0)
 
 
-def test_with_drop_nobody_has_divided_yet() -> None:
+def test_with_drop_only_a_power_of_two_has_divided() -> None:
     found: dict[str, list[Tensor]] = {"raise": [], "drop": []}
     for policy, seen in found.items():
         torch.manual_seed(0)
         step = make(nn.Linear(3, 1), micro_batch=2, non_finite=policy)
         show_gradients(step, rows_of(4), lambda g, to=seen: to.append(g.clone()), precision=FLOAT32)
     for divided, whole in zip(found["raise"], found["drop"], strict=True):
-        assert relative_error(4 * divided, whole) <= tolerance(torch.float32, terms=4)
+        assert relative_error(2 * divided, whole) <= tolerance(torch.float32, terms=4)
 
 
 def test_uncut_it_is_the_gradient_of_the_plain_loop_to_the_bit() -> None:

@@ -11,6 +11,7 @@ from anybatch.core.errors import BatchError
 
 Build = Callable[[Iterator[Tensor]], Any]
 _PLAIN = (Tensor, str, bytes, int, float)
+_PAIR = ("[0]", "[1]")
 
 
 class Nest(NamedTuple):
@@ -40,6 +41,8 @@ def flatten(tree: object) -> Nest:
         >>> nest.build(iter([leaf[:1] for leaf in nest.leaves]))
         {'x': tensor([[0., 0.]]), 'y': (tensor([1.]), None)}
     """
+    if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
+        return Nest(_PAIR, tree, tuple)  # what most batches are, at a fraction of the time
     paths: list[str] = []
     leaves: list[Tensor] = []
     build = _visit(tree, "", paths, leaves)

@@ -61,6 +61,7 @@ class Accumulator:
         share: gives the loss of the rows of these indices.
         is_in_window: whether the rows belong to a window.
         offset: rows of the window before these.
+        number: micro-batches of the window before these.
         rows: rows of each micro-batch that was added or left out.
         dropped: rows of micro-batches that were left out.
         gradients: how gradients are accumulated.
@@ -85,9 +86,11 @@ class Accumulator:
         self.loss = task.loss if plan.is_cut or window is not None else task.loss.uncut()
         self.is_in_window = window is not None or isinstance(batch, OpenBatch)
         self.offset = 0 if window is None else sum(window.rows)
+        self.number = 0 if window is None else len(window.rows)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
+        self._is_dry = is_dry
         self.share: Callable[[Sequence[int]], Loss] = (
-            (lambda index: self.loss) if window is None else window.share
+            (lambda index: self.loss) if window is None else self._share_in_window
         )
         self._computing = task.computing(plan)
         self._window = window
@@ -108,11 +111,16 @@ class Accumulator:
         self._cotangents: dict[str, Tensor] = {}
         self._scale = 0.0  # of the cotangents
         self._is_counted = False
+        self._is_apart: bool | None = None
         self._micro: Micro | None = None
         self._is_divided = False
         self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._values: Mapping[str, float] = {}
         self.gradients: InPlace | Apart | None = None
+
+    def _share_in_window(self, index: Sequence[int]) -> Loss:
+        assert self._window is not None  # noqa: S101 - chosen for windows only
+        return self._window.share(range(self.offset + index[0], self.offset + index[-1] + 1))
 
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
@@ -217,19 +225,21 @@ class Accumulator:
     def _go_on_like(self, window: "Accumulator") -> None:
         self._coefficients, self._divisors = window._coefficients, window._divisors
         self._provisional, self._is_counted = window._provisional, window._is_counted
+        self._cotangents, self._scale, self._is_apart = window._cotangents, window._scale, window._is_apart
 
     def _accumulation(self, names: Sequence[str]) -> InPlace | Apart:
         plan, parameters = self.plan, self.task.parameters
         banks = names if self._divisors is None else names[:1]
         chosen = plan.accumulation_dtype
-        is_apart = (
-            self.is_guarded
-            or plan.compensated
-            or len(banks) > 1
-            or self.task.is_shown
-            or any(accumulation_dtype(p.dtype, chosen) != p.dtype for p in parameters)
-        )
-        if not is_apart:
+        if self._is_apart is None:
+            self._is_apart = (
+                self.is_guarded
+                or plan.compensated
+                or len(banks) > 1
+                or self.task.is_apart
+                or any(accumulation_dtype(p.dtype, chosen) != p.dtype for p in parameters)
+            )
+        if not self._is_apart:
             return InPlace(parameters, banks[0])
         return Apart(
             parameters,
@@ -237,7 +247,7 @@ class Accumulator:
             names=banks,
             compensated=plan.compensated,
             is_looked_at=self.is_guarded,
-            is_whole=self._window is not None or self.task.is_shown or plan.non_finite == "drop",
+            is_whole=self._window is not None or self.task.is_apart or plan.non_finite == "drop",
             tell=self._tell if self.task.is_shown else None,
         )
 
@@ -268,7 +278,7 @@ class Accumulator:
             if not self._is_open:
                 self._is_open, self._is_divided = True, other._is_divided
                 self._go_on_like(other)
-            sums = other.gradients.gradients()
+            sums = other.gradients.taken()
             other.gradients.close()
             for parameter in self.task.parameters:
                 parameter.grad = None
@@ -364,7 +374,7 @@ class Accumulator:
     def _means(self, weights: Mapping[str, float]) -> dict[str, float]:
         hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
         for name, sums in hosted.items():
-            if weights[name]:
+            if weights[name] and not self._is_dry:
                 _check_sums(sums, self.rows, name)
         return {
             name: math.fsum(sums) / (1 if self._is_divided else weights[name]) if weights[name] else math.nan

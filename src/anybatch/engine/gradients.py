@@ -93,6 +93,8 @@ class InPlace:
 
     def begin(self) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
+        if self._awaited:
+            self._own_memory()
         self._versions = private.versions(self._sums)
 
     @property
@@ -104,8 +106,6 @@ class InPlace:
     def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """One backward: add J^T c of these scalars, each with its own cotangent."""
         private.run_backward(values, cotangents)
-        if self._awaited:
-            self._own_memory()
 
     def _own_memory(self) -> None:
         """Give each new `.grad` memory of its own, before anything is added to it in place.
@@ -130,7 +130,13 @@ class InPlace:
         self._awaited = [p for p in self._awaited if p.grad is None]
 
     def gradients(self) -> Gradients:
-        """The sums so far."""
+        """The sums so far, each in memory of its own."""
+        if self._awaited:
+            self._own_memory()
+        return self.taken()
+
+    def taken(self) -> Gradients:
+        """The sums so far, as autograd left them: of those that may share memory nothing must be changed."""
         return Gradients({self._name: {p: p.grad for p in self._parameters if p.grad is not None}})
 
     def close(self) -> None:
@@ -226,6 +232,8 @@ class Apart:
     def gradients(self) -> Gradients:
         """The sums so far."""
         return Gradients(self._banks)
+
+    taken = gradients
 
     def errors(self) -> Mapping[str, Sums]:
         """The rounding errors of compensated sums, by bank."""

@@ -18,7 +18,7 @@ class Schedule:
         plan: how the rows are cut.
         sums: what the micro-batches are added to.
         before: the state before the first one.
-        stack: what a first pass sets up lasts until this is closed.
+        stack: what a first pass sets up lasts until this is closed; None in a window, which has none.
 
     Attributes:
         left: row indices of the micro-batches that are still to be done.
@@ -26,7 +26,9 @@ class Schedule:
         scale_before: the loss scale before the micro-batch at hand made it give way.
     """
 
-    def __init__(self, plan: Plan, sums: Accumulator, before: Snapshot, stack: ExitStack) -> None:
+    def __init__(
+        self, plan: Plan, sums: Accumulator, before: Snapshot, stack: ExitStack | None = None
+    ) -> None:
         self._sums, self._before, self._stack = sums, before, stack
         self._cut = plan.parts
         self._done = 0
@@ -40,19 +42,19 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Micro]:
         sums = self._sums
-        if not self.is_open:
-            self._first_pass()
+        if not self.is_open and self._stack is not None:
+            self._first_pass(self._stack)
         left = self.left
         micro_batches = sums.batch.micro_batches(left)
         for _ in left:
             self._before.begin()  # first: to make a micro-batch may draw random numbers, too
             yield next(micro_batches)
 
-    def _first_pass(self) -> None:
+    def _first_pass(self, stack: ExitStack) -> None:
         sums, task = self._sums, self._sums.task
         with sums.plan.precision.computing(task.kinds):
             along = sums.loss.along(sums.batch, self._cut.sizes, task.model, self._before.put_buffers_back)
-            share = self._stack.enter_context(along)
+            share = stack.enter_context(along)
         sums.share = lambda index: share(index[0], index[-1] + 1)
         self.is_open = True
 

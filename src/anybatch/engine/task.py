@@ -60,6 +60,7 @@ class Task:
         scale: what the loss is multiplied by in backward.
         strategy: many processes, or one.
         observers: look at gradients, and change nothing.
+        holds_apart: whether the gradients of each micro-batch are held apart from the sums, as in a window.
         state: of the modules, which a step notes before it begins.
     """
 
@@ -79,10 +80,12 @@ class Task:
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
     observers: Sequence[Observer] = ()
+    holds_apart: bool = False
     state: ModuleState = field(init=False)
     everyone: Sequence[nn.Parameter] = field(init=False)
     reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
     trained: Set[nn.Parameter] = field(init=False)
+    is_apart: bool = field(init=False)
     is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients
     kinds: Set[str] = field(init=False)  # of the devices that compute
 
@@ -93,6 +96,7 @@ class Task:
         put("reached", tuple([p for p in self.others if p.requires_grad]))
         put("trained", frozenset(self.parameters))
         put("is_shown", any(one.wants_micro for one in self.observers))
+        put("is_apart", self.holds_apart or self.is_shown)
         put("kinds", {device.type for device in self.devices} - {"meta"})
 
     def tell(self, event: Event) -> None:

@@ -120,6 +120,7 @@ class Planning:
         rows, like = batch.rows, self.settings
         self._wanted = rows
         if self.budget is not None:
+            task = replace(task, holds_apart=True)
             # One of several, so that gradients are there already; with compensated sums errors, too.
             parts = 3 if self.settings.compensated else 2
             request = self._request(task, batch, parts * rows, as_it_comes=True)
@@ -132,6 +133,8 @@ class Planning:
 
     def _limited(self, task: Task, batch: Batch, wanted: int) -> int:
         """Rows that fit, as far as memory has taught; as wanted where the result depends on the cut."""
+        if not self.limits.known:
+            return wanted
         keeps_cut = task.batch_norms and self.settings.batch_norm != "frozen"
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
@@ -149,6 +152,8 @@ class Planning:
         """
         if self.budget is not None and not failed and not in_window:
             self.budget.record(plan, seconds)
+        if not (failed or self.limits.known):
+            return
         as_asked = self.budget is None and not in_window
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)

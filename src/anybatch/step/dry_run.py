@@ -77,7 +77,7 @@ def show_gradients(
     logical = _copied(admit(batch, task, step.collate))
     size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
     settings = step.planning.settings
-    plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision, non_finite="raise")
+    plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision)
     if plan.is_cut:
         step.guard.refuse_meetings(task)
     collate = () if step.collate is None else (step.collate,)

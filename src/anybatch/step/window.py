@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -140,9 +139,9 @@ class Window:
             part = Accumulator(plan, task, batch, window=self._sums, **again)
             try:
                 clear(task.reached)
-                with ExitStack() as stack:
-                    accumulate(Schedule(plan, part, before, stack), part, before)
-                before.put_gradients_back(task.reached)
+                accumulate(Schedule(plan, part, before), part, before)
+                if task.reached:
+                    before.put_gradients_back(task.reached)
             except (Skipped, NonFiniteLossError) as error:
                 reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
                 self._undo(before, part, error)

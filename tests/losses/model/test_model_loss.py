@@ -109,6 +109,7 @@ def test_parameters_beside_rows_are_no_meeting(name: str, micro_batch: int) -> N
     model = Layer(WITH_PARAMETERS[name])
     model(**BATCH).backward()
     expected = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
     recorder = GradientRecorder(model)
     Step(model, ModelLoss(), recorder, micro_batch=micro_batch)(BATCH)
     assert relative_error(recorder.gradients, expected) <= LIMIT

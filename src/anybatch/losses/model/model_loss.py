@@ -88,11 +88,13 @@ class _Reader(Plain):
     def __init__(self) -> None:
         self._reading: Reading | None = None  # of the model
         self._form: Form | None = None  # what this step reads by; None where it is watched
+        self._files: list[ModuleType] | None = None  # that define a router loss
 
     def _open(self, model: nn.Module) -> None:
         """A step begins."""
         self._reading = reading_of(model)
         self._form = None if self._reading is None else self._reading.begin()
+        self._files = None
 
     def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
         """What is read of a loss.
@@ -107,6 +109,11 @@ class _Reader(Plain):
             if self._reading is not None:
                 self._reading.miss()
             raise
+
+    def _router_files(self, model: nn.Module) -> list[ModuleType]:
+        if self._files is None:
+            self._files = homes(model) if self._reading is None else self._reading.files_of(model)
+        return self._files
 
     def _learn(self, model: nn.Module, found: Found) -> None:
         """Note the form of a loss that was watched, for the steps to come."""
@@ -132,7 +139,6 @@ class ModelTerms(_Reader):
     def __init__(self, *, in_step: bool = False) -> None:
         super().__init__()
         self._in_step = in_step
-        self._files: list[ModuleType] | None = None  # that define a router loss
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
         self._routers: Mapping[str, WholeRouterLoss] = {}
         self._places: Mapping[int, int] = {}  # number of each micro-batch of the first pass, by its first row
@@ -187,10 +193,14 @@ class ModelTerms(_Reader):
         if not batch.rows:
             return None
         leaves = {} if batch.whole is None else leaves_of(batch.whole)
-        found = {
-            name: self._weigh_whole(name, terms[name], batch.rows, first_rows, leaves) if name in terms else 1
-            for name in first.sums
-        }
+        found = dict[str, Number | None](dict.fromkeys(first.sums, 1))  # router losses and sums
+        for name in first.sums:
+            if name not in terms or terms[name].is_sum:
+                continue
+            if name in self._known:
+                found[name] = self._known[name]
+            else:
+                found[name] = _weigh_whole(terms[name], self._matches[name], batch.rows, first_rows, leaves)
         known = {name: weight for name, weight in found.items() if weight is not None}
         if len(known) < len(found):
             return None
@@ -209,7 +219,7 @@ class ModelTerms(_Reader):
 
         At the end what was promised of the whole batch is held against what came.
         """
-        self._known, self._routers, self._files, self.tied = {}, {}, None, False
+        self._known, self._routers, self.tied = {}, {}, False
         self._open(model)
         self._begin()
         if batch.rows and self._router_files(model) and wants_router_loss(model):
@@ -331,29 +341,6 @@ class ModelTerms(_Reader):
         self._learn(model, found)
         self._first, self._first_start, self._rows = found.forgotten(), self._start, found.rows
 
-    def _weigh_whole(
-        self, name: str, one: Reduction, rows: int, first_rows: int, leaves: Mapping[str, Tensor]
-    ) -> Number | None:
-        if one.is_sum:
-            return 1
-        if name in self._known:
-            return self._known[name]
-        if not leaves:
-            return None
-        axis = one.origin.axis
-        if one.origin.counts_classes:
-            return count(one.origin, self._matches[name], leaves)
-        if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
-            return None
-        if one.may_be_parameters and rows % first_rows:  # then it weighs the same in a short last micro-batch
-            return None
-        return one.weight * rows // first_rows  # every row weighs the same; checked when the step closes
-
-    def _router_files(self, model: nn.Module) -> list[ModuleType]:
-        if self._files is None:
-            self._files = homes(model) if self._reading is None else self._reading.files_of(model)
-        return self._files
-
 
 class OwnLoss(_Reader):
     """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs.
@@ -412,6 +399,22 @@ class OwnLoss(_Reader):
         values = [one.value.detach() * factors[name] for name, one in terms.items()]
         sums = dict(zip(names, [loss + (values[0] - loss).detach(), *values[1:]], strict=True))
         return Evaluated(sums, lambda: weights)
+
+
+def _weigh_whole(
+    one: Reduction, matches: Sequence[Match], rows: int, first_rows: int, leaves: Mapping[str, Tensor]
+) -> Number | None:
+    """The weight of a mean in the whole batch, as far as the first micro-batch shows it."""
+    if not leaves:
+        return None
+    axis = one.origin.axis
+    if one.origin.counts_classes:
+        return count(one.origin, matches, leaves)
+    if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
+        return None
+    if one.may_be_parameters and rows % first_rows:  # then it weighs the same in a short last micro-batch
+        return None
+    return one.weight * rows // first_rows  # every row weighs the same; checked when the step closes
 
 
 def _times(value: Tensor, factor: float) -> Tensor:
