@@ -9,11 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from anybatch.core import Collate
+from anybatch.core import torch_private as private
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, find_precision
 from anybatch.step.step import Step
-
-_LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
 
 
 def plan(
@@ -100,9 +99,10 @@ def plan(
 def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
     """Afterwards weights, buffers, forwards and states are as before; a short precision changes them."""
     weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    own = [vars(module) for module in model.modules()]
-    tables: list[Any] = [*own, *(table[name] for table in own for name in ("_buffers", "_modules"))]
-    tables += [getattr(one, name) for one in optimizers for name in _LOAD_HOOKS if hasattr(one, name)]
+    modules = list(model.modules())
+    tables: list[Any] = [*map(vars, modules), *map(private.buffers_of, modules)]
+    tables += map(private.children_of, modules)
+    tables += [getattr(one, name) for one in optimizers for name in private.LOAD_HOOKS if hasattr(one, name)]
     tables += [slots for one in optimizers if isinstance(one, Optimizer) for slots in one.state.values()]
     found = [(table, table.copy()) for table in tables]
     try:

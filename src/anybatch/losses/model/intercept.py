@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from anybatch.core import SHORT_DTYPES, Number
+from anybatch.core import torch_private as private
 from anybatch.losses.reductions import CLASSES, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind
 
 MEANS = (torch.mean, Tensor.mean)
@@ -339,7 +340,7 @@ def _near(source: Node | None) -> list[Node]:
 
 def _takes_one_each(node: Any) -> bool:
     """Whether an index takes one element of every row, as in `scores[torch.arange(rows), last]`."""
-    first = next(iter(getattr(node, "_saved_indices", None) or ()), None)
+    first = next(iter(private.saved(node, "indices") or ()), None)
     if first is None or first.dim() != 1:
         return False
     return torch.equal(first, torch.arange(len(first), device=first.device))
