@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.errors import LossError
-from anybatch.losses.seen import Seen, joined, part
+from anybatch.losses.cotangents import Seen, joined, part
 from anybatch.losses.whole_batch import WholeBatch
 from tests.losses.whole_losses import CASES, Towers, clip, encoder, take
 

@@ -15,8 +15,7 @@ from anybatch.core.errors import TraceError
 from anybatch.memory.device import find_device
 from anybatch.planner import trace as tracing
 from anybatch.planner.candidates import Candidates
-from anybatch.planner.mixture import KEEP
-from anybatch.planner.solve import fastest, smallest
+from anybatch.planner.mixture import KEEP, fastest, smallest
 from anybatch.recompute import offload
 from tests.budgets import (
     Build,

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from anybatch.planner.mixture import KEEP, Mixture, Segment
-from anybatch.planner.solve import _rows, added_up, as_choice, fastest, smallest
+from anybatch.planner.mixture import KEEP, Mixture, Segment, _rows, added_up, as_choice, fastest, smallest
 
 POLICIES = (KEEP, "selective", "recompute")
 

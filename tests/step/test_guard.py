@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from anybatch import Step, Total
 from anybatch.core.batch import TensorBatch
 from anybatch.core.errors import LossError, PlanError
-from anybatch.step.room import bytes_of_look
+from anybatch.step.guard import bytes_of_look
 
 BATCH = torch.randn(8, 2), torch.randn(8, 1)
 

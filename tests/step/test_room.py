@@ -12,7 +12,7 @@ from anybatch.core.batch import TensorBatch
 from anybatch.core.errors import BudgetError, LossError
 from anybatch.losses.additivity import compare_cuts
 from anybatch.memory.meter import Meter
-from anybatch.step.room import bytes_of_look, has_room
+from anybatch.step.guard import bytes_of_look, has_room
 from anybatch.testing import Transformer
 
 

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, NonFiniteLossError, Number, Total, tree
 from anybatch.core import torch_private as private
-from anybatch.losses.cotangents import Pull, flows_of
+from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows
-from anybatch.losses.seen import Seen, joined, part
 from anybatch.state import rng
 
 

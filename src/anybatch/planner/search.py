@@ -11,9 +11,8 @@ from anybatch.engine import Plan
 from anybatch.memory import Device
 from anybatch.planner.candidates import LOW, Candidates, Request, takes_single_rows
 from anybatch.planner.measure import seconds_per_row
-from anybatch.planner.mixture import KEEP, Mixture
+from anybatch.planner.mixture import KEEP, Mixture, as_choice, fastest, smallest
 from anybatch.planner.report import Option, PlanReport, refusal
-from anybatch.planner.solve import as_choice, fastest, smallest
 
 MEASURE_S = 2.0  # for all measured runs of one planning
 SHOWN = 6  # options in a report

@@ -167,7 +167,7 @@ class Window:
         `anybatch.train.checkpoint.save` keeps them, and this as its `progress`. `Step.window` takes it.
 
         Raises:
-            WindowError: the window is not open any more, or somebody else changed gradients meanwhile.
+            WindowError: the window is not open any more.
 
         Example:
             >>> import torch

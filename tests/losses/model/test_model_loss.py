@@ -278,6 +278,7 @@ def test_a_batch_that_is_one_tensor() -> None:
     model = Size()
     model(X).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
     recorder = GradientRecorder(model)
     Step(model, ModelLoss(), recorder, micro_batch=3)(X)
     assert relative_error(recorder.gradients, expected) <= LIMIT
@@ -337,6 +338,7 @@ def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:
     model = Tokens()
     model(**batch).backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
     recorder = GradientRecorder(model)
     report = Step(model, ModelLoss(), recorder, micro_batch=2)(batch)
     assert report.weights == {"loss": 5}
