@@ -98,17 +98,6 @@ class Refusing(torch.optim.SGD):
         raise RuntimeError("not these gradients")
 
 
-def test_optimizer_that_refuses_its_gradients_changes_nothing() -> None:
-    model = make_model()
-    step = Step(
-        model, nn.CrossEntropyLoss(), Refusing(model.parameters(), lr=0.1), micro_batch=3, batch_norm="micro"
-    )
-    before = snapshot(step)
-    with pytest.raises(RuntimeError, match="not these gradients"):
-        step(make_batch())
-    assert changes(before, snapshot(step)) == []
-
-
 @pytest.mark.parametrize("by_window", [False, True])
 def test_scheduler_past_its_end_leaves_a_whole_update(by_window: bool) -> None:
     step, twin = build(Trip()), build(Trip())
@@ -138,13 +127,6 @@ def test_listener_that_fails_on_the_report_leaves_the_update_made(by_window: boo
 
 
 # ---- leftovers
-
-
-def test_gradients_found_before_a_step_do_not_enter_it() -> None:
-    littered, clean = make_step(), make_step()
-    for parameter in clean.model.parameters():
-        parameter.grad = None
-    assert_same_step(littered, clean)
 
 
 def test_gradients_of_parameters_outside_the_optimizer_are_kept() -> None:

@@ -171,4 +171,4 @@ def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(
     assert window["scale"]["value"] >= undisturbed["progress"]["scale"]["value"]
     if "fp16" in name or name == "drop":
         assert report["redone"] >= len(window["redone"]) > 0
-        assert window["scale"]["value"] not in (1.0, 2.0**16)
+        assert 1.0 < window["scale"]["value"] < 2.0**22

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.batch import TensorBatch
-from anybatch.planner.measure import probe
+from anybatch.planner.measure import measure_step
 from anybatch.planner.trace import Trace, trace
 from anybatch.state import Contents, ObjectState, Reachable, ways
 
@@ -210,7 +210,7 @@ class Keeper(nn.Module):
         return self.layer(x) * self.table(len(x)) * self.box.made * TABLES["x"] + noise
 
 
-@pytest.mark.parametrize("run", [trace, probe])
+@pytest.mark.parametrize("run", [trace, measure_step])
 def test_nothing_is_left_in_caches(run: Callable[..., Trace]) -> None:
     seen: list[Tensor] = []
     model = Keeper()

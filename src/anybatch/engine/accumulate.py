@@ -110,8 +110,7 @@ class Accumulator:
         self._coefficients: Mapping[str, float] = {}
         self._divisors: Mapping[str, Number] | None = None
         self._provisional: dict[str, float] = {}
-        self._cotangents: dict[str, Tensor] = {}
-        self._scale = 0.0  # of the cotangents
+        self._cotangents: dict[float, dict[str, Tensor]] = {}  # by loss scale
         self._is_counted = False
         self._is_apart: bool | None = None
         self._micro: Micro | None = None
@@ -178,9 +177,7 @@ class Accumulator:
     def _flow(self, flowing: Mapping[str, Tensor]) -> None:
         gradients, scale = self.gradients, self.task.scale.value
         assert gradients is not None  # noqa: S101 - `evaluate` has opened them
-        if scale != self._scale:
-            self._set_cotangents(scale)
-        cotangents = self._cotangents
+        cotangents = self._cotangents.get(scale) or self._made_cotangents(scale)
         if isinstance(gradients, InPlace):
             gradients.add([*flowing.values()], [cotangents[name] for name in flowing])
         elif self._divisors is None and len(cotangents) > 1:
@@ -188,17 +185,18 @@ class Accumulator:
         else:
             gradients.add([*flowing.values()], [cotangents[name] for name in flowing], unscale=1 / scale)
 
-    def _set_cotangents(self, scale: float) -> None:
-        self._scale = scale
+    def _made_cotangents(self, scale: float) -> dict[str, Tensor]:
+        """What flows into each sum at this loss scale; made once for each scale."""
+        made: dict[str, Tensor] = {}
         for name, like in self._like.items():
             if self._divisors is None:
-                self._cotangents[name] = torch.full(
-                    (), scale / self._provisional[name], dtype=like[0], device=like[1]
-                )
+                made[name] = torch.full((), scale / self._provisional[name], dtype=like[0], device=like[1])
             else:
                 divisor = 1 if self._is_divided else self._divisors[name]
                 cotangent = _cotangent(self._coefficients[name], divisor, *like)
-                self._cotangents[name] = cotangent if scale == 1.0 else cotangent * scale
+                made[name] = cotangent if scale == 1.0 else cotangent * scale
+        self._cotangents[scale] = made
+        return made
 
     def _open(self, loss: Loss, terms: Evaluated, rows: int) -> None:
         """After the first forward: what divides which term, and when; how gradients are accumulated."""
@@ -223,7 +221,7 @@ class Accumulator:
     def _go_on_like(self, window: "Accumulator") -> None:
         self._coefficients, self._divisors = window._coefficients, window._divisors
         self._provisional, self._is_counted = window._provisional, window._is_counted
-        self._cotangents, self._scale, self._is_apart = window._cotangents, window._scale, window._is_apart
+        self._cotangents, self._is_apart = window._cotangents, window._is_apart
 
     def _accumulation(self, names: Sequence[str]) -> InPlace | Apart:
         plan, parameters = self.plan, self.task.parameters
@@ -258,7 +256,7 @@ class Accumulator:
         if self._micro is not None:
             for observer in self.task.observers:
                 if observer.wants_micro:
-                    observer.micro(self._micro, shown, self._scale)
+                    observer.micro(self._micro, shown, self.task.scale.value)
 
     @property
     def has_accepted(self) -> bool:

@@ -146,7 +146,9 @@ def execute(
             finish(sums, before)
             raise torn.error from None
         except BaseException as error:
-            if not sums.is_updated:
+            if sums.is_updated:
+                finish(sums, before)
+            else:
                 put_back(before, sums, error)
             raise
         finally:

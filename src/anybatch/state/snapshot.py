@@ -35,6 +35,7 @@ class ModuleState:
         self.modules = modules
         self.attributes = [vars(module) for module in modules]
         self.buffers = [private.buffers_of(module) for module in modules]
+        self.hooks = [table for module in modules for table in private.hooks_of_module(module)]
         own = list(chain.from_iterable(map(_own_attributes, modules)))
         self.containers = [value for value in own if type(value) in _CONTAINERS]
         self.tensors = [value for value in own if isinstance(value, Tensor) and not is_lazy(value)]
@@ -258,12 +259,18 @@ class _Attributes:
         self._state = state
         self.values = [*map(dict.copy, state.attributes)]
         self._items = [value.copy() for value in state.containers]
+        # A model that says in an attribute that its hooks are set must not be left with one of the two.
+        self._hooks = {id(table): table.copy() for table in state.hooks if table}
 
     def are_moved(self) -> bool:
         """Whether any is another one now."""
         pairs = zip(self._state.attributes, self.values, strict=True)
         containers = zip(self._state.containers, self._items, strict=True)
-        return any(_differ(*pair) for pair in pairs) or any(_are_items_moved(*pair) for pair in containers)
+        return (
+            any(_differ(*pair) for pair in pairs)
+            or any(_are_items_moved(*pair) for pair in containers)
+            or any(_differ(table, self._hooks.get(id(table), {})) for table in self._state.hooks)
+        )
 
     def put_back(self) -> None:
         """Put them back."""
@@ -275,6 +282,11 @@ class _Attributes:
             if _are_items_moved(container, found):
                 container.clear()
                 container.extend(found) if isinstance(container, list) else container.update(found)
+        for table in self._state.hooks:
+            found = self._hooks.get(id(table), {})
+            if _differ(table, found):
+                table.clear()
+                table.update(found)
 
 
 @dataclass(slots=True)
@@ -295,7 +307,7 @@ def _own_attributes(module: nn.Module) -> Iterable[Any]:
     return [value for name, value in vars(module).items() if name not in _OF_MODULES]
 
 
-def _differ(current: Mapping[str, Any], found: Mapping[str, Any]) -> bool:
+def _differ(current: Mapping[Any, Any], found: Mapping[Any, Any]) -> bool:
     return current.keys() != found.keys() or any(map(is_not, current.values(), map(found.get, current)))
 
 

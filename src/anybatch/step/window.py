@@ -213,6 +213,8 @@ class Window:
             self.discard()
             raise torn.error from None
         except BaseException:
+            if self._sums.is_updated:  # by a scheduler or an observer: the update is made
+                self._phase = "updated"
             self.discard()
             raise
         self._phase = "updated"
