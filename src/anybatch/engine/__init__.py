@@ -2,6 +2,7 @@
 
 from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.execute import (
+    NotUndoneError,
     Restart,
     Skipped,
     accumulate,
@@ -35,6 +36,7 @@ __all__ = [
     "Accumulator",
     "Apart",
     "Gradients",
+    "NotUndoneError",
     "Observer",
     "Plan",
     "Redone",

@@ -60,6 +60,10 @@ class Restart(Exception):  # noqa: N818
         }
 
 
+class NotUndoneError(NonFiniteLossError):
+    """Values were not finite, and the forward has changed what cannot be put back: that is never skipped."""
+
+
 class Skipped(Exception):  # noqa: N818
     """No update is to be made: values were not finite, and that is what was asked for then.
 
@@ -138,7 +142,7 @@ def execute(
         except (Skipped, NonFiniteLossError) as error:
             reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
             put_back(before, sums, error)
-            if plan.non_finite != "skip":
+            if plan.non_finite != "skip" or isinstance(error, NotUndoneError):
                 raise
             rng.restore_process(reached)  # or the next step would draw what made this one bad
             return report_of(sums, {}, math.nan, updated=False, rows=batch.rows)
@@ -269,7 +273,7 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
     scale, at = task.scale, task.scale.value
     reached = rng.capture_process()
     said = f"the {where} overflowed at a loss scale of {at:g}"
-    is_complete = _undo(before, task, said, NonFiniteLossError)
+    is_complete = _undo(before, task, said, NotUndoneError)
     rows = schedule.left[0]
     schedule.scale_before = schedule.scale_before or scale.state()
     same = [*sums.rows, *map(len, schedule.left)]
@@ -372,6 +376,8 @@ def put_back(before: Snapshot, sums: Accumulator, error: BaseException | None = 
         *before.written_tensors(),
         *[sums.task.names().get(one, "a parameter") for one in before.written()],
     ]
+    if before.written_rows():
+        lost.append("rows of the batch")
     if lost and error is not None:
         error.add_note(
             f"All is as before the step but for {lost}, which the forward has written to in place."

@@ -8,17 +8,61 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple
 
-SOLVER_SECONDS = 2.0  # for one program; what was found by then is taken
-PROGRAMS = 5  # solved for one budget at most
-SLACK = 0.003  # of the budget: not worth another program
-GAP = 0.002  # of the seconds added: nobody can measure less
+KEEP = "keep"
 
 
-class Row(NamedTuple):
-    """What is alive at the highest moment of one segment: a constant and a part for each choice."""
+Shared = tuple[int, int]  # an output of a block: segment in which it is made, and which of its outputs
 
-    constant: float
-    parts: dict[tuple[str, str], float]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A stretch of a step that belongs to one block, or to none."""
+
+    block: str  # name of the block; "" for what lies between blocks
+    place: tuple[str, int]  # what tells it from the other segments of the step: phase and micro-batch
+    net: int  # bytes more alive at its end than at its start
+    peak: int  # bytes more alive at its highest moment than at its start, at least 0
+    seconds: float = 0.0  # how long it takes
+    cheap: float = 0.0  # of these, all but those of matrix products, convolutions and attention
+    # outputs of other blocks that end here, and their bytes
+    ends: Mapping[Shared, int] = field(default_factory=dict[Shared, int])
+    peak_without: int = 0  # the highest moment if they did not
+    # bytes that come here for the sake of another block, by its name, or go if negative: what is moved to
+    # the host goes while the next block computes, and comes back just before its own backward
+    others: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def with_others(self, wanted: Mapping[str, int]) -> "Segment":
+        """The segment when other blocks have other policies.
+
+        Example:
+            >>> own = Segment(block="b", place=("backward", 0), net=9, peak=9, others={"a": 4})
+            >>> alone = own.with_others({})
+            >>> alone.net, alone.peak
+            (5, 5)
+        """
+        if wanted == self.others:
+            return self
+        come = sum(size for size in wanted.values() if size > 0)
+        come -= sum(size for size in self.others.values() if size > 0)  # before the highest moment
+        return replace(
+            self,
+            net=self.net + sum(wanted.values()) - sum(self.others.values()),
+            peak=max(0, self.peak + come),
+            peak_without=max(0, self.peak_without + come),
+            others=wanted,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """What a block hands on, and others may hold longer than itself."""
+
+    block: str  # that makes it
+    bytes: int  # of it
+    kept_by: frozenset[str]  # policies under which the block itself holds it until its own backward
+    user: str  # the block that needs it last, if not itself; "" for what lies between blocks
+    # the segment with which it then ends, by policy of that block, where that is known
+    ends: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,6 +178,22 @@ class Mixture:
                 at = output.ends.get(choice.get(output.user, KEEP), max(output.ends.values()))
                 due.setdefault(at, []).append(shared)
         return due
+
+
+# ---- the fastest mixture within a budget
+
+
+SOLVER_SECONDS = 2.0  # for one program; what was found by then is taken
+PROGRAMS = 5  # solved for one budget at most
+SLACK = 0.003  # of the budget: not worth another program
+GAP = 0.002  # of the seconds added: nobody can measure less
+
+
+class Row(NamedTuple):
+    """What is alive at the highest moment of one segment: a constant and a part for each choice."""
+
+    constant: float
+    parts: dict[tuple[str, str], float]
 
 
 def fastest(mixture: Mixture, budget: int) -> dict[str, str] | None:
@@ -280,60 +340,3 @@ def _seconds(mixture: Mixture, choice: tuple[str, str]) -> float:
 def as_choice(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """As a plan holds it."""
     return tuple(found.items())
-
-
-KEEP = "keep"
-
-
-Shared = tuple[int, int]  # an output of a block: segment in which it is made, and which of its outputs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """A stretch of a step that belongs to one block, or to none."""
-
-    block: str  # name of the block; "" for what lies between blocks
-    place: tuple[str, int]  # what tells it from the other segments of the step: phase and micro-batch
-    net: int  # bytes more alive at its end than at its start
-    peak: int  # bytes more alive at its highest moment than at its start, at least 0
-    seconds: float = 0.0  # how long it takes
-    cheap: float = 0.0  # of these, all but those of matrix products, convolutions and attention
-    # outputs of other blocks that end here, and their bytes
-    ends: Mapping[Shared, int] = field(default_factory=dict[Shared, int])
-    peak_without: int = 0  # the highest moment if they did not
-    # bytes that come here for the sake of another block, by its name, or go if negative: what is moved to
-    # the host goes while the next block computes, and comes back just before its own backward
-    others: Mapping[str, int] = field(default_factory=dict[str, int])
-
-    def with_others(self, wanted: Mapping[str, int]) -> "Segment":
-        """The segment when other blocks have other policies.
-
-        Example:
-            >>> own = Segment(block="b", place=("backward", 0), net=9, peak=9, others={"a": 4})
-            >>> alone = own.with_others({})
-            >>> alone.net, alone.peak
-            (5, 5)
-        """
-        if wanted == self.others:
-            return self
-        come = sum(size for size in wanted.values() if size > 0)
-        come -= sum(size for size in self.others.values() if size > 0)  # before the highest moment
-        return replace(
-            self,
-            net=self.net + sum(wanted.values()) - sum(self.others.values()),
-            peak=max(0, self.peak + come),
-            peak_without=max(0, self.peak_without + come),
-            others=wanted,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """What a block hands on, and others may hold longer than itself."""
-
-    block: str  # that makes it
-    bytes: int  # of it
-    kept_by: frozenset[str]  # policies under which the block itself holds it until its own backward
-    user: str  # the block that needs it last, if not itself; "" for what lies between blocks
-    # the segment with which it then ends, by policy of that block, where that is known
-    ends: Mapping[str, int]

@@ -20,6 +20,7 @@ from anybatch.core import (
 )
 from anybatch.engine import (
     Accumulator,
+    NotUndoneError,
     Plan,
     Restart,
     Schedule,
@@ -145,7 +146,7 @@ class Window:
             except (Skipped, NonFiniteLossError) as error:
                 reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
                 self._undo(before, part, error)
-                if plan.non_finite != "skip":
+                if plan.non_finite != "skip" or isinstance(error, NotUndoneError):
                     raise
                 rng.restore_process(reached)
                 self._is_skipped = True  # what else comes in this window is not even looked at
@@ -162,8 +163,7 @@ class Window:
     def state(self) -> dict[str, Any]:
         """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
 
-        These are the sums, with their rounding errors, counts and weights, what `discard` puts back, and the
-        loss scale. The model, the optimizer and where random streams stand now are none of it:
+        These are the sums, with their rounding errors, counts and weights, and the loss scale. The model, the optimizer and where random streams stand now are none of it:
         `anybatch.train.checkpoint.save` keeps them, and this as its `progress`. `Step.window` takes it.
 
         Raises:
