@@ -26,11 +26,11 @@ demo: .venv/.with-digits ## train LeNet-5 on real handwritten digits and say whe
 
 test: env ## run the tests, without those marked slow
 	@echo "test: running all tests but the slow ones"
-	@$(BIN)/python -m pytest -m "not slow" $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
+	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow" $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
 
 test-slow: env ## run the tests marked slow
 	@echo "test-slow: running the slow tests"
-	@$(BIN)/python -m pytest -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
+	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
 
 test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, with the oldest torch that is supported
 	@echo "test-oldest: running all tests but the slow ones"

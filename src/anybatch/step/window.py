@@ -163,7 +163,8 @@ class Window:
     def state(self) -> dict[str, Any]:
         """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
 
-        These are the sums, with their rounding errors, counts and weights, and the loss scale. The model, the optimizer and where random streams stand now are none of it:
+        These are the sums, with their rounding errors, counts and weights, and the loss scale. The model,
+        the optimizer and where random streams stand now are none of it:
         `anybatch.train.checkpoint.save` keeps them, and this as its `progress`. `Step.window` takes it.
 
         Raises:
