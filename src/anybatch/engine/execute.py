@@ -25,7 +25,6 @@ from anybatch.core import (
     free_caches,
     ran_out_of_memory,
     released,
-    tensors_in,
 )
 from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.gradients import Sums
@@ -419,7 +418,7 @@ def too_large(redone: Sequence[Redone]) -> int:
 
 def snapshot(task: Task, batch: Batch) -> Snapshot:
     """All noted that surrounds the step; with caches freed, where there is no room otherwise."""
-    rows: Sequence[Tensor] = list(tensors_in(batch.whole))
+    rows: Sequence[Tensor] = getattr(batch, "leaves", ())
     said = ""
     for _ in range(2):
         try:

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import cast
 
 import torch
@@ -291,6 +292,9 @@ class Apart:
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor], *, is_owned: bool = False) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
         sums, errors = self._banks[name], self._errors[name]
+        if not self._compensated and _add_together(sums, bank, self._unscale):
+            self.has_accepted = True
+            return
         fresh = {p: self._first(p, g, is_owned=is_owned) for p, g in bank.items() if p not in sums}
         later = [(p, g.resolve_conj()) for p, g in bank.items() if p in sums]
         if self._compensated:
@@ -326,6 +330,23 @@ class Apart:
         value = value if error is None else value - error
         new = total + value
         return new, (new - total).sub_(value)
+
+
+def _add_together(
+    sums: Mapping[nn.Parameter, Tensor], bank: Mapping[nn.Parameter, Tensor], unscale: float
+) -> bool:
+    """Add gradients in one go, if they are of the same parameters and kinds as the sums; whether so."""
+    if len(sums) != len(bank) or not all(map(is_, sums, bank)):  # hashing parameters takes long
+        return False
+    totals, gradients = [*sums.values()], [*bank.values()]
+    if [*map(_kind, totals)] != [*map(_kind, gradients)] or not all(map(_is_plain, [*totals, *gradients])):
+        return False
+    if totals:
+        private.foreach_add_(totals, gradients, alpha=unscale)
+    return True
+
+
+_kind = attrgetter("dtype", "layout")
 
 
 def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
