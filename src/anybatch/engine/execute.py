@@ -151,8 +151,11 @@ def execute(
         except BaseException as error:
             if sums.is_updated:
                 finish(sums, before)
-            else:
-                put_back(before, sums, error)
+                raise
+            failed = no_room_for_update(error, sums)
+            put_back(before, sums, error)
+            if failed is not None:
+                raise failed from None
             raise
         finally:
             sums.close()
@@ -435,6 +438,19 @@ def snapshot(task: Task, batch: Batch) -> Snapshot:
     raise OutOfMemoryError(
         f"Expected room for copies of buffers, which a failed step puts back, got none left ({said}). "
         "Nothing was changed. Free memory."
+    )
+
+
+def no_room_for_update(error: BaseException, sums: Accumulator) -> OutOfMemoryError | None:
+    """The error for memory that ran out after the last micro-batch, with caches freed; None for others."""
+    if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+        return None
+    said = released(error)
+    free_caches()  # before anything is put back, which takes memory
+    return OutOfMemoryError(
+        f"Expected room to divide, clip or hand over the gradient of {sum(sums.rows)} rows, got none left "
+        f"({said}). No update was made, and everything is as before. Free memory, or accumulate in "
+        "a narrower dtype."
     )
 
 

@@ -31,6 +31,7 @@ from anybatch.engine import (
     admit,
     clear,
     context,
+    no_room_for_update,
     observe,
     put_back,
     report_of,
@@ -213,10 +214,13 @@ class Window:
             self._phase = "updated"
             self.discard()
             raise torn.error from None
-        except BaseException:
+        except BaseException as error:
             if self._sums.is_updated:  # by a scheduler or an observer: the update is made
                 self._phase = "updated"
+            failed = None if self._sums.is_updated else no_room_for_update(error, self._sums)
             self.discard()
+            if failed is not None:
+                raise failed from None
             raise
         self._phase = "updated"
         for listener in self._task.listeners:
