@@ -129,8 +129,10 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
                 f"Expected {small.micro_batch} rows that can be measured, got out of memory with "
                 f"{report.too_large}. Free memory, or allow more."
             )
+        known = task.effects.buffers
         task.effects.writes(alone.effects.parameters)
-    if no_update.idle & made:
+        task.effects.changes(alone.effects.buffers)
+    if no_update.idle & made or task.effects.buffers != known:
         return measure_step(plan, task, batch, idle=no_update.idle)
     device = device_of(task, None)
     return Trace(
