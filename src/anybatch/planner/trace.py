@@ -215,6 +215,7 @@ def trace(
             reduced = plan  # none of them stands for others
             recording, found, wrongly = run(plan, idle=idle)
         if wrongly or task.effects.buffers != known:
+            snapshot.put_back()  # what the first run has kept would count in the second
             recording, found, _ = run(reduced, idle=found)
         snapshot.put_back()
         drop_left_fakes()
