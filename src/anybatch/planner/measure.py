@@ -123,7 +123,10 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
         )
         alone = replace(quiet(task), optimizers=(no_update,))
         with meter:
+            # A window notes the state once more, when it is opened.
+            opened = snapshot(alone, head) if task.add_rows else None
             report = carry_out(small, alone, head)
+            del opened
         if report.too_large:  # it went on in smaller parts, and those are what was measured
             raise OutOfMemoryError(
                 f"Expected {small.micro_batch} rows that can be measured, got out of memory with "

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
 from anybatch.core import torch_private as private
-from anybatch.engine import Plan, Task, carry_out, owned
+from anybatch.engine import Plan, Task, carry_out, owned, snapshot
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms
 from anybatch.memory import (
@@ -213,6 +213,7 @@ def trace(
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
             reduced = plan  # none of them stands for others
+            snapshot.put_back()
             recording, found, wrongly = run(plan, idle=idle)
         if wrongly or task.effects.buffers != known:
             snapshot.put_back()  # what the first run has kept would count in the second
@@ -282,7 +283,10 @@ def run_on_fakes(
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
+                # A window notes the state once more, when it is opened.
+                opened = snapshot(fake, logical) if task.add_rows else None
                 run(plan, fake, logical)
+                del opened
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in everyone.items() if twin in written])
         task.effects.changes(
