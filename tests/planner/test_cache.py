@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -245,12 +246,7 @@ def test_devices() -> None:
     assert device_of(step.task()).kind == "cpu"
     task = step.task()
     with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
-        device_of(
-            type(task)(
-                **{name: getattr(task, name) for name in task.__slots__}
-                | {"devices": {torch.device("cpu"), torch.device("cuda:1")}}
-            )
-        )
+        device_of(replace(task, devices={torch.device("cpu"), torch.device("cuda:1")}))
 
 
 def test_what_is_trained_later_is_planned_anew() -> None:

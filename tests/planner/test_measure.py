@@ -56,7 +56,7 @@ def test_weights_that_a_forward_writes_to_are_as_before() -> None:
     before = model.layer.weight.detach().clone()
     measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
     assert torch.equal(model.layer.weight, before)
-    assert [one is model.layer.weight for one in step.guard.streams.written] == [True]
+    assert [one is model.layer.weight for one in step.effects.parameters] == [True]
 
 
 class Overwriting(nn.Module):

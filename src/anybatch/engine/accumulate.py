@@ -84,7 +84,8 @@ class Accumulator:
     ) -> None:
         self.plan, self.task, self.batch = plan, task, batch
         # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
-        self.loss = task.loss if plan.is_cut or window is not None else task.loss.uncut()
+        is_part = plan.is_cut or window is not None or bool(task.add_rows)
+        self.loss = task.loss if is_part else task.loss.uncut()
         self.is_in_window = window is not None or isinstance(batch, OpenBatch)
         self.offset = 0 if window is None else sum(window.rows)
         self.number = 0 if window is None else len(window.rows)
@@ -118,6 +119,7 @@ class Accumulator:
         self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._values: Mapping[str, float] = {}
         self.gradients: InPlace | Apart | None = None
+        self._beside: list[Tensor] = []  # stands for the sums of a window that is planned
 
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
@@ -169,6 +171,8 @@ class Accumulator:
             finally:
                 for parameter in self.task.reached:  # not ours, and they may share memory with ours
                     parameter.grad = None
+            if self.task.add_rows and not self._beside:
+                self._hold_beside()
         self._sums.append({name: _kept(value) for name, value in sums.items()})
         if weights is not None:
             self._weights.append({name: _kept(value) for name, value in weights.items()})
@@ -184,6 +188,19 @@ class Accumulator:
             gradients.add_each(flowing, cotangents, 1 / scale)
         else:
             gradients.add([*flowing.values()], [cotangents[name] for name in flowing], unscale=1 / scale)
+
+    def _hold_beside(self) -> None:
+        """Take as much memory as the sums of a window do, beside those of an `add` that has its own.
+
+        It has its own where it is cut, and where sums are of another dtype than gradients.
+        """
+        assert self.gradients is not None  # noqa: S101 - they have grown
+        is_cut = self.plan.micro_batch < self.task.add_rows
+        for bank in self.gradients.taken().banks.values():
+            for parameter, value in bank.items():
+                if is_cut or value.dtype != parameter.dtype:
+                    copies = 2 if self.plan.compensated else 1  # the rounding errors
+                    self._beside += [torch.empty_like(value) for _ in range(copies)]
 
     def _made_cotangents(self, scale: float) -> dict[str, Tensor]:
         """What flows into each sum at this loss scale; made once for each scale."""
@@ -209,7 +226,8 @@ class Accumulator:
         else:
             self._coefficients = {name: loss.coefficients.get(name, 1.0) for name in names}
             # Where micro-batches may be left out nobody knows the weight of the rest before the end.
-            is_late = self._window is not None or (plan.non_finite == "drop" and plan.is_cut)
+            is_window = self._window is not None or bool(self.task.add_rows)
+            is_late = is_window or (plan.non_finite == "drop" and plan.is_cut)
             self._divisors = loss.divisors(OpenBatch() if is_late else self.batch, terms, rows)
             self._is_counted = loss.counted and self._divisors is not None
             if self._divisors is None:

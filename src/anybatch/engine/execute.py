@@ -239,7 +239,10 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
         free_caches()  # before anything is put back, which takes memory
         _recover_memory(said, schedule, sums, before)
     else:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # this frame would hold it, and it the frame: a circle that keeps the step's tensors
 
 
 def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:

@@ -60,7 +60,7 @@ class Task:
         scale: what the loss is multiplied by in backward.
         strategy: many processes, or one.
         observers: look at gradients, and change nothing.
-        holds_apart: whether the gradients of each micro-batch are held apart from the sums, as in a window.
+        add_rows: where a window is planned, rows of one `add`: what it holds apart is held, too. 0 for a step.
         state: of the modules, which a step notes before it begins.
     """
 
@@ -80,7 +80,7 @@ class Task:
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
     observers: Sequence[Observer] = ()
-    holds_apart: bool = False
+    add_rows: int = 0
     state: ModuleState = field(init=False)
     everyone: Sequence[nn.Parameter] = field(init=False)
     reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
@@ -96,7 +96,7 @@ class Task:
         put("reached", tuple([p for p in self.others if p.requires_grad]))
         put("trained", frozenset(self.parameters))
         put("is_shown", any(one.wants_micro for one in self.observers))
-        put("is_apart", self.holds_apart or self.is_shown)
+        put("is_apart", bool(self.add_rows) or self.is_shown)
         put("kinds", {device.type for device in self.devices} - {"meta"})
 
     def tell(self, event: Event) -> None:

@@ -136,10 +136,13 @@ class FakeMode(private.FakeTensorMode):
     Attributes:
         where: says which module is at work.
         culprit: the operation that first failed and the module it failed in, or "" if none did.
+        statistics: ids of the running statistics that BatchNorm's kernels have written to, which count no
+            version.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.statistics: set[int] = set()
         self.where: Callable[[], str] = str
         self.culprit = ""
 
@@ -164,6 +167,8 @@ class FakeMode(private.FakeTensorMode):
         if func in _DRAGGING and not result.dim():
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             result.untyped_storage().resize_(shape.numel() * result.itemsize)
+        if func in _NORMS and args[5]:  # in training
+            self.statistics |= {*map(id, args[3:5])}
         if func is _RNN:
             return (*result[:3], result[3].new_empty(_rnn_workspace(args)))
         set_likely_value(func, args, result)
@@ -228,6 +233,7 @@ _DRAGGING = (
     _ATEN.soft_margin_loss.default,
     _ATEN.binary_cross_entropy.default,
 )
+_NORMS = (_ATEN.native_batch_norm.default, _ATEN.cudnn_batch_norm.default, _ATEN.miopen_batch_norm.default)
 _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
 

@@ -123,14 +123,19 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
         )
         alone = replace(quiet(task), optimizers=(no_update,))
         with meter:
+            # A window notes the state once more, when it is opened.
+            opened = snapshot(alone, head) if task.add_rows else None
             report = carry_out(small, alone, head)
+            del opened
         if report.too_large:  # it went on in smaller parts, and those are what was measured
             raise OutOfMemoryError(
                 f"Expected {small.micro_batch} rows that can be measured, got out of memory with "
                 f"{report.too_large}. Free memory, or allow more."
             )
+        known = task.effects.buffers
         task.effects.writes(alone.effects.parameters)
-    if no_update.idle & made:
+        task.effects.changes(alone.effects.buffers)
+    if no_update.idle & made or task.effects.buffers != known:
         return measure_step(plan, task, batch, idle=no_update.idle)
     device = device_of(task, None)
     return Trace(

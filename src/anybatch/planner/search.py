@@ -105,7 +105,8 @@ class _Search:
         found: list[Option] = []
         for size in self._request.all_sizes:
             wrong = 0
-            if size == self._request.like.rows:  # whose loss has another form, and which is likeliest
+            # Whose loss has another form, or which an `add` need not cut; and which is likeliest.
+            if size == self._request.like.rows // self._request.parts:
                 whole = self._option(self._candidates.mixture(size, None), size, {})
                 most = self._limit if self._candidates.is_measured else SUMS * self._limit
                 if whole.peak <= most:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from anybatch.core import Batch, SampleBatch, TensorBatch, tree
 from anybatch.core import torch_private as private
-from anybatch.engine import Plan, Task, carry_out, owned
+from anybatch.engine import Plan, Task, carry_out, owned, snapshot
 from anybatch.integrations import homes, wants_router_loss
 from anybatch.losses import Loss, ModelTerms, SummedLoss, Terms
 from anybatch.memory import (
@@ -208,11 +209,14 @@ def trace(
     ):
         modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
         run = partial(run_on_fakes, rows=plan.rows, task=task, batch=batch, target=target, modules=modules)
+        known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
             reduced = plan  # none of them stands for others
+            snapshot.put_back()
             recording, found, wrongly = run(plan, idle=idle)
-        if wrongly:
+        if wrongly or task.effects.buffers != known:
+            snapshot.put_back()  # what the first run has kept would count in the second
             recording, found, _ = run(reduced, idle=found)
         snapshot.put_back()
         drop_left_fakes()
@@ -256,6 +260,8 @@ def run_on_fakes(
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
         everyone = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
+        own = [one for slots in task.state.buffers for one in slots.values() if one is not None]
+        buffers = [(one, fakes.of(one), private.version(fakes.of(one))) for one in own if not is_lazy(one)]
         lacks = {fakes.of(parameter) for parameter in idle}
         del fakes  # and with it what a forward may replace
         updated: set[Tensor] = set()
@@ -277,9 +283,19 @@ def run_on_fakes(
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
+                # A window notes the state once more, when it is opened.
+                opened = snapshot(fake, logical) if task.add_rows else None
                 run(plan, fake, logical)
+                del opened
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in everyone.items() if twin in written])
+        task.effects.changes(
+            [
+                buffer
+                for buffer, twin, version in buffers
+                if private.version(twin) != version or id(twin) in mode.statistics
+            ]
+        )
         found = frozenset(parameter for parameter in task.parameters if everyone[parameter] not in updated)
         wrongly = any(everyone[p] in made and everyone[p] not in updated for p in task.parameters)
         return meter.recording, found, wrongly
@@ -304,9 +320,17 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
 
 def quiet(task: Task) -> Task:
     """The same task, for steps that do not count: nobody listens, and what it learns it keeps for itself."""
-    effects = Effects()
-    effects.begin(task.modules)
+    effects = _known(task, task.effects.buffers, task.effects.parameters)
     return replace(task, schedulers=(), listeners=(), observers=(), effects=effects, scale=task.scale.copy())
+
+
+def _known(task: Task, buffers: Iterable[Tensor], parameters: Iterable[Tensor]) -> Effects:
+    """A step that looks, and knows already what forwards change."""
+    effects = Effects()
+    effects.changes(buffers)
+    effects.writes(parameters)
+    effects.begin(task.modules)
+    return effects
 
 
 def faked(task: Task, fakes: Fakes) -> Task:
@@ -315,10 +339,9 @@ def faked(task: Task, fakes: Fakes) -> Task:
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
 
-    alone = quiet(task)
-    alone.effects.writes(of(task.effects.parameters))
     return replace(
-        alone,
+        quiet(task),
+        effects=_known(task, of(task.effects.buffers), of(task.effects.parameters)),
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),
         others=of(task.others),

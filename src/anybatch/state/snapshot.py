@@ -88,6 +88,10 @@ class Effects:
         """Whether the next step is one of those that compare."""
         return self._steps < FIRST or self._steps % EVERY == 0
 
+    def changes(self, buffers: Iterable[Tensor]) -> None:
+        """A forward changes these."""
+        self.buffers = tuple(dict.fromkeys((*self.buffers, *buffers)))
+
     def writes(self, parameters: Iterable[Tensor]) -> None:
         """A forward writes to these."""
         self.parameters = tuple(dict.fromkeys((*self.parameters, *parameters)))
@@ -175,7 +179,7 @@ class Snapshot:
         """Note what has changed from now on; whether anything has that was not noted."""
         effects, noted = self._effects, set(known)
         new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
-        effects.buffers = (*effects.buffers, *new)
+        effects.changes(new)
         has_moved = attributes.are_moved() or self._are_slots_moved()
         effects.attributes = effects.attributes or has_moved
         return bool(new) or has_moved

@@ -120,7 +120,7 @@ class Planning:
         rows, like = batch.rows, self.settings
         self._wanted = rows
         if self.budget is not None:
-            task = replace(task, holds_apart=True)
+            task = replace(task, add_rows=rows)
             # One of several, so that gradients are there already; with compensated sums errors, too.
             parts = 3 if self.settings.compensated else 2
             request = self._request(task, batch, parts * rows, as_it_comes=True)
