@@ -135,6 +135,7 @@ def _forget_coefficients(sums: Accumulator) -> None:
 def _halve_divisors(sums: Accumulator) -> None:
     if sums._window is not None:
         sums._provisional = {name: value / 2 for name, value in sums._provisional.items()}
+        sums._cotangents = {}
 
 
 coefficients_forgotten = _after_opening(_forget_coefficients)

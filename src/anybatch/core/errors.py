@@ -19,9 +19,6 @@ one of them is raised from a step, the model, its buffers, the optimizer and the
 before that step, unless the error says that an update was torn.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 
 class AnybatchError(Exception):
     """Root of everything anybatch raises on purpose."""
@@ -42,7 +39,7 @@ class NonFiniteLossError(LossError):
         reached: where random streams had come to before they were put back: who skips goes on there.
     """
 
-    reached: Mapping[str, Any] | None = None
+    reached: "dict[str, object] | None" = None
 
 
 class PlanError(AnybatchError, ValueError):

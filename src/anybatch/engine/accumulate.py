@@ -142,7 +142,7 @@ class Accumulator:
             with self._computing():
                 terms = loss.evaluate(self.task.model, micro.rows)
         if not self._is_open:
-            self._open(loss, terms, len(micro.indices))
+            self._open(terms, len(micro.indices))
         if terms.sums.keys() != self._coefficients.keys():
             raise LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
@@ -215,10 +215,10 @@ class Accumulator:
         self._cotangents[scale] = made
         return made
 
-    def _open(self, loss: Loss, terms: Evaluated, rows: int) -> None:
+    def _open(self, terms: Evaluated, rows: int) -> None:
         """After the first forward: what divides which term, and when; how gradients are accumulated."""
         names = list(terms.sums)
-        plan = self.plan
+        plan, loss = self.plan, self.loss
         self._like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
         self._is_divided = loss.divided
         if self._window is not None and self._window._is_open:

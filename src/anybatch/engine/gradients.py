@@ -250,7 +250,7 @@ class Apart:
         """Merge sums into these, in place; their memory may become ours."""
         self._unscale = 1.0
         for name, bank in other.banks.items():
-            self._add(name if name in self._banks else self._at, bank, is_owned=True)
+            self._add(name if name in self._banks else self._at, bank)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -289,13 +289,13 @@ class Apart:
             del gradient
             self.commit()
 
-    def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor], *, is_owned: bool = False) -> None:
+    def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
         sums, errors = self._banks[name], self._errors[name]
         if not self._compensated and _add_together(sums, bank, self._unscale):
             self.has_accepted = True
             return
-        fresh = {p: self._first(p, g, is_owned=is_owned) for p, g in bank.items() if p not in sums}
+        fresh = {p: self._first(p, g) for p, g in bank.items() if p not in sums}
         later = [(p, g.resolve_conj()) for p, g in bank.items() if p in sums]
         if self._compensated:
             exact = {p: self._compensate(p, g, name) for p, g in later if not g.is_sparse}
@@ -314,10 +314,10 @@ class Apart:
                 sums[p] = sums[p].add_(g, alpha=self._unscale)
         sums.update(fresh)
 
-    def _first(self, parameter: nn.Parameter, gradient: Tensor, *, is_owned: bool) -> Tensor:
+    def _first(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
         """The first sum of a parameter, in memory of its own."""
         dtype, gradient = self._dtypes[parameter], gradient.resolve_conj().resolve_neg()
-        if gradient.dtype == dtype and (is_owned or _is_alone(gradient)):
+        if gradient.dtype == dtype and _is_alone(gradient):
             return gradient if self._unscale == 1.0 else gradient.mul_(self._unscale)
         wide = torch.promote_types(gradient.dtype, dtype)  # without its scale it may fit the sums only so
         value = gradient.to(wide, copy=True)
