@@ -60,7 +60,7 @@ class Task:
         scale: what the loss is multiplied by in backward.
         strategy: many processes, or one.
         observers: look at gradients, and change nothing.
-        add_rows: where a window is planned, rows of one `add`: what it holds apart is held, too. 0 for a step.
+        add_rows: rows of one `add` where a window is planned, so that what it holds apart is counted; else 0.
         state: of the modules, which a step notes before it begins.
     """
 
