@@ -124,6 +124,7 @@ class Subject:
     def seconds(self, plan: Plan) -> float:
         """Wall time of one update."""
         task, batch = self._prepared(plan.rows)
+        task.effects.begin(task.modules)  # as a step does
         self._wait()
         start = time.perf_counter()
         carry_out(plan, task, batch)
@@ -149,6 +150,7 @@ class Subject:
 
     def _run(self, plan: Plan, batch: Any = None) -> None:
         task, logical = self._prepared(plan.rows, batch)
+        task.effects.begin(task.modules)
         carry_out(plan, task, logical)
 
     def _wait(self) -> None:

@@ -42,7 +42,7 @@ HOMES = {"torch.distributed": "parallel", "matplotlib": "observe"}  # the only f
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "transformers")
 HEAVY = (*FRAMEWORKS, "matplotlib", "sklearn")  # not to be loaded by an import of ours
 
-MOST_LINES, MOST_FILES = 24_600, 130
+MOST_LINES, MOST_FILES = 24_700, 130
 
 
 # ---- floors and faces
@@ -338,7 +338,7 @@ def test_no_file_is_too_long(house: House) -> Iterable[str]:
 
 
 @rule(
-    only("x = 1\n" * 24_601),
+    only("x = 1\n" * 24_701),
     {f"{SRC}core/f{number}.py": "" for number in range(131)},
     {f"{SRC}f{number}.py": "" for number in range(5)},
 )
@@ -367,12 +367,12 @@ def test_functions_are_short(house: House) -> Iterable[str]:
 
 
 @rule(
-    only("class Long:\n" + "    pass\n" * 350),
+    only("class Long:\n" + "    pass\n" * 380),
     only("class Many:\n" + "    def f(self): ...\n" * 26),
 )
 def test_classes_are_small(house: House) -> Iterable[str]:
     for path, tree in python(house):
         for node in classes(tree):
             methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
-            if lines(node) > 350 or methods > 25:
-                yield f"{path}: {node.name} has {lines(node)} lines and {methods} methods, at most 350 and 25"
+            if lines(node) > 380 or methods > 25:
+                yield f"{path}: {node.name} has {lines(node)} lines and {methods} methods, at most 380 and 25"

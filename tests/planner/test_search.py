@@ -147,11 +147,11 @@ def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
     assert 0 < len(late.plan.blocks) < 4
 
 
-@pytest.mark.parametrize(("part", "is_recorded"), [(0.08, True), (0.25, False)])
+@pytest.mark.parametrize(("part", "is_recorded"), [(0.08, True), (0.5, False)])
 def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
     monkeypatch: pytest.MonkeyPatch, part: float, is_recorded: bool
 ) -> None:
-    """The larger budget makes the step 1.17 times as slow if it is cut, and no less if blocks are rebuilt."""
+    """The larger budget makes the step 1.26 times as slow if it is cut, and no less if blocks are rebuilt."""
     asked = request(make(), rows_of(24, 300, 8))
     least, most = smallest(asked), within(asked, 2**40).peak
     recorded: list[list[str]] = []
