@@ -346,3 +346,24 @@ def test_a_loss_is_looked_at_until_the_rows_can_tell() -> None:
     with pytest.raises(LossError, match="add up"):
         window.add((X[1:], Y[1:]))
     window.discard()
+
+
+def test_parts_that_are_replaced_count_from_the_next_step() -> None:
+    """What does not change is gathered once; what the caller replaces must not be missed."""
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2)
+    batch = torch.randn(4, 3), torch.randint(2, (4,))
+    for _ in range(5):  # the first steps gather anew in any case
+        step(batch)
+    heard: list[object] = []
+    step.listeners = (heard.append,)
+    step.schedulers = (torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),)
+    step(batch)
+    assert len(heard) == 3
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    model.bias.requires_grad_(False)
+    before = model.bias.detach().clone()
+    step.loss = nn.CrossEntropyLoss(reduction="sum")
+    assert step(batch).weights == {"loss": 1.0}
+    assert torch.equal(model.bias, before)

@@ -189,11 +189,11 @@ class Signature:
     Args:
         task: as gathered.
         loss: as the caller gave it.
-        listeners: as the caller gave them.
+        parts: all that the caller may put in the place of what was there, the loss among them.
     """
 
-    def __init__(self, task: Task, loss: object, listeners: object) -> None:
-        self._optimizers, self._loss, self._listeners = task.optimizers, loss, listeners
+    def __init__(self, task: Task, loss: object, parts: Sequence[object]) -> None:
+        self._optimizers, self._parts = task.optimizers, parts
         self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
         self._tables = [private.children_of(one) for one in task.modules]
         self._tables += [private.parameters_of(one) for one in task.modules]
@@ -210,9 +210,9 @@ class Signature:
         plain = [*map(_kind, held), *map(_training, self._norms), *map(len, self._attributes)]
         return values, plain
 
-    def is_current(self, loss: object, listeners: object) -> bool:
+    def is_current(self, parts: Sequence[object]) -> bool:
         """Whether all is as it was read."""
-        if loss is not self._loss or listeners is not self._listeners:
+        if not all(map(is_, parts, self._parts)):
             return False
         (values, plain), (found, known) = self._read(), self._found
         return plain == known and len(values) == len(found) and all(map(is_, values, found))

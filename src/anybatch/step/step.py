@@ -175,8 +175,10 @@ class Step:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
                 continue
-            except OutOfMemoryError as error:
-                error.ledger = error.ledger or self.planning.ledger(task, logical)
+            except BaseException as error:
+                self.strategy.abandon(error)
+                if isinstance(error, OutOfMemoryError):
+                    error.ledger = error.ledger or self.planning.ledger(task, logical)
                 raise
             seconds = time.perf_counter() - start
             self.planning.learn(logical, plan, failed=report.too_large, seconds=seconds)
@@ -284,9 +286,10 @@ class Step:
     def _begun(self) -> Task:
         """The parts of the next step, gathered anew where they have changed, and in looking steps."""
         known = self._gathered
-        if known is None or self.effects.looks_next or not known[1].is_current(self.loss, self.listeners):
+        parts = self.model, self.loss, self.optimizers, self.schedulers, self.listeners, self.observers
+        if known is None or self.effects.looks_next or not known[1].is_current(parts):
             task = self.task()
-            known = self._gathered = task, Signature(task, self.loss, self.listeners)
+            known = self._gathered = task, Signature(task, self.loss, parts)
         self.effects.begin(known[0].modules)
         return known[0]
 
