@@ -198,7 +198,7 @@ def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, befo
         return report_of(sums, weights, math.nan, updated=False)
     for parameter, found in before.gradients_found():
         if parameter in task.trained:
-            gradient[parameter] = found + gradient[parameter] if parameter in gradient else found
+            gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
     norm = _look(gradient, sums)
     try:
         with task.masters.raised(gradient, task.optimizers):

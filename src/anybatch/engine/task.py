@@ -193,7 +193,7 @@ class Signature:
     """
 
     def __init__(self, task: Task, loss: object, parts: Sequence[object]) -> None:
-        self._optimizers, self._parts = task.optimizers, parts
+        self._optimizers, self._parts, self._others = task.optimizers, parts, task.others
         self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
         self._tables = [private.children_of(one) for one in task.modules]
         self._tables += [private.parameters_of(one) for one in task.modules]
@@ -207,7 +207,12 @@ class Signature:
     def _read(self) -> tuple[list[Any], list[Any]]:
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
         values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
-        plain = [*map(_kind, held), *map(_training, self._norms), *map(len, self._attributes)]
+        plain = [
+            *map(_kind, held),
+            *map(_wants, self._others),
+            *map(_training, self._norms),
+            *map(len, self._attributes),
+        ]
         return values, plain
 
     def is_current(self, parts: Sequence[object]) -> bool:
@@ -220,6 +225,7 @@ class Signature:
 
 _kind = attrgetter("requires_grad", "dtype", "device")
 _training = attrgetter("training")
+_wants = attrgetter("requires_grad")
 
 
 def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:

@@ -36,10 +36,26 @@ class ModuleState:
         self.attributes = [vars(module) for module in modules]
         self.buffers = [private.buffers_of(module) for module in modules]
         self.hooks = [table for module in modules for table in private.hooks_of_module(module)]
-        own = list(chain.from_iterable(map(_own_attributes, modules)))
-        self.containers = [value for value in own if type(value) in _CONTAINERS]
-        self.tensors = [value for value in own if isinstance(value, Tensor) and not is_lazy(value)]
+        # By place: a caller may put another list there before each step.
+        kinds = (*_CONTAINERS, Tensor)
+        self._places = [
+            (own, name)
+            for own in self.attributes
+            for name, value in own.items()
+            if name not in _OF_MODULES and isinstance(value, kinds)
+        ]
         self.streams = held(modules)
+
+    def containers(self) -> list[Any]:
+        """Lists, dicts and sets that are attributes now."""
+        values = [own.get(name) for own, name in self._places]
+        return [value for value in values if type(value) in _CONTAINERS]
+
+    def tensors(self) -> list[Tensor]:
+        """Plain tensors that are attributes now, or items of containers that are."""
+        values = [own.get(name) for own, name in self._places]
+        values += chain.from_iterable(map(_items_of, self.containers()))
+        return [value for value in values if isinstance(value, Tensor) and not is_lazy(value)]
 
 
 class Effects:
@@ -136,10 +152,11 @@ class Snapshot:
         self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
         self._parameters, self._rows = parameters, rows
         self._gradients = [parameter.grad for parameter in parameters]
+        self._tensors = state.tensors()
         self._versions = [
             *map(private.version, rows),
             *private.versions(parameters),
-            *map(private.version, state.tensors),
+            *map(private.version, self._tensors),
         ]
         # What is noted of each micro-batch besides.
         self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
@@ -198,13 +215,13 @@ class Snapshot:
     def written_tensors(self) -> list[str]:
         """Plain tensors, held as attributes of modules, that a forward has written to."""
         first = len(self._rows) + len(self._parameters)
-        tensors = zip(self._state.tensors, self._versions[first:], strict=True)
+        tensors = zip(self._tensors, self._versions[first:], strict=True)
         moved = {id(one) for one, version in tensors if private.version(one) != version}
         return [
             f"{type(module).__name__}.{name}"
             for module, values in zip(self._state.modules, self._attributes.values, strict=True)
             for name, value in values.items()
-            if id(value) in moved
+            if moved.intersection(map(id, (value, *_items_of(value))))
         ]
 
     def undo_micro_batch(self) -> bool:
@@ -262,14 +279,15 @@ class _Attributes:
     def __init__(self, state: ModuleState) -> None:
         self._state = state
         self.values = [*map(dict.copy, state.attributes)]
-        self._items = [value.copy() for value in state.containers]
+        self._containers = state.containers()
+        self._items = [value.copy() for value in self._containers]
         # A model that says in an attribute that its hooks are set must not be left with one of the two.
         self._hooks = {id(table): table.copy() for table in state.hooks if table}
 
     def are_moved(self) -> bool:
         """Whether any is another one now."""
         pairs = zip(self._state.attributes, self.values, strict=True)
-        containers = zip(self._state.containers, self._items, strict=True)
+        containers = zip(self._containers, self._items, strict=True)
         return (
             any(_differ(*pair) for pair in pairs)
             or any(_are_items_moved(*pair) for pair in containers)
@@ -282,7 +300,7 @@ class _Attributes:
             if _differ(current, found):
                 current.clear()
                 current.update(found)
-        for container, found in zip(self._state.containers, self._items, strict=True):
+        for container, found in zip(self._containers, self._items, strict=True):
             if _are_items_moved(container, found):
                 container.clear()
                 container.extend(found) if isinstance(container, list) else container.update(found)
@@ -309,6 +327,13 @@ _CONTAINERS = (list, dict, set)
 
 def _own_attributes(module: nn.Module) -> Iterable[Any]:
     return [value for name, value in vars(module).items() if name not in _OF_MODULES]
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """The items of a list, dict or set."""
+    if type(value) not in _CONTAINERS:
+        return ()
+    return cast("Any", value).values() if isinstance(value, dict) else value
 
 
 def _differ(current: Mapping[Any, Any], found: Mapping[Any, Any]) -> bool:

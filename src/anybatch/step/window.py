@@ -87,6 +87,7 @@ class Window:
         self._before: Snapshot = snapshot(task, OpenBatch())
         self._sums = Accumulator(settings, task, OpenBatch())
         self._sums.share = lambda index: share(index[0], index[-1] + 1)
+        self._trained = [p.requires_grad for p in task.everyone]
         self._phase = "open"
         self._is_skipped = False
         self.rows = 0
@@ -107,6 +108,7 @@ class Window:
         """
         self._expect("open", "add a micro-batch")
         self._refuse_gradients()
+        self._refuse_unfrozen()
         batch = admit(micro, self._task, self._step.collate)
         guard, planning = self._step.guard, self._step.planning
         if self.rows:
@@ -119,7 +121,11 @@ class Window:
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
             if part is not None:
-                self._sums.absorb(part)
+                try:
+                    self._sums.absorb(part)
+                except BaseException:  # some sums may hold it and others not
+                    self.discard()
+                    raise
                 largest = max(part.rows)
                 done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
                 planning.learn(batch, done, failed=too_large(part.redone), in_window=True)
@@ -316,6 +322,13 @@ class Window:
                 "after it is over."
             )
         clear([p for p, _ in found])
+
+    def _refuse_unfrozen(self) -> None:
+        if [p.requires_grad for p in self._task.everyone] != self._trained:
+            raise WindowError(
+                f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
+                f"{sum(p.requires_grad for p in self._task.everyone)}. Freeze and unfreeze between windows."
+            )
 
     def _expect(self, phase: str, wish: str) -> None:
         if self._phase != phase:
