@@ -1,6 +1,7 @@
 """Whether numbers are finite, asked of many tensors at once."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 
 import torch
 from torch import Tensor
@@ -34,29 +35,40 @@ class Look:
 
     def are_finite(self, tensors: Iterable[Tensor]) -> bool:
         """Whether every number is: one pass, and one stop of each device however many tensors there are."""
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for tensor in tensors:
-            dtype = tensor.dtype
-            if dtype not in _REAL or tensor.layout is not _STRIDED or tensor.is_neg():
-                if not (dtype.is_floating_point or dtype.is_complex):  # as a term that counts
-                    continue
-                tensor = _values(tensor)
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
         flags, self._flags = self._flags, {}  # not kept if something is found: nothing takes that away again
-        for (device, _), alike in kinds.items():
+        kinds = _by_kind([*tensors])
+        for (device, _, _), alike in kinds.items():
             if device not in flags:
                 one = torch.ones(1, dtype=torch.float32, device=device)
                 flags[device] = torch.zeros_like(one), one
             # What torch's GradScaler looks with. It multiplies, too: by 1, which changes nothing.
             private.check_finite_(alike, *flags[device])
-        if any(flags[device][0].item() for device in {device for device, _ in kinds}):
-            return False
+        for device in dict.fromkeys(map(_FIRST, kinds)):
+            if flags[device][0].item():
+                return False
         self._flags = flags
         return True
 
 
+_Kind = tuple[torch.device, torch.dtype, torch.layout]
+_KIND: Callable[[Tensor], _Kind] = attrgetter("device", "dtype", "layout")
+_FIRST = itemgetter(0)
 _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_STRIDED = torch.strided
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> Mapping[_Kind, Sequence[Tensor]]:
+    """Tensors that can be looked at in one go, as plain real ones; integers are left out."""
+    kinds = {*map(_KIND, tensors)}
+    if len(kinds) == 1 and not any(map(Tensor.is_neg, tensors)):  # nearly all
+        (kind,) = kinds
+        if kind[1] in _REAL and kind[2] is torch.strided:
+            return {kind: tensors}
+    found: dict[_Kind, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            plain = _values(tensor)
+            found.setdefault(_KIND(plain), []).append(plain)
+    return found
 
 
 def _values(tensor: Tensor) -> Tensor:

@@ -189,8 +189,12 @@ def version(tensor: Tensor) -> int:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """`version` of each, in one loop in C; none may be an inference tensor."""
-    return [*map(_read_version, tensors)]
+    """`version` of each, in one loop in C where none is an inference tensor."""
+    found = [*tensors]
+    try:
+        return [*map(_read_version, found)]
+    except RuntimeError:
+        return [*map(version, found)]
 
 
 _read_version: Callable[[Tensor], int] = attrgetter("_version")

@@ -85,7 +85,7 @@ class Accumulator:
         self.plan, self.task, self.batch = plan, task, batch
         # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
         is_part = plan.is_cut or window is not None or bool(task.add_rows)
-        self.loss = task.loss if is_part else task.loss.uncut()
+        self.loss = task.loss if is_part else task.uncut_loss
         self.is_in_window = window is not None or isinstance(batch, OpenBatch)
         self.offset = 0 if window is None else sum(window.rows)
         self.number = 0 if window is None else len(window.rows)
@@ -129,6 +129,17 @@ class Accumulator:
         if self.gradients is not None:
             self.gradients.begin()
 
+    def restart(self, batch: Batch) -> bool:
+        """Take the rows of the next `add` of a window; False where that needs an accumulator of its own."""
+        gradients, window = self.gradients, self._window
+        if window is None or not isinstance(gradients, InPlace) or self._is_scaled:
+            return False
+        self.batch, self.offset, self.number = batch, sum(window.rows), len(window.rows)
+        self.share = partial(_shifted, window, self.offset)
+        self._sums, self._weights, self.rows = [], [], []
+        gradients.restart()
+        return True
+
     def forget_scale(self) -> None:
         """A micro-batch is over: a fixed loss scale that gave way in it comes back for the next."""
         self.scale_limit = self._scale_limit
@@ -159,7 +170,10 @@ class Accumulator:
         sums = terms.sums
         weights = None if self._is_counted else terms.weigh()
         del terms  # and with it the model's outputs, as far as backward does not need them
-        flowing = {name: one for name, one in sums.items() if one.requires_grad and self._coefficients[name]}
+        flowing: dict[str, Tensor] = {}
+        for name, one in sums.items():
+            if one.requires_grad and self._coefficients[name]:
+                flowing[name] = one
         if self.is_guarded and len(flowing) < len(sums) and not all_finite(list(sums.values())):
             raise NonFinite("loss")
         if flowing:
@@ -173,21 +187,23 @@ class Accumulator:
                     parameter.grad = None
             if self.task.add_rows and not self._beside:
                 self._hold_beside()
-        self._sums.append({name: _kept(value) for name, value in sums.items()})
+        self._sums.append(_all_kept(sums))
         if weights is not None:
-            self._weights.append({name: _kept(value) for name, value in weights.items()})
+            self._weights.append(_all_kept(weights))
         self.rows.append(len(self._micro.indices) if self._micro is not None else 0)
 
     def _flow(self, flowing: Mapping[str, Tensor]) -> None:
         gradients, scale = self.gradients, self.task.scale.value
         assert gradients is not None  # noqa: S101 - `evaluate` has opened them
         cotangents = self._cotangents.get(scale) or self._made_cotangents(scale)
-        if isinstance(gradients, InPlace):
-            gradients.add([*flowing.values()], [cotangents[name] for name in flowing])
-        elif self._divisors is None and len(cotangents) > 1:
+        if isinstance(gradients, Apart) and self._divisors is None and len(cotangents) > 1:
             gradients.add_each(flowing, cotangents, 1 / scale)
+            return
+        values, flows = [*flowing.values()], [*map(cotangents.__getitem__, flowing)]
+        if isinstance(gradients, InPlace):
+            gradients.add(values, flows)
         else:
-            gradients.add([*flowing.values()], [cotangents[name] for name in flowing], unscale=1 / scale)
+            gradients.add(values, flows, unscale=1 / scale)
 
     def _hold_beside(self) -> None:
         """Take as much memory as the sums of a window do, beside those of an `add` that has its own.
@@ -224,7 +240,7 @@ class Accumulator:
         if self._window is not None and self._window._is_open:
             self._go_on_like(self._window)
         else:
-            self._coefficients = {name: loss.coefficients.get(name, 1.0) for name in names}
+            self._coefficients = dict.fromkeys(names, 1.0) | {**loss.coefficients}
             # Where micro-batches may be left out nobody knows the weight of the rest before the end.
             is_window = self._window is not None or bool(self.task.add_rows)
             is_late = is_window or (plan.non_finite == "drop" and plan.is_cut)
@@ -246,13 +262,12 @@ class Accumulator:
         banks = names if self._divisors is None else names[:1]
         chosen = plan.accumulation_dtype
         if self._is_apart is None:
-            self._is_apart = (
-                self.is_guarded
-                or plan.compensated
-                or len(banks) > 1
-                or self.task.is_apart
-                or any(accumulation_dtype(p.dtype, chosen) != p.dtype for p in parameters)
-            )
+            self._is_apart = self.is_guarded or plan.compensated or len(banks) > 1 or self.task.is_apart
+            if chosen is None:
+                self._is_apart = self._is_apart or not self.task.is_wide
+            else:
+                wide = [accumulation_dtype(p.dtype, chosen) for p in parameters]
+                self._is_apart = self._is_apart or wide != [p.dtype for p in parameters]
         if not self._is_apart:
             return InPlace(parameters, banks[0])
         return Apart(
@@ -288,21 +303,23 @@ class Accumulator:
 
     def absorb(self, other: "Accumulator") -> None:
         """Merge the micro-batches of one `add` into the sums of the window."""
-        if other.gradients is not None:
+        gradients = other.gradients
+        if gradients is not None:
             if not self._is_open:
                 self._is_open, self._is_divided = True, other._is_divided
                 self._go_on_like(other)
-            sums = other.gradients.taken()
-            other.gradients.close()
-            for parameter in self.task.parameters:
-                parameter.grad = None
-            self._window_gradients().absorb(sums)
+            if isinstance(gradients, InPlace):
+                self._window_gradients().absorb_in_place(gradients)
+            else:
+                gradients.close()
+                self._window_gradients().absorb(gradients.gradients())
         self._sums += other._sums
         self._weights += other._weights
         self.rows += other.rows
         self.redone += other.redone
         self.dropped += other.dropped
         self._has_flowed = self._has_flowed or other._has_flowed
+        other.batch, other._micro = OpenBatch(), None  # lets the rows go
 
     def fold(self) -> dict[str, Any]:
         """Sums, weights and provisional divisors as plain values, for a checkpoint."""
@@ -345,7 +362,8 @@ class Accumulator:
         if not self._sums:  # all was left out
             return {}
         known = {} if self._divisors is None else _to_host(self._divisors)
-        _check_weights(known, "the whole batch")
+        if known:
+            _check_weights(known, "the whole batch")
         if not self._weights:  # the loss has counted the whole batch already
             return known
         hosted = [_to_host(weights) for weights in self._weights]
@@ -379,25 +397,28 @@ class Accumulator:
         if self.gradients is None:
             return {}
         self.gradients.close()
-        factors = {
-            name: self._coefficients[name] * provisional / weights[name] if weights.get(name) else 0.0
-            for name, provisional in self._provisional.items()
-        }
-        return self.gradients.gradients().finish({} if self._divisors is not None else factors)
+        factors: dict[str, float] = {}
+        if self._divisors is None:
+            for name, provisional in self._provisional.items():
+                weight = weights.get(name)
+                factors[name] = self._coefficients[name] * provisional / weight if weight else 0.0
+        return self.gradients.gradients().finish(factors)
 
     def _means(self, weights: Mapping[str, float]) -> dict[str, float]:
-        hosted = {name: _all_to_host([sums[name] for sums in self._sums]) for name in weights}
-        for name, sums in hosted.items():
-            if weights[name] and not self._is_dry:
+        means: dict[str, float] = {}
+        for name, weight in weights.items():
+            sums = _all_to_host([sums[name] for sums in self._sums])
+            if not all(map(math.isfinite, sums)) and weight and not self._is_dry:
                 _check_sums(sums, self.rows, name)
-        return {
-            name: math.fsum(sums) / (1 if self._is_divided else weights[name]) if weights[name] else math.nan
-            for name, sums in hosted.items()
-        }
+            means[name] = math.fsum(sums) / (1 if self._is_divided else weight) if weight else math.nan
+        return means
 
     def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
         """The loss of all rows, and that of each term."""
-        used = [self._coefficients[name] * value for name, value in self._values.items() if weights.get(name)]
+        used: list[float] = []
+        for name, value in self._values.items():
+            if weights.get(name):
+                used.append(self._coefficients[name] * value)
         return (math.fsum(used) if used else math.nan), self._values
 
     def close(self) -> None:
@@ -445,6 +466,13 @@ def _kept(value: Number) -> Number:
     return value.clone() if value.untyped_storage().nbytes() > value.element_size() else value
 
 
+def _all_kept(values: Mapping[str, Number]) -> dict[str, Number]:
+    kept: dict[str, Number] = {}
+    for name, value in values.items():
+        kept[name] = _kept(value)
+    return kept
+
+
 def _check_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> None:
     bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
     if bad:
@@ -470,9 +498,9 @@ def _all_to_host(values: Sequence[Number]) -> list[float]:
     """Scalars as numbers; those of a device come in one go, so that it stops once."""
     device = next((value.device for value in values if isinstance(value, Tensor)), None)
     if device is None:
-        return [float(value) for value in values]
+        return [*map(float, values)]
     return torch.stack([torch.as_tensor(value).to(device) for value in values]).tolist()
 
 
 def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:
-    return {name: float(weight) for name, weight in weights.items()}
+    return dict(zip(weights, map(float, weights.values()), strict=True))

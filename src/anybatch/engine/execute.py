@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -127,8 +127,8 @@ def execute(
         sums = Accumulator(plan, task, batch, is_dry=is_dry, **again)
         try:
             clear(task.everyone)
-            with ExitStack() as stack:
-                accumulate(Schedule(plan, sums, before, stack), sums, before)
+            with Schedule(plan, sums, before) as schedule:
+                accumulate(schedule, sums, before)
             weights = task.strategy.close(sums.weights())
             gradient = task.strategy.reduce(sums.finish(weights))
             observe(gradient, task)
@@ -363,7 +363,10 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
     norms = task.batch_norms if plan.batch_norm == "frozen" else ()
     if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
         return _context(plan, task)
-    return nullcontext()
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 @contextmanager
@@ -419,7 +422,7 @@ def too_large(redone: Sequence[Redone]) -> int:
         >>> too_large([Redone(8, may_be_cut=True), Redone(4, may_be_cut=True), Redone(2, may_be_cut=False)])
         4
     """
-    return min((one.rows for one in redone if one.may_be_cut), default=0)
+    return min([one.rows for one in redone if one.may_be_cut], default=0) if redone else 0
 
 
 def snapshot(task: Task, batch: Batch) -> Snapshot:

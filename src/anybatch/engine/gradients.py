@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_
 from typing import cast
@@ -91,12 +91,19 @@ class InPlace:
         self._awaited: Sequence[nn.Parameter] = parameters  # will get a first `.grad`
         self._sums: list[Tensor] = []  # added to in place, from their first micro-batch on
         self._versions: list[int] = []
+        self._has_flowed = False
+
+    def restart(self) -> None:
+        """The first micro-batch again: no parameter has a gradient."""
+        self._awaited, self._sums, self._versions = self._parameters, [], []
+        self._has_flowed = False
 
     def begin(self) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
-        if self._awaited:
-            self._own_memory()
-        self._versions = private.versions(self._sums)
+        if self._has_flowed:
+            if self._awaited:
+                self._own_memory()
+            self._versions = private.versions(self._sums)
 
     @property
     def has_accepted(self) -> bool:
@@ -106,6 +113,7 @@ class InPlace:
 
     def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
         """One backward: add J^T c of these scalars, each with its own cotangent."""
+        self._has_flowed = True
         private.run_backward(values, cotangents)
 
     def _own_memory(self) -> None:
@@ -117,17 +125,15 @@ class InPlace:
         returned. The largest comes last: it is then alone, and keeps the memory.
         """
         made = [p for p in self._awaited if p.grad is not None]
-        if not made:
-            return
-        for parameter in sorted(made, key=Tensor.numel) if len(made) > 1 else made:
-            gradient = cast("Tensor", parameter.grad)
-            if gradient.layout is not torch.strided:
+        for parameter in sorted(made, key=Tensor.numel):
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:
                 continue
             if gradient.is_conj() or gradient.is_neg():  # which torch's common operations do not know
                 gradient = parameter.grad = gradient.resolve_conj().resolve_neg()
             if private.holders(gradient) > private.ALONE:
                 parameter.grad = gradient.clone()
-        self._sums += [cast("Tensor", p.grad) for p in made]
+        self._sums += [p.grad for p in made if p.grad is not None]
         self._awaited = [p for p in self._awaited if p.grad is None]
 
     def gradients(self) -> Gradients:
@@ -252,6 +258,15 @@ class Apart:
         for name, bank in other.banks.items():
             self._add(name if name in self._banks else self._at, bank)
 
+    def absorb_in_place(self, other: InPlace) -> None:
+        """Merge sums into these, in place; the parameters keep no gradient."""
+        values = [*map(_gradient_of, self._parameters)]
+        sums = self._banks[self._at]
+        if self._compensated or not _add_together(sums, self._parameters, values, 1.0):
+            self.absorb(other.taken())
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def close(self) -> None:
         """Take the hooks off."""
         self._remove()
@@ -292,7 +307,7 @@ class Apart:
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
         sums, errors = self._banks[name], self._errors[name]
-        if not self._compensated and _add_together(sums, bank, self._unscale):
+        if not self._compensated and _add_together(sums, bank, [*bank.values()], self._unscale):
             self.has_accepted = True
             return
         fresh = {p: self._first(p, g) for p, g in bank.items() if p not in sums}
@@ -333,20 +348,34 @@ class Apart:
 
 
 def _add_together(
-    sums: Mapping[nn.Parameter, Tensor], bank: Mapping[nn.Parameter, Tensor], unscale: float
+    sums: Mapping[nn.Parameter, Tensor],
+    parameters: Iterable[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    unscale: float,
 ) -> bool:
     """Add gradients in one go, if they are of the same parameters and kinds as the sums; whether so."""
-    if len(sums) != len(bank) or not all(map(is_, sums, bank)):  # hashing parameters takes long
+    if len(sums) != len(gradients) or not all(map(is_, sums, parameters)):  # hashing parameters takes long
         return False
-    totals, gradients = [*sums.values()], [*bank.values()]
-    if [*map(_kind, totals)] != [*map(_kind, gradients)] or not all(map(_is_plain, [*totals, *gradients])):
+    totals = [*sums.values()]
+    kinds = [*map(_kind, totals)]
+    if not _PLAIN.issuperset(kinds) or [*map(_kind, gradients)] != kinds:
         return False
     if totals:
         private.foreach_add_(totals, gradients, alpha=unscale)
     return True
 
 
-_kind = attrgetter("dtype", "layout")
+_gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
+
+
+def _kind(tensor: Tensor | None) -> object:
+    return tensor is not None and (tensor.dtype, tensor.layout)
+
+
+# What torch adds in one go, whatever its strides. Complex tensors may be conjugated lazily.
+_PLAIN = frozenset(
+    (dtype, torch.strided) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+)
 
 
 def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from anybatch.core import Cut, Micro
 from anybatch.engine.accumulate import Accumulator
@@ -18,7 +19,6 @@ class Schedule:
         plan: how the rows are cut.
         sums: what the micro-batches are added to.
         before: the state before the first one.
-        stack: what a first pass sets up lasts until this is closed; None in a window, which has none.
 
     Attributes:
         left: row indices of the micro-batches that are still to be done.
@@ -26,13 +26,12 @@ class Schedule:
         scale_before: the loss scale before the micro-batch at hand made it give way.
     """
 
-    def __init__(
-        self, plan: Plan, sums: Accumulator, before: Snapshot, stack: ExitStack | None = None
-    ) -> None:
-        self._sums, self._before, self._stack = sums, before, stack
+    def __init__(self, plan: Plan, sums: Accumulator, before: Snapshot) -> None:
+        self._sums, self._before = sums, before
+        self._stack: ExitStack | None = None  # holds what a first pass sets up
         self._cut = plan.parts
         self._done = 0
-        self.is_open = sums.is_in_window  # whose loss was opened with it
+        self.is_open = sums.is_in_window or sums.loss.is_plain  # a window has opened its loss
         self.scale_before: dict[str, float] | None = None
 
     @property
@@ -42,16 +41,24 @@ class Schedule:
 
     def __iter__(self) -> Iterator[Micro]:
         sums = self._sums
-        if not self.is_open and self._stack is not None:
-            self._first_pass(self._stack)
+        if not self.is_open:
+            self._first_pass()
         left = self.left
         micro_batches = sums.batch.micro_batches(left)
         for _ in left:
             self._before.begin()  # first: to make a micro-batch may draw random numbers, too
             yield next(micro_batches)
 
-    def _first_pass(self, stack: ExitStack) -> None:
+    def __enter__(self) -> "Schedule":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*error)
+
+    def _first_pass(self) -> None:
         sums, task = self._sums, self._sums.task
+        self._stack = stack = self._stack or ExitStack()
         with sums.plan.precision.computing(task.kinds):
             along = sums.loss.along(sums.batch, self._cut.sizes, task.model, self._before.put_buffers_back)
             share = stack.enter_context(along)

@@ -26,6 +26,7 @@ from anybatch.core import (
     TensorBatch,
 )
 from anybatch.core import torch_private as private
+from anybatch.engine.gradients import accumulation_dtype
 from anybatch.engine.observer import Observer
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
@@ -85,6 +86,8 @@ class Task:
     everyone: Sequence[nn.Parameter] = field(init=False)
     reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
     trained: Set[nn.Parameter] = field(init=False)
+    uncut_loss: Loss = field(init=False)
+    is_wide: bool = field(init=False)  # no dtype is narrower than that of its gradient's sum
     is_apart: bool = field(init=False)
     is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients
     kinds: Set[str] = field(init=False)  # of the devices that compute
@@ -95,6 +98,8 @@ class Task:
         put("everyone", (*self.parameters, *self.others))
         put("reached", tuple([p for p in self.others if p.requires_grad]))
         put("trained", frozenset(self.parameters))
+        put("uncut_loss", self.loss.uncut())
+        put("is_wide", all(accumulation_dtype(p.dtype) == p.dtype for p in self.parameters))
         put("is_shown", any(one.wants_micro for one in self.observers))
         put("is_apart", bool(self.add_rows) or self.is_shown)
         put("kinds", {device.type for device in self.devices} - {"meta"})

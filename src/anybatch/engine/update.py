@@ -85,8 +85,11 @@ def step_optimizers(
     for index, optimizer in enumerate(optimizers):
         noted = _Noted(optimizer)
         try:
-            with _set(optimizer, foreach):
+            if foreach is None:
                 optimizer.step()
+            else:
+                with _set(optimizer, foreach):
+                    optimizer.step()
         except BaseException as error:
             torn = noted.torn() or (_TORN if index else "")
             if not ran_out_of_memory(error):
@@ -138,13 +141,13 @@ class _Noted:
         parameters = owned([optimizer])
         # Of the gradients too: SGD with momentum of Nesterov's kind adds to them.
         self._watched = [*parameters, *[p.grad for p in parameters if p.grad is not None], *held]
-        self._versions = [*map(private.version, self._watched)]
+        self._versions = private.versions(self._watched)
 
     def torn(self) -> str:
         """What to say if something was written; where nothing was, new state is dropped."""
         if not self._is_known:
             return _UNKNOWN
-        if [*map(private.version, self._watched)] != self._versions:
+        if private.versions(self._watched) != self._versions:
             return _TORN
         state: Any = self._optimizer.state
         for parameter in [*state]:
@@ -170,11 +173,8 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def _set(optimizer: Optimizer, foreach: bool | None) -> Generator[None]:
+def _set(optimizer: Optimizer, foreach: bool) -> Generator[None]:
     """Other settings for a while: common operations or not."""
-    if foreach is None:
-        yield
-        return
     able = [one for one in optimizer.param_groups if "foreach" in one and not one.get("fused")]
     was = [group["foreach"] for group in able]
     for group in able:

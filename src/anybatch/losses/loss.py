@@ -51,6 +51,11 @@ class Loss(Protocol):
         ...
 
     @property
+    def is_plain(self) -> bool:
+        """True where `along` does nothing and gives the same loss for all rows, so that it is not called."""
+        ...
+
+    @property
     def coefficients(self) -> Mapping[str, float]:
         """The factor of each named term in the loss, 1 where none stands."""
         ...
@@ -116,6 +121,7 @@ class Plain:
 
     counted = True
     tied = False
+    is_plain = True
     coefficients: Mapping[str, float] = NO_COEFFICIENTS
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:

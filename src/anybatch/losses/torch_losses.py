@@ -44,6 +44,12 @@ class SummedLoss(Plain):
         """Valid targets are counted once, on the whole batch; a sum is divided by 1."""
         return self.kind.counted or self._is_sum
 
+    @property
+    def is_plain(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Unless a setting may have one entry per row."""
+        names = self.kind.per_row
+        return not names or all(self.settings.get(name) is None for name in names)
+
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model, then the loss; the value is a sum unless the loss is divided."""
         kind = self.kind

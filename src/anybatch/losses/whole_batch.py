@@ -67,6 +67,7 @@ class WholeBatch(Plain):
     outputs: Callable[[nn.Module, Any], Any] | None = None
 
     divided = True  # the function's value is the loss itself
+    is_plain = False
 
     def __post_init__(self) -> None:
         if not callable(self.function):

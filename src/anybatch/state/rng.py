@@ -5,8 +5,7 @@ import random
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +13,7 @@ from torch import Tensor
 from anybatch.core import torch_private as private
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RandomState:
+class RandomState(NamedTuple):
     """Where torch's generators stood: what a replay starts from.
 
     Attributes:
@@ -38,7 +36,7 @@ def capture() -> RandomState:
         True
     """
     cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
-    return RandomState(cpu=torch.get_rng_state(), cuda=cuda)
+    return RandomState(torch.get_rng_state(), cuda)
 
 
 def restore(state: RandomState) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
-from operator import is_not
+from itertools import chain, repeat
+from operator import attrgetter, is_not
 from typing import Any, cast
 
 import torch
@@ -48,11 +48,15 @@ class ModuleState:
 
     def containers(self) -> list[Any]:
         """Lists, dicts and sets that are attributes now."""
+        if not self._places:
+            return []
         values = [own.get(name) for own, name in self._places]
         return [value for value in values if type(value) in _CONTAINERS]
 
     def tensors(self) -> list[Tensor]:
         """Plain tensors that are attributes now, or items of containers that are."""
+        if not self._places:
+            return []
         values = [own.get(name) for own, name in self._places]
         values += chain.from_iterable(map(_items_of, self.containers()))
         return [value for value in values if isinstance(value, Tensor) and not is_lazy(value)]
@@ -146,18 +150,18 @@ class Snapshot:
         self._state, self._effects, self._draws = state, effects, draws
         self._random = rng.capture()
         process = of_process() if draws or effects.draws_process or effects.is_looking else ()
-        self._streams = [(stream, stream[0]()) for stream in (*state.streams, *process)]
+        streams = (*state.streams, *process)
+        self._streams = [(stream, stream[0]()) for stream in streams] if streams else []
         self._attributes = _Attributes(state)
-        self._slots = [(slots, slots.copy()) for slots in state.buffers if slots]
-        self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
+        self._slots: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        self._copies: dict[Tensor, Tensor] = {}
+        if any(state.buffers) or effects.parameters:
+            self._slots = [(slots, slots.copy()) for slots in state.buffers if slots]
+            self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
         self._parameters, self._rows = parameters, rows
-        self._gradients = [parameter.grad for parameter in parameters]
+        self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors()
-        self._versions = [
-            *map(private.version, rows),
-            *private.versions(parameters),
-            *map(private.version, self._tensors),
-        ]
+        self._versions = private.versions((*rows, *parameters, *self._tensors))
         # What is noted of each micro-batch besides.
         self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
         self._notes = self._notes or effects.attributes or bool(effects.parameters)
@@ -265,6 +269,8 @@ class Snapshot:
 
     def gradients_found(self) -> list[tuple[nn.Parameter, Tensor]]:
         """The gradients that were there before the step."""
+        if not any(map(is_not, self._gradients, repeat(None))):
+            return []
         pairs = zip(self._parameters, self._gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
@@ -280,9 +286,9 @@ class _Attributes:
         self._state = state
         self.values = [*map(dict.copy, state.attributes)]
         self._containers = state.containers()
-        self._items = [value.copy() for value in self._containers]
+        self._items = [value.copy() for value in self._containers] if self._containers else []
         # A model that says in an attribute that its hooks are set must not be left with one of the two.
-        self._hooks = {id(table): table.copy() for table in state.hooks if table}
+        self._hooks = {id(table): table.copy() for table in state.hooks if table} if any(state.hooks) else {}
 
     def are_moved(self) -> bool:
         """Whether any is another one now."""
@@ -322,6 +328,7 @@ class _Micro:
 
 
 _NO_EFFECTS = Effects()
+_gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
 _CONTAINERS = (list, dict, set)
 
 

@@ -83,6 +83,7 @@ class Planning:
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self.most_rows = 0
+        self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
 
     def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
@@ -105,7 +106,7 @@ class Planning:
             BudgetError: none fits.
         """
         if self.budget is None:
-            return _of_size(self.settings, batch.rows, self._limited(task, batch, self._size(batch.rows)))
+            return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows)))
         plan = self._within(self._request(task, batch, batch.rows), self.budget)
         self._wanted = plan.micro_batch
         size = self._limited(task, batch, plan.micro_batch)
@@ -117,19 +118,25 @@ class Planning:
         Raises:
             BudgetError: not even one row fits.
         """
-        rows, like = batch.rows, self.settings
-        self._wanted = rows
-        if self.budget is not None:
-            task = replace(task, add_rows=rows)
-            # One of several, so that gradients are there already; with compensated sums errors, too.
-            parts = 3 if self.settings.compensated else 2
-            request = self._request(task, batch, parts * rows, as_it_comes=True)
-            request = replace(request, parts=parts)
-            if request.cut_refused:  # and so there is only one
-                request = self._request(task, batch, rows, as_it_comes=True)
-            like = self._within(request, self.budget, whole={"sizes": (rows,)})
-            self._wanted = min(rows, like.micro_batch)
+        rows = self._wanted = batch.rows
+        if self.budget is None:
+            return self._as_set(rows, self._limited(task, batch, rows))
+        task = replace(task, add_rows=rows)
+        # One of several, so that gradients are there already; with compensated sums errors, too.
+        parts = 3 if self.settings.compensated else 2
+        request = self._request(task, batch, parts * rows, as_it_comes=True)
+        request = replace(request, parts=parts)
+        if request.cut_refused:  # and so there is only one
+            request = self._request(task, batch, rows, as_it_comes=True)
+        like = self._within(request, self.budget, whole={"sizes": (rows,)})
+        self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
+
+    def _as_set(self, rows: int, micro_batch: int) -> Plan:
+        plan = self._plans.get((rows, micro_batch))
+        if plan is None:
+            plan = self._plans[rows, micro_batch] = _of_size(self.settings, rows, micro_batch)
+        return plan
 
     def _limited(self, task: Task, batch: Batch, wanted: int) -> int:
         """Rows that fit, as far as memory has taught; as wanted where the result depends on the cut."""
@@ -178,7 +185,7 @@ class Planning:
 
     def enforced(self, task: Task) -> AbstractContextManager[None]:
         """While a step runs: on CUDA the allocator itself keeps to the budget."""
-        return nullcontext() if self.budget is None else enforced(self.budget.memory, task)
+        return _NOTHING if self.budget is None else enforced(self.budget.memory, task)
 
     def ledger(self, task: Task, batch: Batch) -> object:
         """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
@@ -241,6 +248,9 @@ class Planning:
     def _size(self, rows: int) -> int:
         micro_batch = rows if self.micro_batch is None else self.micro_batch
         return rows if rows < micro_batch <= self.most_rows else micro_batch
+
+
+_NOTHING = nullcontext()
 
 
 def _at_least_one(rows: object) -> int:

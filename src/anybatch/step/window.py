@@ -1,8 +1,10 @@
 """The window: one update from micro-batches that the caller brings."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import repeat
+from operator import attrgetter, is_not
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -87,7 +89,8 @@ class Window:
         self._before: Snapshot = snapshot(task, OpenBatch())
         self._sums = Accumulator(settings, task, OpenBatch())
         self._sums.share = lambda index: share(index[0], index[-1] + 1)
-        self._trained = [p.requires_grad for p in task.everyone]
+        self._trained = [*map(_is_trained, task.everyone)]
+        self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"
         self._is_skipped = False
         self.rows = 0
@@ -126,9 +129,10 @@ class Window:
                 except BaseException:  # some sums may hold it and others not
                     self.discard()
                     raise
-                largest = max(part.rows)
+                largest, failed = max(part.rows), too_large(part.redone)
                 done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
-                planning.learn(batch, done, failed=too_large(part.redone), in_window=True)
+                planning.learn(batch, done, failed=failed, in_window=True)
+                self._part = None if part.redone else part
         self.rows += batch.rows
 
     def _added(self, plan: Plan, batch: Batch) -> Accumulator | None:
@@ -144,7 +148,9 @@ class Window:
         task = self._task
         with context(plan, task):
             before = snapshot(task, batch)
-            part = Accumulator(plan, task, batch, window=self._sums, **again)
+            part, self._part = self._part, None
+            if part is None or part.plan is not plan or not part.restart(batch):
+                part = Accumulator(plan, task, batch, window=self._sums, **again)
             try:
                 clear(task.reached)
                 accumulate(Schedule(plan, part, before), part, before)
@@ -309,9 +315,9 @@ class Window:
 
     def _refuse_gradients(self) -> None:
         """Between two `add`s nobody has gradients: zeros are dropped, others are refused by name."""
-        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
-        if not found:
+        if not any(map(is_not, map(_gradient_of, self._task.parameters), repeat(None))):
             return
+        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
         names = self._task.names()
         wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
         if wrong:
@@ -324,10 +330,11 @@ class Window:
         clear([p for p, _ in found])
 
     def _refuse_unfrozen(self) -> None:
-        if [p.requires_grad for p in self._task.everyone] != self._trained:
+        trained = [*map(_is_trained, self._task.everyone)]
+        if trained != self._trained:
             raise WindowError(
                 f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
-                f"{sum(p.requires_grad for p in self._task.everyone)}. Freeze and unfreeze between windows."
+                f"{sum(trained)}. Freeze and unfreeze between windows."
             )
 
     def _expect(self, phase: str, wish: str) -> None:
@@ -336,6 +343,10 @@ class Window:
                 f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
                 "Open a new one with step.window()."
             )
+
+
+_gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_is_trained: Callable[[Tensor], bool] = attrgetter("requires_grad")
 
 
 def _is_zero(gradient: Tensor) -> bool:

@@ -135,6 +135,7 @@ class ModelTerms(_Reader):
     """
 
     divided = False
+    is_plain = False
 
     def __init__(self, *, in_step: bool = False) -> None:
         super().__init__()
@@ -352,6 +353,7 @@ class OwnLoss(_Reader):
     """
 
     divided = True
+    is_plain = False
 
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
