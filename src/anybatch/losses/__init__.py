@@ -1,6 +1,6 @@
 """Losses as sums with weights: by torch's own names, or written by the user."""
 
-from anybatch.losses.additivity import LEAST_ROWS, compare_cuts, refuse_what_does_not_add_up
+from anybatch.losses.additivity import refuse_what_does_not_add_up
 from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
@@ -11,7 +11,6 @@ from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
 
 __all__ = [
-    "LEAST_ROWS",
     "TARGET_KEYS",
     "EvaluateAgain",
     "Evaluated",
@@ -25,7 +24,6 @@ __all__ = [
     "call_loss",
     "call_model",
     "check_loss",
-    "compare_cuts",
     "linear_cross_entropy",
     "module_of",
     "refuse_what_does_not_add_up",

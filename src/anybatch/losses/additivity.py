@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ def refuse_what_does_not_add_up(
     batch: Batch,
     micro_batch: int,
     *,
-    fits: Callable[[int], bool] = bool,
+    most: int = MOST_ROWS,
 ) -> bool:
     """Compare the terms of a few rows at once with what their parts add up to.
 
@@ -45,7 +45,7 @@ def refuse_what_does_not_add_up(
         modules: those of the model and of the loss.
         batch: the rows to choose from: the first ones.
         micro_batch: rows that are known to fit.
-        fits: whether there is memory for a look at so many rows.
+        most: rows that are looked at together, if these are as many as tell anything.
 
     Returns:
         Whether these rows could tell, or there is nothing to ask.
@@ -67,12 +67,12 @@ def refuse_what_does_not_add_up(
     if not isinstance(loss, Terms | ModelTerms):
         return True
     # More rows tell more. Fewer fit where these do not, and three at least are needed for unequal parts.
-    most = min(batch.rows, MOST_ROWS)
+    most = min(batch.rows, MOST_ROWS, max(LEAST_ROWS, most))
     fewer = min(most, max(LEAST_ROWS, micro_batch)) if micro_batch < most else most - 1
     refusal: LossError | None = None
     seen = 0  # looks
     for rows in dict.fromkeys([most, fewer, min(most, LEAST_ROWS)]):
-        if rows < 2 or (seen and rows < fewer) or not fits(rows):
+        if rows < 2 or (seen and rows < fewer):
             continue
         seen += 1
         try:
@@ -83,16 +83,6 @@ def refuse_what_does_not_add_up(
                 raise error.reason from None
             refusal = error.reason
     return False
-
-
-def compare_cuts(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few: Batch) -> None:
-    """One forward of these rows as `refuse_what_does_not_add_up` makes it, to see what it takes."""
-    try:
-        with evaluating(modules), _nothing_kept(loss):
-            _totals(_alone(loss), model, few, few.rows)
-    except Exception:  # it is looked at with all that is kept, then
-        with evaluating(modules):
-            _totals(_alone(loss), model, few, few.rows)
 
 
 class _RefusedError(Exception):

@@ -132,7 +132,7 @@ class Step:
             precision=chosen,
             non_finite=non_finite,
         )
-        self.guard = Guard(batch_norm=batch_norm, check=check, memory=memory)
+        self.guard = Guard(batch_norm=batch_norm, check=check, has_budget=memory is not None)
         self.collate = collate
         self.listeners, self.observers = tuple(listeners), tuple(observers)
         self.strategy: Strategy = Single()
