@@ -61,8 +61,6 @@ class Accumulator:
         loss: of a part of the batch, or of the whole.
         share: gives the loss of the rows of these indices.
         is_in_window: whether the rows belong to a window.
-        offset: rows of the window before these.
-        number: micro-batches of the window before these.
         rows: rows of each micro-batch that was added or left out.
         dropped: rows of micro-batches that were left out.
         gradients: how gradients are accumulated.
@@ -87,13 +85,11 @@ class Accumulator:
         is_part = plan.is_cut or window is not None or bool(task.add_rows)
         self.loss = task.loss if is_part else task.uncut_loss
         self.is_in_window = window is not None or isinstance(batch, OpenBatch)
-        self.offset = 0 if window is None else sum(window.rows)
-        self.number = 0 if window is None else len(window.rows)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
         self._is_dry = is_dry
         # No closure over this object: a circle would keep its tensors until garbage is collected.
         self.share: Callable[[Sequence[int]], Loss] = (
-            partial(_same, self.loss) if window is None else partial(_shifted, window, self.offset)
+            partial(_same, self.loss) if window is None else partial(_shifted, window)
         )
         self._computing = task.computing(plan)
         self._window = window
@@ -121,6 +117,16 @@ class Accumulator:
         self.gradients: InPlace | Apart | None = None
         self._beside: list[Tensor] = []  # stands for the sums of a window that is planned
 
+    @property
+    def offset(self) -> int:
+        """Rows of the window before these."""
+        return 0 if self._window is None else sum(self._window.rows)
+
+    @property
+    def number(self) -> int:
+        """Micro-batches of the window before these."""
+        return 0 if self._window is None else len(self._window.rows)
+
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
         self._micro = micro
@@ -131,11 +137,10 @@ class Accumulator:
 
     def restart(self, batch: Batch) -> bool:
         """Take the rows of the next `add` of a window; False where that needs an accumulator of its own."""
-        gradients, window = self.gradients, self._window
-        if window is None or not isinstance(gradients, InPlace) or self._is_scaled:
+        gradients = self.gradients
+        if not isinstance(gradients, InPlace) or self._is_scaled:
             return False
-        self.batch, self.offset, self.number = batch, sum(window.rows), len(window.rows)
-        self.share = partial(_shifted, window, self.offset)
+        self.batch = batch
         self._sums, self._weights, self.rows = [], [], []
         gradients.restart()
         return True
@@ -431,8 +436,9 @@ def _same(loss: Loss, index: Sequence[int]) -> Loss:
     return loss
 
 
-def _shifted(window: "Accumulator", offset: int, index: Sequence[int]) -> Loss:
+def _shifted(window: "Accumulator", index: Sequence[int]) -> Loss:
     """The loss of rows of an `add`, counted from the first row of the window."""
+    offset = sum(window.rows)
     return window.share(range(offset + index[0], offset + index[-1] + 1))
 
 
