@@ -1,4 +1,4 @@
-"""What a term is divided by: one of the candidates, or the weights of rows that make all cuts agree."""
+"""What a term is divided by: the candidate that makes all cuts agree; and gradients that add up, or not."""
 
 import itertools
 import math
@@ -209,19 +209,9 @@ def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> 
 
 Reading = Callable[[Evaluation], float]
 Cuts = Sequence[Sequence[Evaluation]]  # the micro-batches of each cut
-Values = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # of some groups of rows
 
 _EXACT = 1e-13  # float64 on few terms
 _EPSILON = 1e-4  # what an epsilon in a denominator may leave of an error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A denominator that makes whole and parts agree."""
-
-    words: str  # what it counts
-    code: str  # how it is counted, of a micro-batch called `micro`
-    is_near: bool  # whether something small is left, as an epsilon leaves it
 
 
 def fit(
@@ -232,8 +222,11 @@ def fit(
     *,
     tolerance: float,
     error: float,
-) -> Fit | None:
-    """The candidate that makes the whole's value the weighted mean of its parts' in every cut."""
+) -> tuple[Candidate, bool] | None:
+    """The candidate that makes the whole's value the weighted mean of its parts' in every cut.
+
+    Also whether something small is left, as an epsilon in a denominator leaves it.
+    """
     found = [
         (min(max(_misfit_of(one, read, whole, parts) for parts in parted) for read in readings), one)
         for one in options
@@ -245,7 +238,7 @@ def fit(
     # The first of those that fit as well as the best: in float32, and early in training when all tokens
     # cost about the same, wrong ones come close too.
     first = next(one for misfit, one in found if misfit <= max(10 * best, _EXACT))
-    return Fit(words=first.words, code=first.code, is_near=best > tolerance / 10)
+    return first, best > tolerance / 10
 
 
 def misfit(weights: Sequence[float], values: Sequence[float], wanted: float) -> float:
@@ -266,81 +259,13 @@ def _misfit_of(candidate: Candidate, read: Reading, whole: Evaluation, parts: Se
     return misfit(weights, [read(part) for part in parts], read(whole))
 
 
-def row_weights(values: Values, rows: int) -> tuple[list[float], list[float]] | None:
-    """What each row weighs in a mean, and its value, if it is a mean.
-
-    A mean of parts that add up gives its weights away: two rows by themselves and together have
-    `w_j / w_i = (m_ij - m_i) / (m_j - m_ij)`.
-
-    Returns:
-        Weights, of which the least is 1, and values; None where it is no mean, or all rows are alike.
-    """
-    alone = list(values([[row] for row in range(rows)]))
-    known = [row for row in range(rows) if math.isfinite(alone[row])]
-    if not known:
-        return None
-    base = max(known, key=lambda row: abs(alone[row]))
-    weights = {base: 1.0}
-    far = base
-    for row in sorted(known, key=lambda row: -abs(alone[row] - alone[base])):
-        if alone[row] == alone[base]:
-            return None
-        weights[row] = _ratio(values, alone, base, row)
-        if weights[row]:
-            far = row
-            break
-    rest = [row for row in range(rows) if row not in weights]
-    # Whoever is the farther of the two tells the weight best.
-    peers = [max((base, far), key=lambda peer: _gap(alone, peer, row)) for row in rest]
-    pairs = values([sorted(pair) for pair in zip(peers, rest, strict=True)]) if rest else []
-    for row, peer, both in zip(rest, peers, pairs, strict=True):
-        weights[row] = weights[peer] * _weight(alone[peer], alone[row], both)
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
-        return None
-    least = min(weight for weight in weights.values() if weight)
-    return [weights[row] / least for row in range(rows)], alone
-
-
-def _gap(alone: Sequence[float], one: int, other: int) -> float:
-    gap = abs(alone[one] - alone[other])
-    return gap if math.isfinite(gap) else 0.0
-
-
-def _ratio(values: Values, alone: Sequence[float], peer: int, row: int) -> float:
-    return _weight(alone[peer], alone[row], values([sorted((peer, row))])[0])
-
-
-def _weight(peer: float, row: float, both: float) -> float:
-    """Of a row, where its peer weighs 1."""
-    if not math.isfinite(row) or row == both:
-        return 0.0 if abs(both - peer) <= _EXACT * abs(peer) else math.nan
-    weight = (both - peer) / (row - both)
-    return 0.0 if abs(weight) < _EXACT else weight
-
-
-def in_words(weights: Sequence[float]) -> str:
-    """Weights up to a factor: as integers where that is possible.
-
-    Example:
-        >>> in_words([1.0, 2.5, 1.5]), in_words([1.0, 3.14159])
-        ('2, 5, 3', '1, 3.142')
-    """
-    for factor in range(1, 13):
-        scaled = [factor * weight for weight in weights]
-        if all(abs(value - round(value)) <= 1e-4 for value in scaled):
-            return ", ".join(str(round(value)) for value in scaled)
-    return ", ".join(f"{weight:.4g}" for weight in weights)
-
-
-def gradients_add_up(
-    name: str, whole: Evaluation, parts: Sequence[Evaluation], scales: Sequence[float], tolerance: float
-) -> bool:
-    """The gradient of a sum is, row by row, that of the parts' sums, times something for each of them."""
+def gradients_add_up(name: str, whole: Evaluation, parts: Sequence[Evaluation], tolerance: float) -> bool:
+    """The gradient of a sum is, row by row, that of the parts' sums."""
     difference = size = 0.0
     for index, wanted in enumerate(whole.gradients[name]):
         if any(len(part.gradients[name]) != len(whole.gradients[name]) for part in parts):
             return True  # outputs that cannot be told apart
-        pieces = [part.gradients[name][index] * scale for part, scale in zip(parts, scales, strict=True)]
+        pieces = [part.gradients[name][index] for part in parts]
         shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
         if any(share is None for share in shares):
             continue
