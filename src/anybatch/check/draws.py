@@ -47,7 +47,8 @@ class Draws(private.TorchDispatchMode):
             that, and one sum in float32 would hide all that is smaller.
 
     Attributes:
-        unreplayed: draws since `begin` that are not replayed.
+        count: draws since `begin`.
+        unreplayed: those of them that are not replayed.
         guessed: whether it was a guess which entries of a draw belong to which row.
         has_dropout: whether there were Bernoulli draws, which `without_dropout` switches off.
         dtypes: floating dtypes that were computed in.
@@ -70,7 +71,7 @@ class Draws(private.TorchDispatchMode):
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
         self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
-        self.unreplayed = 0
+        self.count = self.unreplayed = 0
         self.guessed = self.has_dropout = False
         self.dtypes: set[torch.dtype] = set()
 
@@ -93,7 +94,7 @@ class Draws(private.TorchDispatchMode):
         self._part = part
         # A module run by itself begins in the middle of the stream, wherever that is.
         self._next = {name: bytes(state.tolist()) for name, state in (states or {}).items()}
-        self.unreplayed = 0
+        self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
         """The same with nothing drawn yet."""
@@ -141,6 +142,7 @@ class Draws(private.TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.count += 1
         device = _device(args, kwargs)
         stream = _stream(device)
         own = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator) and g is not stream]
