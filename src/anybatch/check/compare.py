@@ -55,11 +55,6 @@ def name_of(loss: object) -> str:
     return name.rpartition("<locals>.")[2]
 
 
-def whole_pass(bench: Bench, whole: Cut) -> PassResult:
-    """The pass that all others are held against, with its calls."""
-    return bench.run(whole, Calls())
-
-
 def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
     """Sizes of micro-batches: the caller's, two that leave a short one at the end, and 1.
 
@@ -224,7 +219,6 @@ def before_the_model(
     if comparison.whole.collate is not None:
         return []  # each micro-batch is collated by itself: numbers of nodes and the like differ rightly
     for call in outermost:
-        name = call.key[0] or "the model"
         peers = [calls.table(part).get(call.key) for part in parts]
         there = [peer for peer in peers if peer is not None]
         if len(there) < len(parts) or any(len(peer.inputs) != len(call.inputs) for peer in there):
@@ -232,10 +226,6 @@ def before_the_model(
         for index, value in enumerate(call.inputs):
             pieces = [(peer.inputs[index], part) for peer, part in zip(there, parts, strict=True)]
             if agree(value, pieces, 10 * comparison.limit) is False:
-                what = f"What goes into `{name}` differs already, before it has run."
+                what = f"What goes into `{call.key[0] or 'the model'}` differs already, before it has run."
                 return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
-            if sum(len(piece) for piece, _ in pieces if piece.dim()) < (len(value) if value.dim() else 0):
-                what = f"Fewer rows go into `{name}` in micro-batches than in the whole."
-                ways_out = WAYS_OUT["dropped rows"]
-                return [Finding(kind="dropped rows", culprit=loss_name, what=what, ways_out=ways_out)]
     return []
