@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -129,31 +128,6 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
             twin.register_hook(hook)
         for hook in once_accumulated.values():
             twin.register_post_accumulate_grad_hook(hook)
-
-
-@contextmanager
-def perturbed(parameters: Iterable[Tensor]) -> Generator[None]:
-    """Meanwhile each number is the next one above or below it.
-
-    Example:
-        >>> value = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        >>> with perturbed([value]):
-        ...     bool((value == 1).any())
-        False
-    """
-    values = [(parameter, parameter.detach().clone()) for parameter in parameters]
-    with torch.no_grad():
-        for parameter, value in values:
-            if value.is_floating_point():
-                up = torch.arange(value.numel(), device=value.device).view(value.shape) % 3 > 0
-                far = torch.where(up, math.inf, -math.inf).to(value.dtype)
-                parameter.copy_(torch.nextafter(value, far))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
 
 
 def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
