@@ -163,9 +163,8 @@ class Draws(private.TorchDispatchMode):
         if own or not self._part.is_whole or key[1] != expected:
             self.unreplayed += 1
             return result
-        drawn = args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
         after = stream.get_state()
-        self._drawn[key] = _Draw(drawn.detach().clone(), after)
+        self._drawn[key] = _Draw(_numbers(func, args, result).detach().clone(), after)
         self._next[key[0]] = bytes(after.tolist())
         return result
 
@@ -177,7 +176,7 @@ class Draws(private.TorchDispatchMode):
     ) -> Any:
         """The rows of a draw, in the form in which this operation returns it."""
         result: Any = func(*args, **kwargs)
-        like = args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
+        like = _numbers(func, args, result)
         value = self._rows_of(key, draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
             pass  # an order of other things than the whole's
@@ -248,6 +247,11 @@ def _is_idle(func: Any, args: Sequence[Any]) -> bool:
 def _is_rrelu(func: Any) -> bool:
     """Whether what is drawn is put into the second argument: RReLU."""
     return "rrelu_with_noise" in func.__name__
+
+
+def _numbers(func: Any, args: Sequence[Any], result: Any) -> Tensor:
+    """Where an operation puts what it draws."""
+    return args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
 
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

@@ -144,7 +144,9 @@ def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
         return None
     valid = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
     ends = bool((valid.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
-    return _as_lengths(valid.sum(1)) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
+    return (
+        tuple(valid.sum(1).tolist()) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
+    )
 
 
 def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[int, ...]] | None:
@@ -159,12 +161,8 @@ def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[in
             if bool(((leaf == token) & (places < own[:, None])).any()):
                 continue  # a word like others: it stands inside rows too
             if bool((valid < leaf.shape[1]).any()) and bool((leaf == token).any()):
-                return leaf.shape[1], _as_lengths(valid)
+                return leaf.shape[1], tuple(valid.tolist())
     return None
-
-
-def _as_lengths(valid: Tensor) -> tuple[int, ...]:
-    return tuple([int(length) for length in valid])
 
 
 def _padding_tokens(model: nn.Module) -> set[int]:

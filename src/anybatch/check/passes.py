@@ -234,10 +234,8 @@ class Recorder(Optimizer):
 class _WatchedBatch:
     """A batch that tells when each micro-batch is taken."""
 
-    def __init__(
-        self, inner: Batch, parts: Sequence[Part], draws: Draws, notify: Callable[[Part], None]
-    ) -> None:
-        self._inner, self._parts, self._draws, self._notify = inner, parts, draws, notify
+    def __init__(self, inner: Batch, part: Part, draws: Draws, notify: Callable[[Part], None]) -> None:
+        self._inner, self._part, self._draws, self._notify = inner, part, draws, notify
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -245,9 +243,8 @@ class _WatchedBatch:
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Micro-batches of the batch inside."""
         micros = self._inner.micro_batches(parts)
-        rows = [row for part in self._parts for row in part.rows]
         for index in parts:
-            part = Part(tuple([rows[row] for row in index]), self._parts[0].total)
+            part = self._part.only(index)
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
             self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
@@ -281,7 +278,7 @@ class Bench:
         batch = cut.batch(self.subject.dtype)
         with self.fresh() as (model, loss):
             recorder = Recorder(self.subject.named)
-            watched: Any = _WatchedBatch(batch, cut.parts, self.draws, watch(model))
+            watched: Any = _WatchedBatch(batch, cut.part, self.draws, watch(model))
             sizes: list[float] = []
 
             def measure(event: Event) -> None:
