@@ -277,7 +277,7 @@ def explain(
 ) -> list[Finding]:
     """Where split and whole part."""
     worst = worst_of(comparison, verdicts)
-    parts, outermost = worst.cut.parts, comparison.reference.calls.parts.get(comparison.whole.part, [])
+    parts, outermost = worst.cut.parts, comparison.outermost
     is_sound = rows_agree(comparison, comparison.reference.calls, worst.result.calls, parts)
     mark_replayable(comparison, worst)
     terms: list[Finding] = []
@@ -323,7 +323,7 @@ def _terms(
         term_test = TermTest(
             bench=comparison.bench,
             whole=whole,
-            outermost=comparison.reference.calls.parts.get(whole.part, []),
+            outermost=comparison.outermost,
             tolerance=limit,
             name=loss_name,
             bare=comparison.reference.bare,
@@ -379,13 +379,7 @@ def explain_padding(
     long_calls, short_calls = Calls(), Calls()
     comparison.bench.run(padded.cut, long_calls)
     comparison.bench.run(short.cut, short_calls)
-    parts = padded.cut.parts
-    found = first_difference(
-        [(part, long_calls.parts.get(part, [])) for part in parts],
-        [(part, short_calls.table(part)) for part in parts],
-        10 * comparison.limit,
-        padding,
-    )
+    found = first_difference(padded.cut.parts, long_calls, short_calls, 10 * comparison.limit, padding)
     error = short.result.error
     apart = (
         f"it fails with {type(error).__name__}: {error}"

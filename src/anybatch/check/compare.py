@@ -85,6 +85,11 @@ class Comparison:
         dtypes = {parameter.dtype for parameter in self.bench.subject.named.values()}
         return limit_of(dtypes | self.bench.draws.dtypes, len(self.whole.part.rows))
 
+    @property
+    def outermost(self) -> list[Call]:
+        """The calls of the model in the reference, without those inside them."""
+        return self.reference.calls.parts.get(self.whole.part, [])
+
     def cut_by(self, micro_batch: int) -> Verdict:
         """The same rows in micro-batches of a size."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)

@@ -70,7 +70,7 @@ def evaluate(
 
 def mark_replayable(comparison: Comparison, worst: Verdict) -> None:
     """Mark calls whose outputs can be replayed, if the loss needs nothing else of the model."""
-    outermost = comparison.reference.calls.parts.get(comparison.whole.part, [])
+    outermost = comparison.outermost
     parts = worst.cut.parts
     tables = [worst.result.calls.table(part) for part in parts]
     for call in outermost:
