@@ -85,15 +85,17 @@ class Draws(private.TorchDispatchMode):
         """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
         return False
 
-    def begin(self, part: Part, states: Mapping[str, Tensor] | None = None) -> None:
+    def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
         """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
         rng.restore_process(self._start)
-        self.restore(states or {})
+        if state is not None:
+            rng.restore(state)
         if part.is_whole or part.rows[:1] == (0,):
             self._packed.clear()
         self._part = part
-        # A module run by itself begins in the middle of the stream, wherever that is.
-        self._next = {name: bytes(state.tolist()) for name, state in (states or {}).items()}
+        now = rng.capture()
+        self._next = {"cpu": bytes(now.cpu.tolist())}
+        self._next |= {f"cuda:{index}": bytes(one.tolist()) for index, one in enumerate(now.cuda)}
         self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
@@ -109,20 +111,6 @@ class Draws(private.TorchDispatchMode):
             yield
         finally:
             self._deadline = before
-
-    @staticmethod
-    def states() -> dict[str, Tensor]:
-        """Where the streams stand now."""
-        found = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            found |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
-        return found
-
-    @staticmethod
-    def restore(states: Mapping[str, Tensor]) -> None:
-        """Put streams where `states` found them."""
-        for name, state in states.items():
-            _stream(torch.device(name)).set_state(state)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -158,18 +146,14 @@ class Draws(private.TorchDispatchMode):
             value = self._answer(key, draw, func, args, kwargs)
             stream.set_state(draw.after)
             return value
-        expected = self._next.setdefault(key[0], bytes(self._state_at_start(device).tolist()))
         result = func(*args, **kwargs)
-        if own or not self._part.is_whole or key[1] != expected:
+        if own or not self._part.is_whole or key[1] != self._next.get(key[0]):
             self.unreplayed += 1
             return result
         after = stream.get_state()
         self._drawn[key] = _Draw(_numbers(func, args, result).detach().clone(), after)
         self._next[key[0]] = bytes(after.tolist())
         return result
-
-    def _state_at_start(self, device: torch.device) -> Tensor:
-        return self._start["cpu"] if device.type == "cpu" else self._start["cuda"][device.index or 0]
 
     def _answer(
         self, key: Place, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -111,7 +111,7 @@ class ModuleTest:
             module = model.get_submodule(call.key[0])
 
             def run(inputs: Sequence[Tensor], part: Part) -> list[Tensor]:
-                self.bench.draws.begin(part, call.states)
+                self.bench.draws.begin(part, call.state)
                 return [value.clone() for value in call.repeat(module, [value.clone() for value in inputs])]
 
             yield module, run
@@ -299,7 +299,7 @@ class ModuleSearch:
         draws, whole = self.bench.draws, Part.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
-            draws.begin(whole, call.states)
+            draws.begin(whole, call.state)
             leaves, outputs = _run(call, module, call.inputs, gradients)
             unreplayed = draws.unreplayed
             parameters = list(module.parameters())
@@ -308,7 +308,7 @@ class ModuleSearch:
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             for part in self.parts:
-                draws.begin(part, call.states)
+                draws.begin(part, call.state)
                 mine, piece = _run(call, module, _select_all(call.inputs, axes, part), gradients)
                 if gradients:
                     back = _cotangents(outputs, piece, part)
@@ -316,7 +316,7 @@ class ModuleSearch:
                 pieces.append([value.detach() for value in piece])
             fault, places = self._classify_outputs([value.detach() for value in outputs], pieces)
             if gradients and fault in ("", "pooled"):
-                draws.begin(whole, call.states)
+                draws.begin(whole, call.state)
                 found = _gradients(outputs, _cotangents(outputs, pieces[0], whole), leaves, parameters)
                 fault = self._classify_gradients(found, flows, axes)
         return ComparedCall(call=call, fault=fault, unreplayed=unreplayed, inputs=axes, outputs=places)

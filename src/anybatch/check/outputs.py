@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.compare import Comparison, Verdict
-from anybatch.check.draws import Draws
 from anybatch.check.passes import Bench, Call, tensors
 from anybatch.check.rows import Axis, Cut, Part, find_axis, select, take
 from anybatch.core import torch_private as private
 from anybatch.core import tree
 from anybatch.losses import resolve
+from anybatch.state import rng
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,7 +188,7 @@ class Stub:
                 select(value, axis, self._part).clone().requires_grad_(flows)
                 for value, axis, flows in zip(call.outputs, outputs, call.returned.flows, strict=True)
             ]
-            Draws.restore(call.returned.states)
+            rng.restore(call.returned.state)
             return call.returned.join(values)
 
         return known

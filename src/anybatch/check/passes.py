@@ -17,6 +17,7 @@ from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import carry_out
 from anybatch.losses import Terms, call_loss, resolve
+from anybatch.state import rng
 from anybatch.step import Step
 
 _NAME = "loss"  # of a term that comes without one
@@ -82,7 +83,7 @@ class Returned:
     form: Any  # how that is put together again
     places: Sequence[int]  # where among them the tensors stand
     flows: Sequence[bool]  # for each tensor, whether a gradient flows into it
-    states: Mapping[str, Tensor]  # where the random streams stood afterwards
+    state: rng.RandomState  # where the random streams stood afterwards
 
     @staticmethod
     def of(outputs: Any) -> "Returned":
@@ -90,7 +91,7 @@ class Returned:
         leaves, form = private.pytree.tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
+        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], rng.capture())
 
     def join(self, outputs: Sequence[Tensor]) -> Any:
         """The same with these tensors."""
@@ -103,10 +104,10 @@ class Returned:
 class Call:
     """One call of a module."""
 
-    def __init__(self, *, key: Key, values: list[Any], form: Any, states: Mapping[str, Tensor]) -> None:
+    def __init__(self, *, key: Key, values: list[Any], form: Any, state: rng.RandomState) -> None:
         self.key = key  # the module, and which of its calls in this micro-batch
         self.values, self.form = values, form  # its arguments, flat, and how they are put together again
-        self.states = states  # where the random streams stood
+        self.state = state  # where the random streams stood
         self.outputs: list[Tensor] = []
         self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
         self.returned: Returned | None = None  # what is needed to return the same without running the module
@@ -168,7 +169,7 @@ class Calls:
             self._counts[name] = count + 1
             values, form = private.pytree.tree_flatten((args, kwargs))
             kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-            self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
+            self._open.append(Call(key=(name, count), values=kept, form=form, state=rng.capture()))
 
         return hook
 
