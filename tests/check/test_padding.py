@@ -106,9 +106,5 @@ def test_module_that_looks_at_padding_is_the_first_whose_outputs_differ() -> Non
     assert padding is not None
     short = trimmed(replace(padded, micro_batch=ROWS), padding, 1)
     long_calls, short_calls = calls(ours, padded), calls(ours, short)
-    pairs = [(part, long_calls.parts[part]) for part in padded.parts]
-    assert first_difference(pairs, [(part, short_calls.table(part)) for part in padded.parts], LIMIT) == (
-        "2.0",
-        "2.0",
-    )
-    assert first_difference(pairs, [(part, long_calls.table(part)) for part in padded.parts], LIMIT) is None
+    assert first_difference(padded.parts, long_calls, short_calls, LIMIT) == ("2.0", "2.0")
+    assert first_difference(padded.parts, long_calls, long_calls, LIMIT) is None

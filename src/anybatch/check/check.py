@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batchnorm import BatchNorm, find_batch_norms
+from anybatch.batchnorm import find_batch_norms
 from anybatch.check.compare import (
     Comparison,
     Verdict,
@@ -18,7 +18,6 @@ from anybatch.check.compare import (
     cut_sizes_to_try,
     name_of,
     rows_agree,
-    whole_pass,
     worst_of,
 )
 from anybatch.check.copies import untouched
@@ -148,29 +147,29 @@ def check(
             start=start,
         )
         comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
-        differ = not all(verdict.holds(comparison.limit) for verdict in verdicts)
         if (
-            differ
+            _differ(comparison, verdicts)
             and not comparison.reference.unreplayed
             and agrees_without_dropout(comparison, verdicts, start + CUTTING_S)
         ):
             prepared = prepared.without_dropout()
             comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
-            differ = not all(verdict.holds(comparison.limit) for verdict in verdicts)
-        limit = comparison.limit
         findings: list[Finding] = []
         notes = list(prepared.notes)
-        if comparison.reference.bare or differ:
+        if comparison.reference.bare or _differ(comparison, verdicts):
             findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
-        loss_is_found = any(finding.kind == "denominator" for finding in findings)
         try:
             with comparison.bench.draws.until(start + CHECK_S):
-                more, found = _try_padding(
-                    comparison, prepared, verdicts, name_of(loss), loss_is_found=loss_is_found
-                )
-            verdicts, findings = [*verdicts, *more], [*findings, *found]
+                more, found = _try_padding(comparison, prepared, verdicts, name_of(loss))
         except OutOfTime:
             notes.append("there was no time to look whether padding matters")
+        else:
+            verdicts += more
+            if not any(one.kind == "denominator" for one in findings):
+                findings += found
+            else:  # a wrong denominator counts padded places, too
+                findings += [one for one in found if one.culprit != name_of(loss)]
+        limit = comparison.limit
     dtype = next(iter(prepared.bench.subject.named.values())).dtype
     return CheckReport(
         exact=not findings,
@@ -198,49 +197,44 @@ def refuse_without_data(model: nn.Module, loss: object) -> None:
         )
 
 
-def _open(prepared: Prepared) -> Comparison:
-    reference = prepared.probed or whole_pass(prepared.bench, prepared.whole)
-    if reference.error is not None:
-        raise reference.error
-    if not reference.weighed:
-        rows = len(prepared.whole.part.rows)
-        raise BatchError(
-            f"Expected rows that count, got {rows} whose weight is 0 (all of them are masked). "
-            "Hand over a batch with valid targets."
-        )
-    return Comparison(bench=prepared.bench, whole=prepared.whole, reference=reference)
-
-
 def _compare_cuts(
     prepared: Prepared, micro_batch: int | None, start: float
 ) -> tuple[Comparison, list[Verdict]]:
-    comparison = _open(prepared)
-    rows = range(len(prepared.whole.part.rows))
+    bench, whole = prepared.bench, prepared.whole
+    reference = prepared.probed or bench.run(whole, Calls())
+    rows = range(len(whole.part.rows))
+    if reference.error is not None:
+        raise reference.error
+    if not reference.weighed:
+        raise BatchError(
+            f"Expected rows that count, got {len(rows)} whose weight is 0 (all of them are masked). "
+            "Hand over a batch with valid targets."
+        )
+    comparison = Comparison(bench=bench, whole=whole, reference=reference)
     verdicts: list[Verdict] = []
     for size in cut_sizes_to_try(len(rows), micro_batch):
         try:
-            with comparison.bench.draws.until(start + CUTTING_S if verdicts else math.inf):
+            with bench.draws.until(start + CUTTING_S if verdicts else math.inf):
                 verdicts.append(comparison.cut_by(size))
         except OutOfTime:
             break
-        if comparison.reference.bare:
+        if reference.bare:
             break  # never exact, whatever the others say
-    if comparison.reference.unreplayed:
+    if reference.unreplayed:
         # Numbers by position may come out right as long as rows come in order: one stream goes on for all.
-        turned = replace(comparison.whole.only(rows[::-1]), micro_batch=1)
-        verdicts.append(comparison.compare(turned, comparison.reference, "1 by 1 from the last"))
+        turned = replace(whole.only(rows[::-1]), micro_batch=1)
+        verdicts.append(comparison.compare(turned, reference, "1 by 1 from the last"))
     several = [verdict for verdict in verdicts if verdict.cut.micro_batch > 1 or verdict.result.error is None]
     # A model may refuse single rows (BatchNorm does): no fault where other cuts run.
     return comparison, several or verdicts
 
 
+def _differ(comparison: Comparison, verdicts: Sequence[Verdict]) -> bool:
+    return not all(verdict.holds(comparison.limit) for verdict in verdicts)
+
+
 def _try_padding(
-    comparison: Comparison,
-    prepared: Prepared,
-    verdicts: Sequence[Verdict],
-    loss_name: str,
-    *,
-    loss_is_found: bool,
+    comparison: Comparison, prepared: Prepared, verdicts: Sequence[Verdict], loss_name: str
 ) -> tuple[list[Verdict], list[Finding]]:
     """The same cut with as little padding as its rows need: as `collate` makes it, or cut off."""
     sound = [verdict for verdict in verdicts if verdict.result.error is None and verdict.cut.part.is_whole]
@@ -269,8 +263,7 @@ def _try_padding(
             return [], []
     if short.holds(comparison.limit):
         return [short], []
-    finding = explain_padding(comparison, padded, short, source, loss_name, kept)
-    return [short], [] if loss_is_found and finding.culprit == loss_name else [finding]
+    return [short], [explain_padding(comparison, padded, short, source, loss_name, kept)]
 
 
 # ---- from cuts that differ to findings
@@ -284,7 +277,7 @@ def explain(
 ) -> list[Finding]:
     """Where split and whole part."""
     worst = worst_of(comparison, verdicts)
-    parts, outermost = worst.cut.parts, comparison.reference.calls.parts.get(comparison.whole.part, [])
+    parts, outermost = worst.cut.parts, comparison.outermost
     is_sound = rows_agree(comparison, comparison.reference.calls, worst.result.calls, parts)
     mark_replayable(comparison, worst)
     terms: list[Finding] = []
@@ -296,7 +289,9 @@ def explain(
             terms = _terms(comparison, verdicts, loss_name, deadline, is_sound=is_sound)
             if terms and is_sound:
                 return terms  # to take a sound model apart costs the most
-            found = [] if is_sound else _batch_norms(comparison, worst, has_terms=bool(terms))
+            norms = _batch_norms(comparison, "; with running statistics the same cuts agree.")
+            if norms and not is_sound and agree_in_forward(comparison, worst.cut, frozen=True):
+                found = norms
         if not found:
             search = ModuleSearch(
                 bench=comparison.bench,
@@ -310,7 +305,7 @@ def explain(
         pass
     found = [*found, *terms]
     found = found or before_the_model(outermost, worst.result.calls, parts, comparison, loss_name) or pooled
-    found = found or _possible_norms(comparison)
+    found = found or _batch_norms(comparison, ". (No time was left to try if it is all.)")
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
@@ -328,7 +323,7 @@ def _terms(
         term_test = TermTest(
             bench=comparison.bench,
             whole=whole,
-            outermost=comparison.reference.calls.parts.get(whole.part, []),
+            outermost=comparison.outermost,
             tolerance=limit,
             name=loss_name,
             bare=comparison.reference.bare,
@@ -341,29 +336,13 @@ def _terms(
     return []
 
 
-def _norms(comparison: Comparison) -> list[tuple[str, BatchNorm]]:
-    """BatchNorms that take their statistics from the rows at hand, by name."""
+def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
+    """A finding for each BatchNorm that takes its statistics from the rows at hand."""
+    if comparison.bench.batch_norm == "frozen":
+        return []
     with comparison.bench.fresh() as (model, _):
-        return [(name, norm) for name, module in model.named_modules() for norm in find_batch_norms([module])]
-
-
-def _possible_norms(comparison: Comparison) -> list[Finding]:
-    """Where no experiment came to an end in time: what is known to make rows meet."""
-    what = "takes mean and variance of all rows of a micro-batch. (No time was left to try if it is all.)"
-    norms = [] if comparison.bench.batch_norm == "frozen" else _norms(comparison)
-    return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
-
-
-def _batch_norms(comparison: Comparison, worst: Verdict, *, has_terms: bool) -> list[Finding]:
-    """All BatchNorms in training mode, if nothing else makes rows differ: one experiment for all of them."""
-    norms = _norms(comparison)
-    if not norms or any(norm.running_mean is None for _, norm in norms):
-        return []
-    if comparison.bench.batch_norm == "frozen" or not agree_in_forward(comparison, worst.cut, frozen=True):
-        return []
-    what = (
-        "takes mean and variance of all rows of a micro-batch; with running statistics the same cuts agree."
-    )
+        norms = [(name, one) for name, one in model.named_modules() if find_batch_norms([one])]
+    what = f"takes mean and variance of all rows of a micro-batch{what}"
     return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
 
 
@@ -400,13 +379,7 @@ def explain_padding(
     long_calls, short_calls = Calls(), Calls()
     comparison.bench.run(padded.cut, long_calls)
     comparison.bench.run(short.cut, short_calls)
-    parts = padded.cut.parts
-    found = first_difference(
-        [(part, long_calls.parts.get(part, [])) for part in parts],
-        [(part, short_calls.table(part)) for part in parts],
-        10 * comparison.limit,
-        padding,
-    )
+    found = first_difference(padded.cut.parts, long_calls, short_calls, 10 * comparison.limit, padding)
     error = short.result.error
     apart = (
         f"it fails with {type(error).__name__}: {error}"

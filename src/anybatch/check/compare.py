@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from anybatch.batchnorm import find_batch_norms, frozen_batch_norms
-from anybatch.check.copies import perturbed
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
 from anybatch.check.rows import Cut, Part, agree
@@ -21,8 +20,8 @@ from anybatch.losses import Terms, resolve
 # dtypes have nothing to give.
 _SLACK = {torch.float64: 16, torch.float32: 16}
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
-_TINY = 1e-6  # a gradient this small may be nothing but rounding
-_NOISE = 1e6
+# A smaller gradient is rounding of numbers that cancel inside of the model or the loss, as in a perfect fit.
+_TINY = 1e-6
 _TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -53,11 +52,6 @@ def name_of(loss: object) -> str:
     held = cast("partial[Any]", held).func if isinstance(held, partial) else held
     name = getattr(held, "__qualname__", type(held).__qualname__)
     return name.rpartition("<locals>.")[2]
-
-
-def whole_pass(bench: Bench, whole: Cut) -> PassResult:
-    """The pass that all others are held against, with its calls."""
-    return bench.run(whole, Calls())
 
 
 def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
@@ -91,6 +85,11 @@ class Comparison:
         dtypes = {parameter.dtype for parameter in self.bench.subject.named.values()}
         return limit_of(dtypes | self.bench.draws.dtypes, len(self.whole.part.rows))
 
+    @property
+    def outermost(self) -> list[Call]:
+        """The calls of the model in the reference, without those inside them."""
+        return self.reference.calls.parts.get(self.whole.part, [])
+
     def cut_by(self, micro_batch: int) -> Verdict:
         """The same rows in micro-batches of a size."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
@@ -107,8 +106,9 @@ class Comparison:
         if max(error, loss_error) > self.limit and not is_plain:
             # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
             error, loss_error = self._errors(result, reference, self._scale)
-        if max(error, loss_error) > self.limit and (max(error, loss_error) < PLAIN or size < _TINY):
-            error, loss_error = self._errors(result, reference, self._noise_scale(size))
+        if max(error, loss_error) > self.limit and size < min(self.limit, _TINY):
+            least = max(1.0, self._scale[0]), max(1.0, self._scale[1])
+            error, loss_error = self._errors(result, reference, least)
         if max(error, loss_error) <= self.limit and not reference.bare:
             result = replace(result, calls=Calls())  # nobody will ask for them, and they are large
         return Verdict(cut=cut, result=result, error=error, loss_error=loss_error, words=words)
@@ -135,29 +135,6 @@ class Comparison:
         size = max((norm(half.gradients.values()) for half in sound), default=0.0)
         return size, max((half.scale for half in sound), default=0.0)
 
-    @cached_property
-    def _noise(self) -> tuple[float, float]:
-        """How far gradient and loss move when all parameters move to a neighbouring number, over epsilon."""
-        named = self.bench.subject.named
-        with perturbed(named.values()):
-            result = self.bench.run(self.whole)
-        if result.error is not None:
-            return 0.0, 0.0
-        names = result.gradients.keys() | self.reference.gradients.keys()
-        apart = norm(_difference(result.gradients, self.reference.gradients, name) for name in names)
-        epsilon = max((torch.finfo(value.dtype).eps for value in named.values()), default=1.0)
-        return apart / epsilon, abs(result.loss - self.reference.loss) / epsilon
-
-    def _noise_scale(self, size: float) -> tuple[float, float]:
-        """Of what size gradient and loss behave as if they were: rounding moves them by that times epsilon.
-
-        Where numbers cancel inside of the model or the loss (a perfect fit, two equal distributions), what is
-        left is rounding.
-        """
-        # What falls on the other side of a threshold moves far, and is no excuse for what is not small.
-        most = math.inf if size < _TINY else _NOISE * size
-        return max(self._scale[0], min(self._noise[0], most)), max(self._scale[1], self._noise[1])
-
 
 def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in one:
@@ -176,19 +153,15 @@ def _ratio(difference: float, size: float) -> float:
 
 def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[Part]) -> bool:
     """Whether the model gives each row the same, cut or not."""
+    tables = [calls.table(part) for part in parts]
     for call in whole.parts.get(comparison.whole.part, []):
-        peers = [calls.table(part).get(call.key) for part in parts]
-        for index, value in enumerate(call.outputs):
-            pieces = [
-                (peer.outputs[index], part)
-                for peer, part in zip(peers, parts, strict=True)
-                if peer is not None and index < len(peer.outputs)
-            ]
-            if len(pieces) < len(parts):
-                return False
-            if all(piece.shape == value.shape for piece, _ in pieces):
+        peers = [table[call.key].outputs for table in tables if call.key in table]
+        if len(peers) < len(parts) or any(len(outputs) < len(call.outputs) for outputs in peers):
+            return False
+        for value, *pieces in zip(call.outputs, *peers, strict=False):
+            if all(piece.shape == value.shape for piece in pieces):
                 continue  # one value for all rows
-            if agree(value, pieces, 10 * comparison.limit) is not True:
+            if not agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit):
                 return False
     return True
 
@@ -223,19 +196,13 @@ def before_the_model(
     """Whether the loss hands the model other rows when it is cut."""
     if comparison.whole.collate is not None:
         return []  # each micro-batch is collated by itself: numbers of nodes and the like differ rightly
+    tables = [calls.table(part) for part in parts]
     for call in outermost:
-        name = call.key[0] or "the model"
-        peers = [calls.table(part).get(call.key) for part in parts]
-        there = [peer for peer in peers if peer is not None]
-        if len(there) < len(parts) or any(len(peer.inputs) != len(call.inputs) for peer in there):
+        peers = [table[call.key].inputs for table in tables if call.key in table]
+        if len(peers) < len(parts) or any(len(inputs) != len(call.inputs) for inputs in peers):
             continue
-        for index, value in enumerate(call.inputs):
-            pieces = [(peer.inputs[index], part) for peer, part in zip(there, parts, strict=True)]
-            if agree(value, pieces, 10 * comparison.limit) is False:
-                what = f"What goes into `{name}` differs already, before it has run."
+        for value, *pieces in zip(call.inputs, *peers, strict=True):
+            if agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit) is False:
+                what = f"What goes into `{call.key[0] or 'the model'}` differs already, before it has run."
                 return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
-            if sum(len(piece) for piece, _ in pieces if piece.dim()) < (len(value) if value.dim() else 0):
-                what = f"Fewer rows go into `{name}` in micro-batches than in the whole."
-                ways_out = WAYS_OUT["dropped rows"]
-                return [Finding(kind="dropped rows", culprit=loss_name, what=what, ways_out=ways_out)]
     return []

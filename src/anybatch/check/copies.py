@@ -2,41 +2,20 @@
 
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from anybatch.core import torch_private as private
 from anybatch.losses import module_of
-from anybatch.state import rng
+from anybatch.state import ObjectState, rng
 
-_CONTAINERS = (list, dict, set)
-_COPIED = (Tensor, nn.Module, FunctionType, partial, *_CONTAINERS)
-
-
-class Subject(Protocol):
-    """A model and its loss, fresh for each pass."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What floating numbers of a batch are turned into; None where they stay as they are."""
-        ...
-
-    @property
-    def named(self) -> Mapping[str, nn.Parameter]:
-        """The trainable parameters that every pass shares, by name."""
-        ...
-
-    @contextmanager
-    def fresh(self) -> Generator[tuple[nn.Module, Any]]:
-        """Model and loss as they were before any pass."""
-        ...
+_COPIED = (Tensor, nn.Module, FunctionType, partial, list, dict, set)
 
 
 class Copied:
@@ -47,16 +26,17 @@ class Copied:
     Args:
         model: left alone.
         loss: left alone; what a function closes over is copied too.
-        dtype: what floating parameters, buffers and plain tensors are turned into; None for their own.
+        dtype: what floating tensors of the copy and of a batch are turned into; None for their own.
     """
 
     def __init__(self, model: nn.Module, loss: object, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         memo: dict[int, Any] = {}
         self._model: nn.Module = copy.deepcopy(model, memo)
-        self._loss = _copy_loss(loss, memo, dtype)
-        for module in (self._model, module_of(self._loss)):
-            _cast(module, dtype)
+        self._loss = _copy(loss, memo)
+        for value in list(memo.values()):  # all that was copied
+            if isinstance(value, Tensor):
+                value.data = widen(value.data, dtype)
         _hook_again(memo, [*model.parameters(), *module_of(loss).parameters()])
         self.named = named_parameters(self._model, self._loss)
 
@@ -65,7 +45,7 @@ class Copied:
         """A copy that shares the parameters, and nothing else."""
         shared = [*self._model.parameters(), *module_of(self._loss).parameters()]
         memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
-        yield copy.deepcopy(self._model, memo), _copy_loss(self._loss, memo, None)
+        yield copy.deepcopy(self._model, memo), _copy(self._loss, memo)
 
 
 class Itself:
@@ -88,9 +68,12 @@ class Itself:
         shared = [*self._model.modules(), *module_of(self._loss).modules()]
         memo: dict[int, Any] = {id(value): value for value in shared}
         try:
-            return _copy_loss(self._loss, memo, None)
+            return _copy(self._loss, memo)
         except Exception:  # anything can be in a loss, and much of it cannot be copied
             return self._loss
+
+
+Subject = Copied | Itself  # a model and its loss, fresh for each pass, with parameters that all passes share
 
 
 def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
@@ -123,43 +106,23 @@ def untouched(model: nn.Module, loss: object) -> Generator[None]:
 @contextmanager
 def kept(*modules: nn.Module) -> Generator[None]:
     """Afterwards these modules are as before: values, gradients, buffers, flags, hooks, attributes."""
-    found = {id(module): module for root in modules for module in root.modules()}.values()
-    attributes = [(module, dict(vars(module))) for module in found]
-    inside = [
-        (value, copy.copy(value))
-        for _, held in attributes
-        for value in held.values()
-        if isinstance(value, _CONTAINERS)
-    ]
-    tensors = {id(t): t for root in modules for t in (*root.parameters(), *root.buffers()) if _is_real(t)}
-    values = [(t, t.detach().clone(), t.grad, t.requires_grad) for t in tensors.values()]
+    noted = ObjectState(modules)  # all but the values of tensors
+    tensors = {t for root in modules for t in (*root.parameters(), *root.buffers())}
+    values = [(t, t.detach().clone()) for t in tensors if not nn.parameter.is_lazy(t)]
     try:
         yield
     finally:
-        for module, held in attributes:
-            vars(module).clear()
-            vars(module).update(held)
-        for value, content in inside:
-            _refill(value, content)
-        _put_back(values)
-
-
-def _put_back(values: Iterable[tuple[Tensor, Tensor, Tensor | None, bool]]) -> None:
-    with torch.no_grad():
-        for tensor, value, gradient, requires_grad in values:
-            if not torch.equal(tensor, value):  # what is constant may be expanded, and not writable
-                tensor.copy_(value)
-            tensor.grad = gradient
-            if tensor.is_leaf and tensor.requires_grad != requires_grad:
-                tensor.requires_grad_(requires_grad)
+        noted.put_back()
+        with torch.no_grad():
+            for tensor, value in values:
+                if not torch.equal(tensor, value):  # what is constant may be expanded, and not writable
+                    tensor.copy_(value)
 
 
 def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:
     """Hooks on gradients, which a deep copy of a parameter loses, on the copies."""
     for parameter in parameters:
-        twin = memo.get(id(parameter), parameter)
-        if twin is parameter:
-            continue
+        twin = memo[id(parameter)]
         on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
         for hook in on_gradient.values():
             twin.register_hook(hook)
@@ -167,125 +130,58 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
             twin.register_post_accumulate_grad_hook(hook)
 
 
-@contextmanager
-def perturbed(parameters: Iterable[Tensor]) -> Generator[None]:
-    """Meanwhile each number is the next one above or below it.
-
-    Example:
-        >>> value = nn.Parameter(torch.ones(3, dtype=torch.float64))
-        >>> with perturbed([value]):
-        ...     bool((value == 1).any())
-        False
-    """
-    values = [(parameter, parameter.detach().clone()) for parameter in parameters]
-    with torch.no_grad():
-        for parameter, value in values:
-            if value.is_floating_point():
-                up = torch.arange(value.numel(), device=value.device).view(value.shape) % 3 > 0
-                far = torch.where(up, math.inf, -math.inf).to(value.dtype)
-                parameter.copy_(torch.nextafter(value, far))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, value in values:
-                parameter.copy_(value)
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        cast("list[Any]", container).extend(content)
-    else:
-        container.update(content)
-
-
-def _is_real(tensor: Tensor) -> bool:
-    return not nn.parameter.is_lazy(tensor)
-
-
-def _cast(module: nn.Module, dtype: torch.dtype | None) -> None:
-    """Parameters, buffers and tensors that are plain attributes."""
-    if dtype is None:
-        return
-    module.to(dtype)
-    for part in module.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                vars(part)[name] = widen(value, dtype)
-
-
 def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A real floating tensor in another dtype; any other as it is."""
     return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 
-def _copy_loss(loss: Any, memo: dict[int, Any], dtype: torch.dtype | None) -> Any:
+def _copy(loss: Any, memo: dict[int, Any]) -> Any:
     """A copy of what computes the loss: functions with what they close over, modules, callable objects."""
     if id(loss) in memo:
         return memo[id(loss)]
     if isinstance(loss, FunctionType):
-        return _copy_function(loss, memo, dtype)
+        return _copy_function(loss, memo)
     if isinstance(loss, partial):
         held = cast("partial[Any]", loss)
-        positional = [_copy_held(value, memo, dtype) for value in held.args]
-        named = {name: _copy_held(value, memo, dtype) for name, value in held.keywords.items()}
-        return partial(_copy_loss(held.func, memo, dtype), *positional, **named)
+        named = {name: _copy_held(value, memo) for name, value in held.keywords.items()}
+        return partial(_copy(held.func, memo), *[_copy_held(value, memo) for value in held.args], **named)
     if dataclasses.is_dataclass(loss) and not isinstance(loss, type):
         functions = {
-            field.name: _copy_loss(getattr(loss, field.name), memo, dtype)
+            field.name: _copy(getattr(loss, field.name), memo)
             for field in dataclasses.fields(loss)
             if field.init and callable(getattr(loss, field.name))
         }
         return dataclasses.replace(loss, **functions)
-    if isinstance(loss, Tensor):
-        return copy.deepcopy(widen(loss, dtype), memo)
-    duplicate = copy.deepcopy(loss, memo)
-    if isinstance(duplicate, nn.Module):
-        _cast(duplicate, dtype)
-    elif hasattr(duplicate, "__dict__") and callable(duplicate):
-        for name, value in vars(duplicate).items():
-            if isinstance(value, Tensor):
-                vars(duplicate)[name] = widen(value, dtype)
-    return duplicate
+    return copy.deepcopy(loss, memo)
 
 
-def _copy_function(
-    function: FunctionType, memo: dict[int, Any], dtype: torch.dtype | None
-) -> Callable[..., Any]:
+def _copy_function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
     """The same code over copies of the cells, the defaults, and the globals that are tensors or modules."""
     cells = function.__closure__ or ()
     used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     changed = {name: value for name, value in used.items() if isinstance(value, Tensor | nn.Module)}
-    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    if not (cells or changed or any(isinstance(value, _COPIED) for value in defaults)):
-        return function
+    defaults, named = function.__defaults__, function.__kwdefaults__ or {}
+    if not (cells or changed or any(isinstance(v, _COPIED) for v in (*(defaults or ()), *named.values()))):
+        return function  # torch's own functions, among others, are known by what they are
     scope = function.__globals__
     if changed:
-        scope = scope | {name: _copy_held(value, memo, dtype) for name, value in changed.items()}
+        scope = scope | {name: _copy_held(value, memo) for name, value in changed.items()}
     fresh = tuple([CellType() for _ in cells])
-    twin = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, fresh)
-    memo[id(function)] = twin  # before its cells: a function may close over itself
-    memo[id(twin)] = twin
+    twin = FunctionType(function.__code__, scope, function.__name__, defaults, fresh)
+    memo[id(function)] = memo[id(twin)] = twin  # before its cells: a function may close over itself
     for cell, old in zip(fresh, cells, strict=True):
         try:
-            cell.cell_contents = _copy_held(old.cell_contents, memo, dtype)
+            cell.cell_contents = _copy_held(old.cell_contents, memo)
         except ValueError:  # a cell that is still empty
             continue
-    if function.__defaults__:
-        twin.__defaults__ = tuple([_copy_held(value, memo, dtype) for value in function.__defaults__])
-    named = function.__kwdefaults__ or {}
-    twin.__kwdefaults__ = {name: _copy_held(value, memo, dtype) for name, value in named.items()}
-    twin.__qualname__, twin.__module__, twin.__dict__ = (
-        function.__qualname__,
-        function.__module__,
-        vars(function),
-    )
+    if defaults:
+        twin.__defaults__ = tuple([_copy_held(value, memo) for value in defaults])
+    twin.__kwdefaults__ = {name: _copy_held(value, memo) for name, value in named.items()}
+    twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
+    twin.__dict__ = vars(function)
     return twin
 
 
-def _copy_held(value: Any, memo: dict[int, Any], dtype: torch.dtype | None) -> Any:
+def _copy_held(value: Any, memo: dict[int, Any]) -> Any:
     """What a function holds, as far as it may matter to a pass; data sets, files and the like stay shared."""
-    if isinstance(value, _COPIED):
-        return _copy_loss(value, memo, dtype)
-    return memo.get(id(value), value)
+    return _copy(value, memo) if isinstance(value, _COPIED) else memo.get(id(value), value)

@@ -1,8 +1,10 @@
-"""What a term is divided by: one of the candidates, or the weights of rows that make all cuts agree."""
+"""What a term is divided by: the candidate that makes all cuts agree; and gradients that add up, or not."""
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -30,6 +32,11 @@ class Candidate:
     count: Callable[[Sequence[Tensor]], float]  # counts it, given the leaves of a micro-batch
 
 
+# What may be counted of a tensor, in words and in code, with {} where its name belongs; and how.
+Count = tuple[str, str, Callable[[Tensor], Tensor | int]]
+ELEMENTS: Count = ("the elements of {}", "{}.numel()", lambda value: value.numel())
+
+
 def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     """What a loss of this batch may have to be divided by, the plainest first.
 
@@ -45,17 +52,11 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
     names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
     found = [Candidate("the rows", f"len({names[0]})", lambda leaves: float(len(leaves[0])))]
     for index, name in enumerate(names):
-        found.append(
-            Candidate(
-                f"the elements of {name}",
-                f"{name}.numel()",
-                lambda leaves, index=index: float(leaves[index].numel()),
-            )
-        )
+        found += _of_view(index, name, name, [ELEMENTS], lambda leaf: leaf)
     # Targets are what is counted most often: by their name, or because they come last.
     order = sorted(range(len(names)), key=lambda index: (not _is_target(nest.paths[index]), -index))
     for index in order:
-        found += list(_of_leaf(index, names[index], nest.leaves[index]))
+        found += _of_leaf(index, names[index], nest.leaves[index])
     found += _of_pairs(names, nest.leaves)
     for index in order:
         name, leaf = names[index], nest.leaves[index]
@@ -65,45 +66,51 @@ def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
 
 
 def _of_leaf(index: int, name: str, leaf: Tensor) -> Iterator[Candidate]:
-    yield from _of_view(index, leaf, name, name, lambda value: value)
+    entries = list(_entries(leaf))
+    yield from _of_view(index, name, name, entries, lambda leaf: leaf)
     if leaf.dim() > 1 and leaf.shape[1] > 1:
         words, code = f"{name} (shifted by one)", f"{name}[:, 1:]"
-        yield from _of_view(index, leaf, words, code, lambda value: value[:, 1:])
-        yield Candidate(
-            f"the elements of {words}", f"{code}.numel()", lambda leaves: float(leaves[index][:, 1:].numel())
-        )
-    if leaf.is_floating_point() and bool(leaf.isnan().any()):
-        words, code = f"the entries of {name} that are not NaN", f"(~{name}.isnan()).sum()"
-        yield Candidate(words, code, lambda leaves: float((~leaves[index].isnan()).sum()))
-    if _is_class(leaf) and leaf.dim() == 1 and bool((leaf >= 1).all()):
-        words, code = f"the sum of {name}, less one for each row", f"({name} - 1).sum()"
-        yield Candidate(words, code, lambda leaves: float((leaves[index] - 1).sum()))
-    if _is_class(leaf) and leaf.dim() > 1:
-        for fill in FILLS:
-            yield Candidate(
-                f"the rows of {name} with an entry that is not {fill}",
-                f"({name} != {fill}).flatten(1).any(1).sum()",
-                lambda leaves, fill=fill: float((leaves[index] != fill).flatten(1).any(1).sum()),
-            )
+        yield from _of_view(index, words, code, [*entries, ELEMENTS], lambda leaf: leaf[:, 1:])
+    yield from _of_view(index, name, name, _rows(leaf), lambda leaf: leaf)
 
 
 def _of_view(
-    index: int, leaf: Tensor, words: str, code: str, view: Callable[[Tensor], Tensor]
+    index: int, words: str, code: str, counts: Iterable[Count], view: Callable[[Tensor], Tensor]
 ) -> Iterator[Candidate]:
-    def counted(what: str, code: str, count: Callable[[Tensor], Tensor]) -> Candidate:
-        return Candidate(what, code, lambda leaves: float(count(view(leaves[index]))))
+    for what, how, count in counts:
+        yield Candidate(
+            what.format(words),
+            how.format(code),
+            lambda leaves, count=count: float(count(view(leaves[index]))),
+        )
 
+
+def _entries(leaf: Tensor) -> Iterator[Count]:
     if _is_class(leaf):
         last = [int(value) for value in leaf.reshape(-1)[-1:]]
         for fill in dict.fromkeys((*FILLS, *last)):
-            what = f"the entries of {words} that are not {fill}"
-            yield counted(what, f"({code} != {fill}).sum()", lambda value, fill=fill: (value != fill).sum())
+            words, code = f"the entries of {{}} that are not {fill}", f"({{}} != {fill}).sum()"
+            yield words, code, lambda value, fill=fill: (value != fill).sum()
     if leaf.dtype == torch.bool:
-        yield counted(
-            f"the entries of {words} that are not set", f"(~{code}).sum()", lambda value: (~value).sum()
-        )
+        yield "the entries of {} that are not set", "(~{}).sum()", lambda value: (~value).sum()
     if not leaf.is_complex() and bool((leaf >= 0).all()):
-        yield counted(f"the sum of {words}", f"{code}.sum()", lambda value: value.double().sum())
+        yield "the sum of {}", "{}.sum()", lambda value: value.double().sum()
+
+
+def _rows(leaf: Tensor) -> Iterator[Count]:
+    if leaf.is_floating_point() and bool(leaf.isnan().any()):
+        yield (
+            "the entries of {} that are not NaN",
+            "(~{}.isnan()).sum()",
+            lambda value: (~value.isnan()).sum(),
+        )
+    if _is_class(leaf) and leaf.dim() == 1 and bool((leaf >= 1).all()):
+        yield "the sum of {}, less one for each row", "({} - 1).sum()", lambda value: (value - 1).sum()
+    if _is_class(leaf) and leaf.dim() > 1:
+        for fill in FILLS:
+            words = f"the rows of {{}} with an entry that is not {fill}"
+            code = f"({{}} != {fill}).flatten(1).any(1).sum()"
+            yield words, code, lambda value, fill=fill: (value != fill).flatten(1).any(1).sum()
 
 
 def _of_pairs(names: Sequence[str], leaves: Sequence[Tensor]) -> Iterator[Candidate]:
@@ -146,62 +153,51 @@ def held_weights(*holders: Any) -> dict[str, Tensor]:
     """Real tensors of one axis held by functions, modules and partial losses: class weights, perhaps."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
-    for holder in holders:
-        _gather("", holder, found, seen)
+    left = [("", holder) for holder in reversed(holders)]
+    while left:
+        name, value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.dim() == 1 and value.is_floating_point():
+                found.setdefault(name or "weight", value)
+        elif isinstance(value, list | tuple):
+            items = cast("list[Any]", value)
+            if 1 < len(items) <= CLASSES and all(isinstance(item, int | float) for item in items):
+                found.setdefault(f"torch.tensor({name})", torch.tensor(items, dtype=torch.float64))
+        else:
+            left += reversed(list(_inside(name, value)))
     return found
 
 
-def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> None:
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Tensor):
-        if value.dim() == 1 and value.is_floating_point():
-            found.setdefault(name or "weight", value)
-    elif isinstance(value, list | tuple):
-        items = cast("list[Any]", value)
-        if 1 < len(items) <= CLASSES and all(isinstance(item, int | float) for item in items):
-            found.setdefault(f"torch.tensor({name})", torch.tensor(items, dtype=torch.float64))
-    elif isinstance(value, FunctionType):
-        for key, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                _gather(key, cell.cell_contents, found, seen)
-            except ValueError:  # a cell that is still empty
-                continue
-        for key in value.__code__.co_names:
-            _gather(key, value.__globals__.get(key), found, seen)
-        names = value.__code__.co_varnames[: value.__code__.co_argcount]
-        defaults = value.__defaults__ or ()
-        for key, default in (
-            *zip(names[::-1], defaults[::-1], strict=False),
-            *(value.__kwdefaults__ or {}).items(),
-        ):
-            _gather(key, default, found, seen)
+def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a function, a module or an object holds, by name."""
+    if isinstance(value, FunctionType):
+        with suppress(ValueError):  # a variable of its closure that has no value yet
+            held = inspect.getclosurevars(value)
+            yield from (*held.nonlocals.items(), *held.globals.items())
+            yield from ((key, one.default) for key, one in inspect.signature(value).parameters.items())
     elif isinstance(value, partial):
-        held = cast("partial[Any]", value)
-        _gather(name, held.func, found, seen)
-        for index, item in enumerate(held.args):
-            _gather(f"args[{index}]", item, found, seen)
-        for key, item in held.keywords.items():
-            _gather(key, item, found, seen)
+        partly = cast("partial[Any]", value)
+        yield name, partly.func
+        yield from ((f"args[{index}]", item) for index, item in enumerate(partly.args))
+        yield from partly.keywords.items()
     elif isinstance(value, nn.Module):
         for prefix, module in value.named_modules():
             plain = {key: item for key, item in vars(module).items() if isinstance(item, Tensor)}
             for key, item in (plain | dict(module.named_buffers(recurse=False))).items():
-                _gather(f"{prefix}.{key}".strip("."), item, found, seen)
-        function = getattr(value, "function", None)  # an observed one
-        if function is not None:
-            _gather(name, function, found, seen)
+                yield f"{prefix}.{key}".strip("."), item
+        yield name, getattr(value, "function", None)  # of an observed one
     elif hasattr(value, "__self__"):
-        owner = value.__self__
-        _gather(name, owner, found, seen)
-        if not isinstance(owner, nn.Module):  # a trainer that holds weights
-            for key, item in getattr(owner, "__dict__", {}).items():
-                _gather(f"self.{key}", item, found, seen)
-        _gather(name, getattr(value, "__func__", None), found, seen)
-    elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
-        for key, item in vars(value).items():
-            _gather(key, item, found, seen)
+        yield name, value.__self__
+        if not isinstance(value.__self__, nn.Module):  # a trainer that holds weights
+            yield from (
+                (f"self.{key}", item) for key, item in getattr(value.__self__, "__dict__", {}).items()
+            )
+        yield name, getattr(value, "__func__", None)
+    elif callable(value) and not isinstance(value, type):
+        yield from getattr(value, "__dict__", {}).items()
 
 
 # ---- which of them fits
@@ -209,19 +205,9 @@ def _gather(name: str, value: Any, found: dict[str, Tensor], seen: set[int]) -> 
 
 Reading = Callable[[Evaluation], float]
 Cuts = Sequence[Sequence[Evaluation]]  # the micro-batches of each cut
-Values = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # of some groups of rows
 
 _EXACT = 1e-13  # float64 on few terms
 _EPSILON = 1e-4  # what an epsilon in a denominator may leave of an error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
-    """A denominator that makes whole and parts agree."""
-
-    words: str  # what it counts
-    code: str  # how it is counted, of a micro-batch called `micro`
-    is_near: bool  # whether something small is left, as an epsilon leaves it
 
 
 def fit(
@@ -232,8 +218,11 @@ def fit(
     *,
     tolerance: float,
     error: float,
-) -> Fit | None:
-    """The candidate that makes the whole's value the weighted mean of its parts' in every cut."""
+) -> tuple[Candidate, bool] | None:
+    """The candidate that makes the whole's value the weighted mean of its parts' in every cut.
+
+    Also whether something small is left, as an epsilon in a denominator leaves it.
+    """
     found = [
         (min(max(_misfit_of(one, read, whole, parts) for parts in parted) for read in readings), one)
         for one in options
@@ -245,7 +234,7 @@ def fit(
     # The first of those that fit as well as the best: in float32, and early in training when all tokens
     # cost about the same, wrong ones come close too.
     first = next(one for misfit, one in found if misfit <= max(10 * best, _EXACT))
-    return Fit(words=first.words, code=first.code, is_near=best > tolerance / 10)
+    return first, best > tolerance / 10
 
 
 def misfit(weights: Sequence[float], values: Sequence[float], wanted: float) -> float:
@@ -266,81 +255,13 @@ def _misfit_of(candidate: Candidate, read: Reading, whole: Evaluation, parts: Se
     return misfit(weights, [read(part) for part in parts], read(whole))
 
 
-def row_weights(values: Values, rows: int) -> tuple[list[float], list[float]] | None:
-    """What each row weighs in a mean, and its value, if it is a mean.
-
-    A mean of parts that add up gives its weights away: two rows by themselves and together have
-    `w_j / w_i = (m_ij - m_i) / (m_j - m_ij)`.
-
-    Returns:
-        Weights, of which the least is 1, and values; None where it is no mean, or all rows are alike.
-    """
-    alone = list(values([[row] for row in range(rows)]))
-    known = [row for row in range(rows) if math.isfinite(alone[row])]
-    if not known:
-        return None
-    base = max(known, key=lambda row: abs(alone[row]))
-    weights = {base: 1.0}
-    far = base
-    for row in sorted(known, key=lambda row: -abs(alone[row] - alone[base])):
-        if alone[row] == alone[base]:
-            return None
-        weights[row] = _ratio(values, alone, base, row)
-        if weights[row]:
-            far = row
-            break
-    rest = [row for row in range(rows) if row not in weights]
-    # Whoever is the farther of the two tells the weight best.
-    peers = [max((base, far), key=lambda peer: _gap(alone, peer, row)) for row in rest]
-    pairs = values([sorted(pair) for pair in zip(peers, rest, strict=True)]) if rest else []
-    for row, peer, both in zip(rest, peers, pairs, strict=True):
-        weights[row] = weights[peer] * _weight(alone[peer], alone[row], both)
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights.values()):
-        return None
-    least = min(weight for weight in weights.values() if weight)
-    return [weights[row] / least for row in range(rows)], alone
-
-
-def _gap(alone: Sequence[float], one: int, other: int) -> float:
-    gap = abs(alone[one] - alone[other])
-    return gap if math.isfinite(gap) else 0.0
-
-
-def _ratio(values: Values, alone: Sequence[float], peer: int, row: int) -> float:
-    return _weight(alone[peer], alone[row], values([sorted((peer, row))])[0])
-
-
-def _weight(peer: float, row: float, both: float) -> float:
-    """Of a row, where its peer weighs 1."""
-    if not math.isfinite(row) or row == both:
-        return 0.0 if abs(both - peer) <= _EXACT * abs(peer) else math.nan
-    weight = (both - peer) / (row - both)
-    return 0.0 if abs(weight) < _EXACT else weight
-
-
-def in_words(weights: Sequence[float]) -> str:
-    """Weights up to a factor: as integers where that is possible.
-
-    Example:
-        >>> in_words([1.0, 2.5, 1.5]), in_words([1.0, 3.14159])
-        ('2, 5, 3', '1, 3.142')
-    """
-    for factor in range(1, 13):
-        scaled = [factor * weight for weight in weights]
-        if all(abs(value - round(value)) <= 1e-4 for value in scaled):
-            return ", ".join(str(round(value)) for value in scaled)
-    return ", ".join(f"{weight:.4g}" for weight in weights)
-
-
-def gradients_add_up(
-    name: str, whole: Evaluation, parts: Sequence[Evaluation], scales: Sequence[float], tolerance: float
-) -> bool:
-    """The gradient of a sum is, row by row, that of the parts' sums, times something for each of them."""
+def gradients_add_up(name: str, whole: Evaluation, parts: Sequence[Evaluation], tolerance: float) -> bool:
+    """The gradient of a sum is, row by row, that of the parts' sums."""
     difference = size = 0.0
     for index, wanted in enumerate(whole.gradients[name]):
         if any(len(part.gradients[name]) != len(whole.gradients[name]) for part in parts):
             return True  # outputs that cannot be told apart
-        pieces = [part.gradients[name][index] * scale for part, scale in zip(parts, scales, strict=True)]
+        pieces = [part.gradients[name][index] for part in parts]
         shares = [take(wanted, p.shape, part.part) for p, part in zip(pieces, parts, strict=True)]
         if any(share is None for share in shares):
             continue

@@ -47,7 +47,8 @@ class Draws(private.TorchDispatchMode):
             that, and one sum in float32 would hide all that is smaller.
 
     Attributes:
-        unreplayed: draws since `begin` that are not replayed.
+        count: draws since `begin`.
+        unreplayed: those of them that are not replayed.
         guessed: whether it was a guess which entries of a draw belong to which row.
         has_dropout: whether there were Bernoulli draws, which `without_dropout` switches off.
         dtypes: floating dtypes that were computed in.
@@ -70,7 +71,7 @@ class Draws(private.TorchDispatchMode):
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
         self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
-        self.unreplayed = 0
+        self.count = self.unreplayed = 0
         self.guessed = self.has_dropout = False
         self.dtypes: set[torch.dtype] = set()
 
@@ -84,16 +85,18 @@ class Draws(private.TorchDispatchMode):
         """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
         return False
 
-    def begin(self, part: Part, states: Mapping[str, Tensor] | None = None) -> None:
+    def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
         """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
         rng.restore_process(self._start)
-        self.restore(states or {})
+        if state is not None:
+            rng.restore(state)
         if part.is_whole or part.rows[:1] == (0,):
             self._packed.clear()
         self._part = part
-        # A module run by itself begins in the middle of the stream, wherever that is.
-        self._next = {name: bytes(state.tolist()) for name, state in (states or {}).items()}
-        self.unreplayed = 0
+        now = rng.capture()
+        self._next = {"cpu": bytes(now.cpu.tolist())}
+        self._next |= {f"cuda:{index}": bytes(one.tolist()) for index, one in enumerate(now.cuda)}
+        self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
         """The same with nothing drawn yet."""
@@ -108,20 +111,6 @@ class Draws(private.TorchDispatchMode):
             yield
         finally:
             self._deadline = before
-
-    @staticmethod
-    def states() -> dict[str, Tensor]:
-        """Where the streams stand now."""
-        found = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_initialized():
-            found |= {f"cuda:{i}": torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())}
-        return found
-
-    @staticmethod
-    def restore(states: Mapping[str, Tensor]) -> None:
-        """Put streams where `states` found them."""
-        for name, state in states.items():
-            _stream(torch.device(name)).set_state(state)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -141,6 +130,7 @@ class Draws(private.TorchDispatchMode):
         return result
 
     def _draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        self.count += 1
         device = _device(args, kwargs)
         stream = _stream(device)
         own = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator) and g is not stream]
@@ -156,26 +146,21 @@ class Draws(private.TorchDispatchMode):
             value = self._answer(key, draw, func, args, kwargs)
             stream.set_state(draw.after)
             return value
-        expected = self._next.setdefault(key[0], bytes(self._state_at_start(device).tolist()))
         result = func(*args, **kwargs)
-        if own or not self._part.is_whole or key[1] != expected:
+        if own or not self._part.is_whole or key[1] != self._next.get(key[0]):
             self.unreplayed += 1
             return result
-        drawn = args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
         after = stream.get_state()
-        self._drawn[key] = _Draw(drawn.detach().clone(), after)
+        self._drawn[key] = _Draw(_numbers(func, args, result).detach().clone(), after)
         self._next[key[0]] = bytes(after.tolist())
         return result
-
-    def _state_at_start(self, device: torch.device) -> Tensor:
-        return self._start["cpu"] if device.type == "cpu" else self._start["cuda"][device.index or 0]
 
     def _answer(
         self, key: Place, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """The rows of a draw, in the form in which this operation returns it."""
         result: Any = func(*args, **kwargs)
-        like = args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
+        like = _numbers(func, args, result)
         value = self._rows_of(key, draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
             pass  # an order of other things than the whole's
@@ -246,6 +231,11 @@ def _is_idle(func: Any, args: Sequence[Any]) -> bool:
 def _is_rrelu(func: Any) -> bool:
     """Whether what is drawn is put into the second argument: RReLU."""
     return "rrelu_with_noise" in func.__name__
+
+
+def _numbers(func: Any, args: Sequence[Any], result: Any) -> Tensor:
+    """Where an operation puts what it draws."""
+    return args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
 
 
 def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:

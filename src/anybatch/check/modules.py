@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
-from anybatch.core import torch_private as private
 
 ROW_BY_ROW = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them), which "
@@ -65,9 +63,9 @@ class ModuleTest:
 
     def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
         """The kind, what is wrong, and ways out other than those of the kind."""
-        if tested.fault == "gradients" and self._changes_buffers(tested):
-            return "state", "changes its buffers when it is called, and its gradient with them"
         if tested.fault == "gradients":
+            if self._changes_buffers(tested):
+                return "state", "changes its buffers when it is called, and its gradient with them"
             return "detached", "gives rows the same output, cut or not, but another gradient when it is cut"
         if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
@@ -99,38 +97,43 @@ class ModuleTest:
             return "position", "gives a row another output at another place in the batch", GIVE_TENSOR
         return "unexplained", "gives rows another output in a micro-batch than in the whole batch"
 
+    @property
+    def _whole(self) -> Part:
+        return Part.whole(self.total)
+
+    def _are_same(self, one: Sequence[Tensor], other: Sequence[Tensor], part: Part) -> bool:
+        return all(agree(a, [(b, part)], self.tolerance) for a, b in zip(one, other, strict=True))
+
     @contextmanager
-    def _fresh(self, call: Call) -> Generator[Run]:
-        """Runs of a fresh copy, one after the other, from where the streams stood."""
+    def _fresh(self, call: Call) -> Generator[tuple[nn.Module, Run]]:
+        """A fresh copy, and runs of it, one after the other, from where the streams stood."""
         with self.bench.fresh() as (model, _), torch.no_grad():
             module = model.get_submodule(call.key[0])
 
             def run(inputs: Sequence[Tensor], part: Part) -> list[Tensor]:
-                self.bench.draws.begin(part, call.states)
+                self.bench.draws.begin(part, call.state)
                 return [value.clone() for value in call.repeat(module, [value.clone() for value in inputs])]
 
-            yield run
+            yield module, run
 
     def _is_deterministic(self, tested: ComparedCall) -> bool:
         """Whether it returns the same when it is called twice."""
-        whole = Part.whole(self.total)
-        with self._fresh(tested.call) as run:
-            one, two = run(tested.call.inputs, whole), run(tested.call.inputs, whole)
-        return all(agree(a, [(b, whole)], self.tolerance) for a, b in zip(one, two, strict=True))
+        inputs = tested.call.inputs
+        with self._fresh(tested.call) as (_, run):
+            return self._are_same(run(inputs, self._whole), run(inputs, self._whole), self._whole)
 
     def _count_changed(self, tested: ComparedCall) -> int:
         """How many other rows change with one row, whichever it is: other numbers in it, or another row."""
-        whole = Part.whole(self.total)
         most = 0
-        with self._fresh(tested.call) as run:
-            before = run(tested.call.inputs, whole)
+        with self._fresh(tested.call) as (_, run):
+            before = run(tested.call.inputs, self._whole)
             for shift in range(self.total):  # with 0, other numbers
-                for row in whole.rows:
+                for row in range(self.total):
                     if time.perf_counter() > self.deadline and (shift, row) != (0, 0):
                         return most
                     changed = _change_row(tested.call.inputs, tested.inputs, row, shift, self.total)
-                    others = [other for other in whole.rows if other != row]
-                    most = max(most, self._differing(tested, before, run(changed, whole), others))
+                    others = [other for other in range(self.total) if other != row]
+                    most = max(most, self._differing(tested, before, run(changed, self._whole), others))
                 if most:
                     return most
         return most
@@ -139,40 +142,35 @@ class ModuleTest:
         self, tested: ComparedCall, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
     ) -> int:
         """How many of some rows have another output."""
-        whole = Part.whole(self.total)
-        pairs = [
-            (a, b, axis) for a, b, axis in zip(before, after, tested.outputs, strict=True) if axis is not None
-        ]
 
-        def differs(other: Part) -> bool:
+        def differs(row: int) -> bool:
+            part = Part((row,), self.total)
             return any(
-                not agree(select(a, axis, other), [(select(b, axis, other), whole)], self.tolerance)
-                for a, b, axis in pairs
+                not agree(select(a, axis, part), [(select(b, axis, part), self._whole)], self.tolerance)
+                for a, b, axis in zip(before, after, tested.outputs, strict=True)
+                if axis is not None
             )
 
-        return sum(differs(Part((row,), self.total)) for row in rows)
+        return sum(map(differs, rows))
 
     def _count_draws(self, tested: ComparedCall) -> tuple[str, int, int]:
         """Streams that are not torch's and move; how often it draws for all rows, and for half of them."""
         counts: list[int] = []
         sources: set[str] = set()
-        with self._fresh(tested.call) as run:
+        with self._fresh(tested.call) as (_, run):
             for rows in (self.total, self.total // 2):
                 part = Part(tuple(range(rows)), self.total)
                 before = _other_streams()
-                with _DrawCounter() as counting:
-                    run(_select_all(tested.call.inputs, tested.inputs, part), part)
+                run(_select_all(tested.call.inputs, tested.inputs, part), part)
                 sources |= {name for name, state in _other_streams().items() if before.get(name) != state}
-                counts.append(counting.draws)
+                counts.append(self.bench.draws.count)
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
     def _changes_buffers(self, tested: ComparedCall) -> bool:
         """Whether a call changes numbers that the module holds."""
-        with self.bench.fresh() as (model, _), torch.no_grad():
-            module = model.get_submodule(tested.call.key[0])
+        with self._fresh(tested.call) as (module, run):
             before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-            self.bench.draws.begin(Part.whole(self.total), tested.call.states)
-            tested.call.repeat(module, [value.clone() for value in tested.call.inputs])
+            run(tested.call.inputs, self._whole)
             return any(
                 buffer.is_floating_point() and not torch.equal(buffer, before.get(name, buffer))
                 for name, buffer in module.named_buffers()
@@ -180,18 +178,18 @@ class ModuleTest:
 
     def _is_row_wise(self, tested: ComparedCall) -> bool:
         """Whether rows keep their outputs, at the same places, when others are missing or all alike."""
-        with self._fresh(tested.call) as run:
-            before = run(tested.call.inputs, Part.whole(self.total))
+        with self._fresh(tested.call) as (_, run):
+            before = run(tested.call.inputs, self._whole)
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
                 part = Part(tuple(range(rows)), self.total)
                 after = run(_select_all(tested.call.inputs, tested.inputs, part), part)
-                if not all(agree(a, [(b, part)], self.tolerance) for a, b in zip(before, after, strict=True)):
+                if not self._are_same(before, after, part):
                     return False
             for row in range(self.total):
                 if time.perf_counter() > self.deadline:
                     break
                 alone = Part((row,) * self.total, self.total)  # nobody but this row
-                after = run(_select_all(tested.call.inputs, tested.inputs, alone), Part.whole(self.total))
+                after = run(_select_all(tested.call.inputs, tested.inputs, alone), self._whole)
                 if self._differing(tested, before, after, [row]):
                     return False
         return True
@@ -199,27 +197,10 @@ class ModuleTest:
     def _is_equivariant(self, tested: ComparedCall) -> bool:
         """Whether outputs move with the rows."""
         turned = Part(tuple(range(self.total))[::-1], self.total)
-        with self._fresh(tested.call) as run:
-            before = run(tested.call.inputs, Part.whole(self.total))
+        with self._fresh(tested.call) as (_, run):
+            before = run(tested.call.inputs, self._whole)
             after = run(_select_all(tested.call.inputs, tested.inputs, turned), turned)
-        return all(
-            agree(select(a, axis, turned), [(b, turned)], self.tolerance)
-            for a, b, axis in zip(before, after, tested.outputs, strict=True)
-        )
-
-
-class _DrawCounter(private.TorchDispatchMode):
-    """Counts draws from torch's streams."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        self.draws += torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        return self._are_same(_select_all(before, tested.outputs, turned), after, turned)
 
 
 def _other_streams() -> dict[str, str]:
@@ -244,18 +225,16 @@ def _change_row(
     """What stands in another row, so many rows on; for 0 other numbers, or the next row if none is real."""
     pairs = list(zip(inputs, axes, strict=True))
     real = not shift and any(axis is not None and value.is_floating_point() for value, axis in pairs)
-    order = [(other + (shift or 1)) % total if other == row else other for other in range(total)]
+    order = list(range(total))
+    order[row] = (row + (shift or 1)) % total
     changed: list[Tensor] = []
     for value, axis in pairs:
         if axis is None or (real and not value.is_floating_point()):
             changed.append(value)
         elif real:
-            perturbed = value + _pattern(value) * (1 + value.abs().mean())
-            rows = torch.zeros(total, device=value.device, dtype=torch.bool)
-            rows[row] = True
-            shape = [1] * value.dim()
-            shape[axis.place] = value.shape[axis.place]
-            changed.append(torch.where(rows.repeat_interleave(axis.per_row).view(shape), perturbed, value))
+            ours = (torch.arange(total, device=value.device) == row).repeat_interleave(axis.per_row)
+            ours = ours.view(-1, *[1] * (value.dim() - axis.place - 1))
+            changed.append(torch.where(ours, value + _pattern(value) * (1 + value.abs().mean()), value))
         else:
             changed.append(select(value, axis, Part(tuple(order), total)))
     return changed
@@ -320,9 +299,8 @@ class ModuleSearch:
         draws, whole = self.bench.draws, Part.whole(self.parts[0].total)
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
-            leaves = _leaves(call.inputs, gradients)
-            draws.begin(whole, call.states)
-            outputs = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
+            draws.begin(whole, call.state)
+            leaves, outputs = _run(call, module, call.inputs, gradients)
             unreplayed = draws.unreplayed
             parameters = list(module.parameters())
         pieces: list[list[Tensor]] = []
@@ -330,18 +308,15 @@ class ModuleSearch:
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             for part in self.parts:
-                mine = _leaves(
-                    [select(v, a, part) for v, a in zip(call.inputs, axes, strict=True)], gradients
-                )
-                draws.begin(part, call.states)
-                piece = call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in mine])
+                draws.begin(part, call.state)
+                mine, piece = _run(call, module, _select_all(call.inputs, axes, part), gradients)
                 if gradients:
                     back = _cotangents(outputs, piece, part)
                     flows.append(_gradients(piece, back, mine, list(module.parameters())))
                 pieces.append([value.detach() for value in piece])
             fault, places = self._classify_outputs([value.detach() for value in outputs], pieces)
             if gradients and fault in ("", "pooled"):
-                draws.begin(whole, call.states)
+                draws.begin(whole, call.state)
                 found = _gradients(outputs, _cotangents(outputs, pieces[0], whole), leaves, parameters)
                 fault = self._classify_gradients(found, flows, axes)
         return ComparedCall(call=call, fault=fault, unreplayed=unreplayed, inputs=axes, outputs=places)
@@ -351,19 +326,20 @@ class ModuleSearch:
     ) -> tuple[str, list[Axis | None]]:
         if any(len(piece) != len(outputs) for piece in pieces):
             return "unknown", []
-        first = self.parts[0]
-        places = [find_axis(v.shape, p.shape, first) for v, p in zip(outputs, pieces[0], strict=True)]
+        places = [
+            find_axis(whole.shape, piece.shape, self.parts[0])
+            for whole, piece in zip(outputs, pieces[0], strict=True)
+        ]
         faults: set[str] = set()
-        for index, whole in enumerate(outputs):
-            mine = [piece[index] for piece in pieces]
-            if all(piece.shape == whole.shape for piece in mine):
-                same = agree(whole, list(zip(mine, self.parts, strict=True)), self.tolerance)
-                faults |= set() if same else {"pooled"}
-                continue
+        for whole, *mine in zip(outputs, *pieces, strict=True):
             same = agree(whole, list(zip(mine, self.parts, strict=True)), self.tolerance)
-            if same is None:
+            if same:
+                continue
+            if all(piece.shape == whole.shape for piece in mine):
+                faults.add("pooled")
+            elif same is None:
                 faults.add("dropped rows" if _is_short(whole, mine) else "unknown")
-            elif not same:
+            else:
                 faults.add("outputs")
         order = ("dropped rows", "outputs", "pooled", "unknown")
         return next((fault for fault in order if fault in faults), ""), places
@@ -376,8 +352,7 @@ class ModuleSearch:
     ) -> str:
         """Gradients of inputs stand row by row, those of what rows share add up."""
         difference = size = 0.0
-        for index, wanted in enumerate(whole):
-            mine = [piece[index] for piece in pieces]
+        for index, (wanted, *mine) in enumerate(zip(whole, *pieces, strict=True)):
             like = next((value for value in (wanted, *mine) if value is not None), None)
             if like is None:
                 continue
@@ -395,9 +370,13 @@ class ModuleSearch:
         return "gradients" if difference**0.5 > self.tolerance * size**0.5 else ""
 
 
-def _leaves(values: Sequence[Tensor], gradients: bool) -> list[Tensor]:
-    """Tensors of their own; where no gradient is asked for, a module may switch it on for its inputs."""
-    return [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
+def _run(
+    call: Call, module: nn.Module, values: Sequence[Tensor], gradients: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What went in, as leaves of a graph if gradients are asked for, and what came out."""
+    leaves = [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
+    # A module may write into what it is given, and may switch on gradients of its inputs.
+    return leaves, call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
 
 
 def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -> list[Tensor | None]:
@@ -408,10 +387,10 @@ def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):
         pattern = _pattern(like)
-        is_row_wise = piece.shape != like.shape
-        found.append(
-            take(pattern, pattern.shape if part.is_whole else piece.shape, part) if is_row_wise else None
-        )
+        if piece.shape == like.shape:
+            found.append(None)
+        else:
+            found.append(pattern if part.is_whole else take(pattern, piece.shape, part))
     return found
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.check.compare import Comparison, Verdict
-from anybatch.check.draws import Draws
 from anybatch.check.passes import Bench, Call, tensors
 from anybatch.check.rows import Axis, Cut, Part, find_axis, select, take
 from anybatch.core import torch_private as private
 from anybatch.core import tree
 from anybatch.losses import resolve
+from anybatch.state import rng
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,16 +55,14 @@ def evaluate(
                 bench.draws.begin(part)
                 stub.begin(part)
                 terms = resolve(loss).evaluate(model, micro)
-                weights = {name: float(weight) for name, weight in terms.weigh().items()}
-                unreplayed = bench.draws.unreplayed
                 found.append(
                     Evaluation(
                         part=part,
+                        unreplayed=bench.draws.unreplayed,  # before backward
                         sums={name: value.item() for name, value in terms.sums.items()},
-                        weights=weights,
+                        weights={name: float(weight) for name, weight in terms.weigh().items()},
                         gradients={name: stub.gradients(value) for name, value in terms.sums.items()},
                         leaves=tree.flatten(micro).leaves,
-                        unreplayed=unreplayed,
                     )
                 )
     return found
@@ -72,8 +70,7 @@ def evaluate(
 
 def mark_replayable(comparison: Comparison, worst: Verdict) -> None:
     """Mark calls whose outputs can be replayed, if the loss needs nothing else of the model."""
-    whole, reference = comparison.whole, comparison.reference
-    outermost = reference.calls.parts.get(whole.part, [])
+    outermost = comparison.outermost
     parts = worst.cut.parts
     tables = [worst.result.calls.table(part) for part in parts]
     for call in outermost:
@@ -101,29 +98,37 @@ def _is_enough(comparison: Comparison, outermost: Sequence[Call]) -> bool:
 def _axes_of(
     call: Call, peers: Sequence[Call], parts: Sequence[Part]
 ) -> tuple[Sequence[Axis | None], Sequence[Axis | None]] | None:
-    found: list[list[Axis | None]] = []
-    pairs = (call.inputs, [peer.inputs for peer in peers]), (call.outputs, [peer.outputs for peer in peers])
-    for mine, theirs in pairs:
-        if any(len(values) != len(mine) for values in theirs):
-            return None
-        axes = [find_axis(a.shape, b.shape, parts[0]) for a, b in zip(mine, theirs[0], strict=True)]
-        for values, part in zip(theirs, parts, strict=True):
-            shapes = [_shape(value, axis, part) for value, axis in zip(mine, axes, strict=True)]
-            if shapes != [value.shape for value in values]:
-                return None
-        found.append(axes)
-    plain = call.returned is not None and all(
+    if call.returned is None or not all(
         leaf is None or isinstance(leaf, int | float | str) for leaf in call.returned.leaves
-    )
-    return (found[0], found[1]) if plain else None
+    ):
+        return None
+    inputs = _common_axes(call.inputs, [peer.inputs for peer in peers], parts)
+    outputs = _common_axes(call.outputs, [peer.outputs for peer in peers], parts)
+    return None if inputs is None or outputs is None else (inputs, outputs)
 
 
-def _shape(value: Tensor, axis: Axis | None, part: Part) -> torch.Size:
-    """The shape of a part's rows."""
-    sizes = list(value.shape)
-    if axis is not None:
-        sizes[axis.place] = axis.per_row * len(part.rows)
-    return torch.Size(sizes)
+def _common_axes(
+    whole: Sequence[Tensor], peers: Sequence[Sequence[Tensor]], parts: Sequence[Part]
+) -> Sequence[Axis | None] | None:
+    """On which axes rows lie, if the tensors of all micro-batches have the shapes that follow from it."""
+    if any(len(values) != len(whole) for values in peers):
+        return None
+    axes = [find_axis(a.shape, b.shape, parts[0]) for a, b in zip(whole, peers[0], strict=True)]
+    for values, part in zip(peers, parts, strict=True):
+        if [value.shape for value in values] != _shapes(whole, axes, part):
+            return None
+    return axes
+
+
+def _shapes(whole: Sequence[Tensor], axes: Sequence[Axis | None], part: Part) -> list[torch.Size]:
+    """The shapes of a part's rows."""
+    found: list[torch.Size] = []
+    for value, axis in zip(whole, axes, strict=True):
+        sizes = list(value.shape)
+        if axis is not None:
+            sizes[axis.place] = axis.per_row * len(part.rows)
+        found.append(torch.Size(sizes))
+    return found
 
 
 class Stub:
@@ -177,14 +182,13 @@ class Stub:
             inputs, outputs = call.axes
             if not self._pooled and None in outputs:  # what belongs to no row comes out of all of them
                 return forward(*args, **kwargs)
-            wanted = [_shape(v, axis, self._part) for v, axis in zip(call.inputs, inputs, strict=True)]
-            if [value.shape for value in tensors((args, kwargs))] != wanted:
+            if [value.shape for value in tensors((args, kwargs))] != _shapes(call.inputs, inputs, self._part):
                 return forward(*args, **kwargs)
             values = [
                 select(value, axis, self._part).clone().requires_grad_(flows)
                 for value, axis, flows in zip(call.outputs, outputs, call.returned.flows, strict=True)
             ]
-            Draws.restore(call.returned.states)
+            rng.restore(call.returned.state)
             return call.returned.join(values)
 
         return known

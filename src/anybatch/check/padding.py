@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.check.passes import Call, Key
+from anybatch.check.passes import Calls, Key
 from anybatch.check.rows import Cut, Part, is_close, shorten
 from anybatch.core import tree
 from anybatch.losses import TARGET_KEYS
@@ -80,10 +80,7 @@ def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
 
 
 def first_difference(
-    padded: Iterable[tuple[Part, Sequence[Call]]],
-    short: Iterable[tuple[Part, dict[Key, Call]]],
-    tolerance: float,
-    padding: Padding | None = None,
+    parts: Iterable[Part], padded: Calls, short: Calls, tolerance: float, padding: Padding | None = None
 ) -> tuple[str, str] | None:
     """The first module that is given the same for valid places, and gives back something else.
 
@@ -91,23 +88,17 @@ def first_difference(
         The module's name, and that of the first one inside it whose outputs differ (its own if none does);
         None where there is none such.
     """
-    for (part, outermost), (_, table) in zip(padded, short, strict=True):
+    for part in parts:
         places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
-        for call in (one for outer in outermost for one in outer.flat()):
+        table, differing = short.table(part), set[Key]()
+        for call in padded.table(part).values():  # those inside of a call come before it
             other = table.get(call.key)
-            if other is None:
+            if other is None or _agree(call.outputs, other.outputs, tolerance, places) is not False:
                 continue
-            same_in = _agree(call.inputs, other.inputs, tolerance, places)
-            same_out = _agree(call.outputs, other.outputs, tolerance, places)
-            if same_out is False and same_in is not False:
-                inner = (one.key[0] for one in call.flat() if _differs(one, table, tolerance, places))
-                return call.key[0], next(inner, call.key[0])
+            differing.add(call.key)
+            if _agree(call.inputs, other.inputs, tolerance, places) is not False:
+                return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
     return None
-
-
-def _differs(call: Call, table: dict[Key, Call], tolerance: float, places: Places | None) -> bool:
-    other = table.get(call.key)
-    return other is not None and _agree(call.outputs, other.outputs, tolerance, places) is False
 
 
 def _agree(
@@ -144,7 +135,9 @@ def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
         return None
     valid = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
     ends = bool((valid.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
-    return _as_lengths(valid.sum(1)) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
+    return (
+        tuple(valid.sum(1).tolist()) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
+    )
 
 
 def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[int, ...]] | None:
@@ -159,12 +152,8 @@ def _valid_by_token(leaves: Sequence[Tensor], token: int) -> tuple[int, tuple[in
             if bool(((leaf == token) & (places < own[:, None])).any()):
                 continue  # a word like others: it stands inside rows too
             if bool((valid < leaf.shape[1]).any()) and bool((leaf == token).any()):
-                return leaf.shape[1], _as_lengths(valid)
+                return leaf.shape[1], tuple(valid.tolist())
     return None
-
-
-def _as_lengths(valid: Tensor) -> tuple[int, ...]:
-    return tuple([int(length) for length in valid])
 
 
 def _padding_tokens(model: nn.Module) -> set[int]:

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from anybatch.check.copies import Subject
 from anybatch.check.draws import Draws, plain_kernels
 from anybatch.check.rows import Axis, Cut, Part
-from anybatch.core import AnybatchError, Batch, Event, Micro, StepReport, Total
-from anybatch.core import Cut as RowCut
+from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import carry_out
 from anybatch.losses import Terms, call_loss, resolve
+from anybatch.state import rng
 from anybatch.step import Step
 
 _NAME = "loss"  # of a term that comes without one
@@ -44,14 +44,13 @@ class Observed(nn.Module):
         """The function's totals."""
         value = call_loss(self.function, model, micro)
         if _is_scalar(value):
-            self.bare |= {_NAME}
-            return Total(value, 1)
-        if isinstance(value, Mapping):
-            named = cast("Mapping[str, Any]", value)
-            bare = [name for name, one in named.items() if _is_scalar(one)]
-            self.bare |= set(bare)
-            return {name: Total(one, 1) if name in bare else one for name, one in named.items()}
-        return value
+            value = {_NAME: value}
+        if not isinstance(value, Mapping):
+            return value
+        named = cast("Mapping[str, Any]", value)
+        bare = {name for name, one in named.items() if _is_scalar(one)}
+        self.bare |= bare
+        return {name: Total(one, 1) if name in bare else one for name, one in named.items()}
 
 
 def observe(loss: Any) -> Any:
@@ -84,7 +83,7 @@ class Returned:
     form: Any  # how that is put together again
     places: Sequence[int]  # where among them the tensors stand
     flows: Sequence[bool]  # for each tensor, whether a gradient flows into it
-    states: Mapping[str, Tensor]  # where the random streams stood afterwards
+    state: rng.RandomState  # where the random streams stood afterwards
 
     @staticmethod
     def of(outputs: Any) -> "Returned":
@@ -92,7 +91,7 @@ class Returned:
         leaves, form = private.pytree.tree_flatten(outputs)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], Draws.states())
+        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], rng.capture())
 
     def join(self, outputs: Sequence[Tensor]) -> Any:
         """The same with these tensors."""
@@ -105,10 +104,10 @@ class Returned:
 class Call:
     """One call of a module."""
 
-    def __init__(self, *, key: Key, values: list[Any], form: Any, states: Mapping[str, Tensor]) -> None:
+    def __init__(self, *, key: Key, values: list[Any], form: Any, state: rng.RandomState) -> None:
         self.key = key  # the module, and which of its calls in this micro-batch
         self.values, self.form = values, form  # its arguments, flat, and how they are put together again
-        self.states = states  # where the random streams stood
+        self.state = state  # where the random streams stood
         self.outputs: list[Tensor] = []
         self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
         self.returned: Returned | None = None  # what is needed to return the same without running the module
@@ -164,18 +163,18 @@ class Calls:
 
     def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if _in_backward():  # what is computed anew there has been noted before
+            if private.is_in_backward():  # what is computed anew there has been noted before
                 return
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
             values, form = private.pytree.tree_flatten((args, kwargs))
             kept = [value.detach().clone() if isinstance(value, Tensor) else value for value in values]
-            self._open.append(Call(key=(name, count), values=kept, form=form, states=Draws.states()))
+            self._open.append(Call(key=(name, count), values=kept, form=form, state=rng.capture()))
 
         return hook
 
     def _after(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        if _in_backward():
+        if private.is_in_backward():
             return
         call = self._open.pop()
         call.outputs.extend(value.detach().clone() for value in tensors(outputs))
@@ -187,10 +186,6 @@ class Calls:
 def tensors(value: Any) -> list[Tensor]:
     """The tensors of any nested value, whatever else stands in it."""
     return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _in_backward() -> bool:
-    return private.is_in_backward()
 
 
 # ---- passes
@@ -237,39 +232,20 @@ class Recorder(Optimizer):
         }
 
 
-class _Step(Step):
-    """A step over a batch that says which micro-batch it is at."""
-
-    def over(self, batch: Batch) -> StepReport:
-        """One logical step."""
-        return carry_out(self.plan(batch.rows), self.task(), batch)
-
-
 class _WatchedBatch:
     """A batch that tells when each micro-batch is taken."""
 
-    def __init__(
-        self, inner: Batch, parts: Sequence[Part], draws: Draws, notify: Callable[[Part], None]
-    ) -> None:
-        self._inner, self._parts, self._draws, self._notify = inner, parts, draws, notify
-        self.rows = inner.rows
-        self.given, self.whole = inner.given, inner.whole
-        self.like, self.draws = inner.like, inner.draws
+    def __init__(self, inner: Batch, part: Part, draws: Draws, notify: Callable[[Part], None]) -> None:
+        self._inner, self._part, self._draws, self._notify = inner, part, draws, notify
 
-    def head(self, rows: int) -> Batch:
-        """The first rows of the batch inside."""
-        return self._inner.head(rows)
-
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """The micro-batches of the batch inside."""
-        return (micro.rows for micro in self.micro_batches(RowCut.even(self.rows, micro_batch).parts))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Micro-batches of the batch inside."""
         micros = self._inner.micro_batches(parts)
-        rows = [row for part in self._parts for row in part.rows]
         for index in parts:
-            part = Part(tuple([rows[row] for row in index]), self._parts[0].total)
+            part = self._part.only(index)
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
             self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
@@ -300,13 +276,10 @@ class Bench:
 
     def run(self, cut: Cut, watch: Watch = lambda model: lambda part: None) -> PassResult:
         """Make a pass."""
-        try:
-            batch = cut.batch(self.subject.dtype)
-        except AnybatchError as error:
-            return PassResult(error=error, calls=watch)
+        batch = cut.batch(self.subject.dtype)
         with self.fresh() as (model, loss):
             recorder = Recorder(self.subject.named)
-            begin_part = watch(model)
+            watched: Any = _WatchedBatch(batch, cut.part, self.draws, watch(model))
             sizes: list[float] = []
 
             def measure(event: Event) -> None:
@@ -314,7 +287,7 @@ class Bench:
                     sizes.append(norm(p.grad for p in self.subject.named.values() if p.grad is not None))
 
             try:
-                step = _Step(
+                step = Step(
                     model,
                     loss,
                     recorder,
@@ -322,7 +295,7 @@ class Bench:
                     batch_norm=self.batch_norm,
                     listeners=[measure],
                 )
-                report = step.over(_WatchedBatch(batch, cut.parts, self.draws, begin_part))
+                report = carry_out(step.plan(batch.rows), step.task(), watched)
             except Exception as error:  # the user's code may raise anything
                 return PassResult(error=error, calls=watch)
         used = [name for name, weight in report.weights.items() if weight]

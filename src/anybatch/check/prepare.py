@@ -3,8 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +23,6 @@ LEAST = 3  # rows of which a ragged cut can be made; the whole and this cut are 
 BUDGET_S = 5.0  # for these passes and all that comes before them
 WIDE_S = 1.5  # a pass over two rows that takes longer in float64 is made in the model's own dtype
 WARM_S = 0.6  # a first pass that takes longer than this is not repeated to be measured
-
-_Make = Callable[[], Subject]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,8 +78,14 @@ def prepare(
 
     # Two rows may be too few for a model, and fewer than all for a loss that holds something for each row.
     sizes = [2, wanted] + [total] * (total <= ALL_ROWS)
-    search = _Search(model=model, loss=loss, batch_norm=batch_norm or "micro", seed=seed)
-    found = search.first([cut(size) for size in sizes], is_short=rows is None)
+    found = _first_that_runs(
+        model,
+        loss,
+        [cut(size) for size in sizes],
+        batch_norm=batch_norm or "micro",
+        seed=seed,
+        is_short=rows is None,
+    )
     least = len(found.cut.part.rows)
     wanted = max(wanted, least)
     if rows is None and micro_batch is None and least == 2:
@@ -123,47 +126,14 @@ class _Found:
     notes: tuple[str, ...]  # what the caller should know
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Search:
-    """Looks for a copy that runs: in float64, else as it is, else the caller's own model."""
+def _first_that_runs(
+    model: nn.Module, loss: object, cuts: Sequence[Cut], *, batch_norm: str, seed: int, is_short: bool
+) -> _Found:
+    """The first pass that comes to its end: of a copy in float64, else as it is, else of the model itself."""
+    errors: list[Exception] = []
+    raised: list[Exception] = []  # by copies that were made
 
-    model: nn.Module
-    loss: object
-    batch_norm: str
-    seed: int
-    raised: list[Exception] = field(default_factory=list[Exception])  # by copies that were made
-
-    def first(self, cuts: Sequence[Cut], *, is_short: bool) -> _Found:
-        """The first that runs on one of these cuts."""
-        wide = partial(Copied, self.model, self.loss, torch.float64)
-        copied, itself = partial(Copied, self.model, self.loss, None), partial(Itself, self.model, self.loss)
-        own: list[tuple[_Make, str]] = [
-            (copied, "it does not run in float64"),
-            (itself, "it does not run as a copy, so the model itself was run and put back"),
-        ]
-        errors: list[Exception] = []
-        is_wide_already = all(p.dtype == torch.float64 for p in self.model.parameters())
-        limit = WIDE_S if is_short and not is_wide_already else math.inf
-        slow = ""
-        for is_wide in (True, False):
-            try:
-                found = self._try(wide, is_wide, cuts, limit, errors)
-            except OutOfTime:
-                slow = "float64 would take too long, so errors are those of the model's own dtype"
-                break
-            if found is not None:
-                return found
-        for make, note in own:
-            if make is itself and len(self.raised) > 1 and len({_line(one) for one in self.raised}) == 1:
-                break  # every copy fails on the same, so the model itself is spared
-            found = self._try(make, False, cuts, math.inf, errors)
-            if found is not None:
-                return replace(found, notes=(slow or f"{note} ({_line(errors[0])})",))
-        raise errors[-1]
-
-    def _try(
-        self, make: _Make, is_wide: bool, cuts: Sequence[Cut], seconds: float, errors: list[Exception]
-    ) -> _Found | None:
+    def run(make: Callable[[], Subject], is_wide: bool, seconds: float) -> _Found | None:
         try:
             subject = make()
         except Exception as error:  # anything can be in a model, and much of it cannot be copied
@@ -171,16 +141,35 @@ class _Search:
             return None
         for cut in cuts:
             start = time.perf_counter()
-            draws = Draws(self.seed, is_wide=is_wide)
-            bench = Bench(subject=subject, draws=draws, batch_norm=self.batch_norm)
-            with draws.until(start + seconds):
+            bench = Bench(subject=subject, draws=Draws(seed, is_wide=is_wide), batch_norm=batch_norm)
+            with bench.draws.until(start + seconds):
                 result = bench.run(cut, Calls())
             if result.error is None:
                 taken = time.perf_counter() - start
                 return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
             errors.append(result.error)
-            self.raised.append(result.error)
+            raised.append(result.error)
         return None
+
+    is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())
+    limit = WIDE_S if is_short and not is_wide_already else math.inf
+    slow = ""
+    for is_wide in (True, False):
+        try:
+            found = run(lambda: Copied(model, loss, torch.float64), is_wide, limit)
+        except OutOfTime:
+            slow = "float64 would take too long, so errors are those of the model's own dtype"
+            break
+        if found is not None:
+            return found
+    found, note = run(lambda: Copied(model, loss, None), False, math.inf), "it does not run in float64"
+    if found is None and (len(raised) < 2 or len({_line(one) for one in raised}) > 1):
+        # Where every copy fails on the same, the model itself is spared.
+        found = run(lambda: Itself(model, loss), False, math.inf)
+        note = "it does not run as a copy, so the model itself was run and put back"
+    if found is None:
+        raise errors[-1]
+    return replace(found, notes=(slow or f"{note} ({_line(errors[0])})",))
 
 
 def _affordable(found: _Found, start: float) -> int:
@@ -213,6 +202,6 @@ def _same(one: Any, other: Any) -> bool:
     return all(a.shape == b.shape and bool(torch.equal(a.nan_to_num(), b.nan_to_num())) for a, b in pairs)
 
 
-def _line(error: Exception | None) -> str:
+def _line(error: Exception) -> str:
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text[:120]}"

@@ -1,6 +1,5 @@
 """Which rows a check runs on, on which axis they lie in a tensor, and how they are cut."""
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor
 
 from anybatch.check.copies import widen
-from anybatch.core import Batch, Collate, SampleBatch, TensorBatch, cut_sizes, tree
+from anybatch.core import Batch, Collate, SampleBatch, TensorBatch, tree
+from anybatch.core import Cut as RowCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,10 @@ class Part:
     def whole(total: int) -> "Part":
         """All rows in their order."""
         return Part(tuple(range(total)), total)
+
+    def only(self, rows: Sequence[int]) -> "Part":
+        """Some of these rows, by their places in the micro-batch."""
+        return Part(tuple([self.rows[row] for row in rows]), self.total)
 
     @property
     def is_whole(self) -> bool:
@@ -216,10 +220,7 @@ class Cut:
     @property
     def parts(self) -> list[Part]:
         """The rows of each micro-batch."""
-        ends = [0]
-        for size in cut_sizes(len(self.part.rows), self.micro_batch):
-            ends.append(ends[-1] + size)
-        return [Part(self.part.rows[start:stop], self.part.total) for start, stop in itertools.pairwise(ends)]
+        return [self.part.only(rows) for rows in RowCut.even(len(self.part.rows), self.micro_batch).parts]
 
     @property
     def words(self) -> str:
@@ -229,9 +230,8 @@ class Cut:
 
     def only(self, rows: Sequence[int]) -> "Cut":
         """Some of the rows, uncut."""
-        part = Part(tuple([self.part.rows[row] for row in rows]), self.part.total)
         data = subset(self.data, self.collate, rows)
-        return replace(self, data=data, micro_batch=len(rows), part=part)
+        return replace(self, data=data, micro_batch=len(rows), part=self.part.only(rows))
 
     def batch(self, dtype: torch.dtype | None) -> Batch:
         """The batch, of tensors of its own, in which floating numbers have this dtype."""

@@ -4,21 +4,17 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 
 from anybatch.check.denominators import (
+    Candidate,
     Cuts,
-    Fit,
     Reading,
     candidates,
     fit,
     gradients_add_up,
     held_weights,
-    in_words,
     left_out,
     misfit,
-    row_weights,
 )
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.outputs import Evaluation, evaluate
@@ -74,9 +70,7 @@ class TermTest:
         weights = all(self._adds_up([p.weights[name] for p in parts], whole.weights[name]) for parts in ours)
         culprit = f"term {name!r} of {self.name}"
         if sums and weights and name not in self.bare:
-            if all(
-                gradients_add_up(name, whole, parts, [1.0] * len(parts), self.tolerance) for parts in ours
-            ):
+            if all(gradients_add_up(name, whole, parts, self.tolerance) for parts in ours):
                 return None
             kind = "detached"
             what = "The sums of micro-batches add up, but the gradients that flow into the model do not."
@@ -94,8 +88,7 @@ class TermTest:
             return "position", what
         if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
             return "state", "Called again with the same rows it returns something else."
-        in_time = time.perf_counter() < self.deadline
-        dropped = self._dropped(name) if in_time else 0
+        dropped = self._dropped(name) if time.perf_counter() < self.deadline else 0
         if dropped:
             rows = len(self.whole.part.rows)
             what = f"{dropped} of {rows} rows count in the whole batch, but not in a micro-batch of few."
@@ -103,7 +96,7 @@ class TermTest:
         error = max((_own_error(name, whole, parts) for parts in parted), default=math.inf)
         right = self._right(name, whole, parted, error)
         if right is not None:
-            return "denominator", *self._in_words(name, whole, right, sums, weights)
+            return "denominator", *self._in_words(name, whole, *right, sums, weights)
         if weights and error <= _SMALL:
             return "denominator", *_as_epsilon(error)
         if sums and not weights:
@@ -112,9 +105,6 @@ class TermTest:
                 f"{[round(p.weights[name], 6) for p in parted[0]]} for its parts. "
             )
             return "denominator", what, "Return ab.Total(sum, what the sum of the whole batch is divided by)."
-        rows = self._weighed(name, whole, parted, error) if in_time else ""
-        if rows:
-            return "denominator", *self._in_words(name, whole, rows, sums, weights)
         if not self._is_same(name, *self._either_way()):
             unused = left_out(name, whole, parted)
             if unused:
@@ -130,12 +120,13 @@ class TermTest:
             "meeting",
             what,
             "Write it as ab.WholeBatch(fn), a function of the outputs of all rows.",
+            "If it is a mean, return its sum and what that is divided by: ab.Total(sum, n).",
             "If it is several means, return each as a term of its own: {'name': ab.Total(sum, weight), ...}.",
             "Leave the batch uncut (micro_batch=None).",
         )
 
     def _in_words(
-        self, name: str, whole: Evaluation, right: Fit | str, sums: bool, weights: bool
+        self, name: str, whole: Evaluation, right: Candidate, is_near: bool, sums: bool, weights: bool
     ) -> tuple[str, ...]:
         if name in self.bare:
             wrong = "It returns a bare mean, which has lost its denominator"
@@ -145,15 +136,9 @@ class TermTest:
             wrong = "Its weights add up, but its sums do not: they are means already"
         else:
             wrong = "It is divided by something that does not add up"
-        if isinstance(right, str):
-            what = (
-                f"{wrong}; in the right denominator the {len(self.whole.part.rows)} rows that were checked "
-                f"count as {right} (up to a factor), which no tensor of the batch says."
-            )
-            return what, "Return the sum and what it is divided by: ab.Total(sum, n)."
         key = f'{{"{name}": ab.Total(%s, n)}}' if name != "loss" else "ab.Total(%s, n)"
         lines = f"Return the sum and what it is divided by:\n    n = {right.code}\n    return "
-        if right.is_near:
+        if is_near:
             what = f"{wrong}; the right denominator is {right.words}, apart from an epsilon in it."
             return what, lines + key % "sum", "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not."
         what = f"{wrong}; the right denominator is {right.words}."
@@ -162,60 +147,15 @@ class TermTest:
         more = ("A transformers model that computes its own loss goes in with ab.ModelLoss().",)
         return what, lines + key % "mean * n", *(more if computes_its_own else ())
 
-    def _right(self, name: str, whole: Evaluation, parted: Cuts, error: float) -> Fit | None:
+    def _right(
+        self, name: str, whole: Evaluation, parted: Cuts, error: float
+    ) -> tuple[Candidate, bool] | None:
         """What makes the whole's value the weighted mean of its parts' in every cut."""
         batch = self.whole.data if self.whole.collate is None else self.whole.collate(self.whole.data)
         with self.bench.fresh() as (model, loss):
             held = held_weights(loss.function if isinstance(loss, Terms) else loss, model)
         options = candidates(batch, held)
         return fit(options, _readings(name), whole, parted, tolerance=self.tolerance, error=error)
-
-    def _weighed(self, name: str, whole: Evaluation, parted: Cuts, error: float) -> str:
-        """What the rows weigh, in words, if that makes a mean of the term; nothing if it is none."""
-
-        def of(read: Reading, groups: Sequence[Sequence[int]]) -> list[float]:
-            return [read(one) for one in self.evaluate([self.whole.only(rows) for rows in groups])]
-
-        for is_sum, read in enumerate(_readings(name)):
-            try:
-                found = row_weights(partial(of, read), len(self.whole.part.rows))
-            except Exception:  # rows that a loss refuses to take alone
-                continue
-            if found is not None and self._is_mean(name, whole, parted, error, read, bool(is_sum), *found):
-                return in_words(found[0])
-        return ""
-
-    def _is_mean(
-        self,
-        name: str,
-        whole: Evaluation,
-        parted: Cuts,
-        error: float,
-        read: Reading,
-        is_sum: bool,
-        weights: Sequence[float],
-        values: Sequence[float],
-    ) -> bool:
-        """Whether rows of these weights and values make up all that was evaluated, gradients included."""
-
-        def weigh(one: Evaluation) -> list[float]:
-            return [weights[row] for row in one.part.rows]
-
-        weighed = [one for one in (whole, *chain.from_iterable(parted)) if any(weigh(one))]
-        left = max(misfit(weigh(one), [values[row] for row in one.part.rows], read(one)) for one in weighed)
-        share = 1e-4 if self.tolerance < 1e-9 else 1e-2  # a smooth meeting of like rows is nearly a mean
-        if left > min(share * error, max(10 * _SMALL, self.tolerance)):
-            return False
-        for parts in parted:
-            # Weights that depend on the outputs (Dice) are no denominator: they have a gradient of their own.
-            ours = [one for one in parts if any(weigh(one))]
-            if len(ours) < len(parts) or not all(one.weights[name] for one in (whole, *ours)):
-                continue
-            means = [sum(weigh(one)) / (1.0 if is_sum else one.weights[name]) for one in (whole, *ours)]
-            scales = [mean / means[0] for mean in means[1:]]
-            if not gradients_add_up(name, whole, ours, scales, max(1e-4, self.tolerance)):
-                return False
-        return True
 
     def _dropped(self, name: str) -> int:
         """Rows that count in the whole, while micro-batches of one, two or three of them count nothing."""
