@@ -17,8 +17,7 @@ def read_cifar10(folder: Path) -> Split:
     """Read the binary CIFAR-10 files of a folder: 32x32 colour images, normalised per channel.
 
     Args:
-        folder: holds `data_batch_*.bin` and `test_batch*.bin`; as many of them as there are, read in
-            the order of their names.
+        folder: holds `data_batch_*.bin` and `test_batch*.bin`, which are read in the order of their names.
 
     Returns:
         Inputs float32 `(rows, 3, 32, 32)`, each channel of the training pixels with mean 0 and
