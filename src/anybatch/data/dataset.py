@@ -129,6 +129,22 @@ def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path}: expected a readable file, got: {reason}; check its name and permissions")
 
 
+def normalised(
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    *,
+    name: str,
+    classes: tuple[str, ...],
+    held_out: str = "test",
+) -> Split:
+    """Images as bytes, `(rows, channels, height, width)`, and their targets, as a normalised data set."""
+    train_inputs, test_inputs = normalise(train[0], test[0])
+    return Split(
+        train=Dataset(inputs=train_inputs, targets=train[1], name=f"{name}, training", classes=classes),
+        test=Dataset(inputs=test_inputs, targets=test[1], name=f"{name}, {held_out}", classes=classes),
+    )
+
+
 def normalise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     """Scale each channel to mean 0 and standard deviation 1 over all training pixels.
 

@@ -23,29 +23,17 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """One epoch is over.
+    """One epoch is over."""
 
-    Attributes:
-        epoch: 1 for the first.
-        updates: updates since the very start.
-        loss: mean of the loss over all rows of the epoch, each at the weights its batch met.
-        validation: loss, terms and metrics on the validation rows; empty where there are none.
-        learning_rate: that of the first parameter group after the epoch.
-        seconds: wall time of this epoch's training, without validation.
-        samples_per_second: rows trained per second of it.
-        dropped: rows that were left out, because they were not finite.
-        skipped: steps without an update: fully masked, left out as a whole, or skipped.
-    """
-
-    epoch: int
-    updates: int
-    loss: float
-    validation: Mapping[str, float]
-    learning_rate: float
-    seconds: float
-    samples_per_second: float
-    dropped: int = 0
-    skipped: int = 0
+    epoch: int  # 1 for the first
+    updates: int  # since the very start
+    loss: float  # mean over all rows of the epoch, each at the weights its batch met
+    validation: Mapping[str, float]  # loss, terms and metrics; empty where there are no validation rows
+    learning_rate: float  # of the first parameter group after the epoch
+    seconds: float  # wall time of this epoch's training, without validation
+    samples_per_second: float  # rows trained per second of it
+    dropped: int = 0  # rows that were left out, because they were not finite
+    skipped: int = 0  # steps without an update: fully masked, left out as a whole, or skipped
 
     def __str__(self) -> str:
         held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())

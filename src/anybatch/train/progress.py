@@ -33,9 +33,6 @@ class ProgressBar:
 
         self._device = device
         self._console = Console(stderr=True) if console is None else console
-        self._epochs = 0
-        self._last = 0.0
-        self._rows = 0
         self._loss = math.nan
 
     def start(self, info: RunInfo) -> None:

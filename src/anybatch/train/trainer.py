@@ -81,8 +81,15 @@ class Trainer:
         self.step = step
         self.train = Rows(train, step)
         self.validation = None if validation is None else Rows(validation, step)
-        _check_sizes(batch_size, step.micro_batch, self.train.count, save_every)
+        _check_whole("batch_size", batch_size, least=1)
+        _check_whole("save_every", save_every, least=0)
         _check_whole("seed", seed, least=0)
+        most = min(batch_size, self.train.count)
+        if step.micro_batch is not None and step.micro_batch > most:
+            raise PlanError(
+                f"Expected micro_batch to be at most the {most} rows of a batch, got {step.micro_batch}. "
+                "Pass a smaller one."
+            )
         names = {"loss", *(metrics or {})}
         # The terms of a loss of the user's own have names that only a forward tells.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
@@ -319,16 +326,6 @@ def _make_folder(path: Path) -> Path:
             f"Expected a folder that can be written, got {path}: {error.strerror}. Choose another one."
         ) from None
     return path
-
-
-def _check_sizes(batch_size: int, micro_batch: int | None, rows: int, save_every: int) -> None:
-    _check_whole("batch_size", batch_size, least=1)
-    _check_whole("save_every", save_every, least=0)
-    if micro_batch is not None and micro_batch > min(batch_size, rows):
-        raise PlanError(
-            f"Expected micro_batch to be at most the {min(batch_size, rows)} rows of a batch, got "
-            f"{micro_batch}. Pass a smaller one."
-        )
 
 
 def _check_whole(name: str, value: object, *, least: int) -> None:
