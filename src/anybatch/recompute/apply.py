@@ -22,7 +22,6 @@ from anybatch.state import Reachable
 Forward = Callable[..., Any]
 
 _ABSENT = object()
-_REBUILT = ("recompute", "selective")
 _FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
 #: The policies, in training or not, under which a block has run again as it did, in this process.
 _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
@@ -74,9 +73,13 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
         for name, block, policy in blocks:
             # A compiled block is called by another name, and stays compiled.
             slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
-            forward = getattr(block, slot)
+            evaluate = getattr(block, slot)
+            if policy in ("recompute", "selective"):
+                evaluate = _rebuilt(policy, name, block, evaluate, verify)
+            if offload is not None:
+                evaluate = _watched(policy, block, evaluate, offload)
             found.append((vars(block), slot, vars(block).get(slot, _ABSENT)))
-            vars(block)[slot] = _under(policy, name, block, forward, offload, verify)
+            vars(block)[slot] = evaluate
         yield
     finally:
         for attributes, slot, value in reversed(found):
@@ -86,14 +89,6 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
                 attributes[slot] = value
         if offload is not None:
             offload.close()
-
-
-def _under(
-    policy: str, name: str, block: nn.Module, forward: Forward, offload: Offload | None, verify: bool
-) -> Forward:
-    """A forward that evaluates under a policy; where any block is moved, each one is watched."""
-    evaluate = _rebuilt(policy, name, block, forward, verify) if policy in _REBUILT else forward
-    return evaluate if offload is None else _watched(policy, block, evaluate, offload)
 
 
 def _beside(model: nn.Module, choice: Choice) -> list[str]:

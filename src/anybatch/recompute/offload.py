@@ -73,26 +73,17 @@ def _nothing() -> None:
     """A reference to nothing."""
 
 
-class Moved:
-    """One storage of a device, in host memory or on its way.
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Moved:
+    """One storage of a device, in host memory or on its way."""
 
-    Attributes:
-        source: it, until it has left.
-        version: of the source when it was saved.
-        host: its copy; the source itself until the block that saved it is left.
-        mark: when the copy is done.
-        taken: what came back, as long as anybody needs it.
-        is_changed: whether the source was written to while it was here.
-    """
-
-    __slots__ = ("__weakref__", "device", "host", "is_changed", "mark", "source", "taken", "version")
-
-    def __init__(self, device: torch.device, source: Tensor, version: int) -> None:
-        self.device, self.version = device, version
-        self.source: Tensor | None = source
-        self.host, self.mark = source, cast(Any, None)
-        self.taken: Callable[[], Tensor | None] = _nothing
-        self.is_changed = False
+    device: torch.device
+    version: int  # of the source when it was saved
+    source: Tensor | None  # it, until it has left
+    host: Tensor  # its copy; the source itself until the block that saved it is left
+    mark: Any = None  # when the copy is done
+    taken: Callable[[], Tensor | None] = _nothing  # what came back, as long as anybody needs it
+    is_changed: bool = False  # whether the source was written to while it was here
 
     def look(self) -> None:
         """Note whether the source was written to, which the copy may or may not have seen."""
@@ -105,9 +96,9 @@ class Visit:
     """One call of a block, whatever its policy."""
 
     before: "Callable[[], Visit | None]"  # the call that backward comes to after this one, if still there
-    moved: list[ReferenceType[Moved]] = field(default_factory=list[ReferenceType[Moved]])
+    moved: list[ReferenceType[_Moved]] = field(default_factory=list[ReferenceType[_Moved]])
 
-    def alive(self) -> list[Moved]:
+    def alive(self) -> list[_Moved]:
         """What autograd still holds."""
         return [moved for moved in (each() for each in self.moved) if moved is not None]
 
@@ -116,7 +107,7 @@ class Visit:
 class Saved:
     """A tensor that autograd saved: a view of a storage that was moved."""
 
-    moved: Moved
+    moved: _Moved
     visit: Visit
     size: torch.Size
     stride: tuple[int, ...]
@@ -140,7 +131,7 @@ class Offload:
     def __init__(self, stay: Iterable[Tensor]) -> None:
         self._stay = {private.storage_key(tensor) for tensor in stay}
         self._links: dict[torch.device, HostLink] = {}
-        self._coming: dict[Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
+        self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
         self._last: Callable[[], Visit | None] = _nothing  # in forward
         self._entered: Callable[[], Visit | None] = _nothing  # in backward
 
@@ -154,7 +145,7 @@ class Offload:
         self.close()  # what an interrupted backward has left
         before = self._last()
         visit = Visit(self._last)
-        known: dict[Key, Moved] = {}
+        known: dict[Key, _Moved] = {}
         hooks = saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack)
         try:
             with hooks if kind else nullcontext():
@@ -194,7 +185,7 @@ class Offload:
         )
 
     @private.not_compiled  # a compiled block calls it, and is not to be compiled with it
-    def _pack(self, kind: str, visit: Visit, known: dict[Key, Moved], tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, kind: str, visit: Visit, known: dict[Key, _Moved], tensor: Tensor) -> Tensor | Saved:
         if not self._is_moved(tensor, kind):
             return tensor
         # The storage stays until `known` is cleared, so nothing else has its place. What was written to
@@ -202,7 +193,8 @@ class Offload:
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = known.get(key)
         if moved is None:
-            moved = known[key] = Moved(tensor.device, _flat(tensor), key[1])
+            flat = _flat(tensor)
+            moved = known[key] = _Moved(tensor.device, key[1], source=flat, host=flat)
             visit.moved.append(ref(moved))
         return Saved(moved, visit, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -220,11 +212,11 @@ class Offload:
             for moved in (*visit.alive(), *(before.alive() if before is not None else ())):
                 self._bring(moved)
 
-    def _bring(self, moved: Moved) -> None:
+    def _bring(self, moved: _Moved) -> None:
         if moved.source is None and moved.taken() is None and moved not in self._coming:
             self._coming[moved] = self._link(moved.device).back(moved.host, moved.device)
 
-    def _take(self, moved: Moved) -> Tensor:
+    def _take(self, moved: _Moved) -> Tensor:
         moved.look()
         if moved.is_changed:  # autograd itself would have refused it
             raise PlanError(
