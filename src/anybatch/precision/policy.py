@@ -59,10 +59,13 @@ class Precision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_float32", _patterns(self.keep_float32))
-        _check_one_of("store", self.store, _SHORT)
-        _check_one_of("compute", self.compute, _COMPUTE)
-        for name in ("accumulate", "reduce"):
-            _check_dtype(name, getattr(self, name))
+        for name, value, known in (("store", self.store, _SHORT), ("compute", self.compute, _COMPUTE)):
+            if value is not None and value not in known:
+                raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one.")
+        for name, value in (("accumulate", self.accumulate), ("reduce", self.reduce)):
+            dtype = None if value is None else getattr(torch, str(value), None)
+            if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
         _check_scale(self.loss_scale)
         if self.store is not None and self.compute not in (None, self.store, "float8"):
             raise PlanError(
@@ -175,17 +178,6 @@ def _patterns(given: Any) -> tuple[str, ...]:
             f'Expected keep_float32 to be a list of patterns, got {given!r}. Write ["LayerNorm", "*.router"].'
         )
     return tuple(given)
-
-
-def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one of them.")
-
-
-def _check_dtype(name: str, value: str | None) -> None:
-    dtype = None if value is None else getattr(torch, str(value), None)
-    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
 
 
 def _check_scale(value: Any) -> None:

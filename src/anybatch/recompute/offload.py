@@ -193,7 +193,9 @@ class Offload:
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = known.get(key)
         if moved is None:
-            flat = _flat(tensor)
+            # All of its storage, on one axis.
+            numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+            flat = tensor.detach().as_strided((numbers,), (1,), 0)
             moved = known[key] = _Moved(tensor.device, key[1], source=flat, host=flat)
             visit.moved.append(ref(moved))
         return Saved(moved, visit, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -236,9 +238,3 @@ class Offload:
         if device not in self._links:
             self._links[device] = CudaLink(device) if device.type == "cuda" else HostLink()
         return self._links[device]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, on one axis."""
-    tensor = tensor.detach()
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

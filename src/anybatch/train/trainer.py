@@ -250,7 +250,10 @@ class Trainer:
         return rows
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
-        size = min(_settled_size(self.step) or self.batch_size, rows.count)
+        budget = self.step.planning.budget
+        planned = [] if budget is None else [one.plan.micro_batch for one in budget.races.values()]
+        size = self.step.micro_batch or min(planned, default=self.batch_size)
+        size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
@@ -349,10 +352,3 @@ def _check_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected config to hold JSON values, got another: {error}. Make it strings and numbers."
         ) from None
     return dict(config)
-
-
-def _settled_size(step: Step) -> int | None:
-    """Rows of a micro-batch: as asked for, or as planned for any batch so far; None where nobody said."""
-    budget = step.planning.budget
-    planned = [] if budget is None else [one.plan.micro_batch for one in budget.races.values()]
-    return step.micro_batch or min(planned, default=None)
