@@ -31,16 +31,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """What the whole batch at once gives, in float64.
+    """What the whole batch at once gives, in float64."""
 
-    Attributes:
-        loss: the loss of the whole batch; NaN where no row has weight.
-        gradients: the gradient of each parameter that got one, by its name in the model; parameters of the
-            loss itself stand under `loss.`.
-    """
-
-    loss: float
-    gradients: Mapping[str, Tensor]
+    loss: float  # NaN where no row has weight
+    gradients: Mapping[str, Tensor]  # by name in the model; parameters of the loss stand under `loss.`
 
 
 def reference_step(
@@ -52,14 +46,7 @@ def reference_step(
     by. Totals of a function of yours are divided term by term, once. Model, loss, batch and random state stay
     as they are.
 
-    Args:
-        model: of any floating dtype.
-        loss: as for `anybatch.Step`.
-        batch: as for `anybatch.Step`.
-        collate: as for `anybatch.Step`: builds the whole batch from a list of samples.
-
-    Returns:
-        Loss and gradients.
+    The arguments are those of `anybatch.Step`; `model` may have any floating dtype.
 
     Example:
         >>> import anybatch as ab
@@ -183,9 +170,8 @@ class Transformer(nn.Module):
         hidden = self.embedding(tokens)
         query, key, value = self.query_key_value(self.attention_norm(hidden)).chunk(3, dim=-1)
         # Every token sees itself, so that a row of padding alone has something to look at, and no NaN.
-        visible = (tokens != self.pad)[:, None, :] | torch.eye(
-            tokens.shape[1], dtype=torch.bool, device=tokens.device
-        )
+        itself = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        visible = (tokens != self.pad)[:, None, :] | itself
         hidden = hidden + self.mix(F.scaled_dot_product_attention(query, key, value, attn_mask=visible))
         hidden = hidden + self.feed(self.feed_norm(hidden))
         return F.linear(hidden, self.embedding.weight).transpose(1, 2)
@@ -204,10 +190,8 @@ def _in_float64(loss: object) -> Any:
     if isinstance(loss, nn.Module):
         return copy.deepcopy(loss).double()
     if isinstance(loss, partial):
-        settings = {
-            name: _widen(value) if isinstance(value, Tensor) else value
-            for name, value in loss.keywords.items()
-        }
+        settings: dict[str, Any] = dict(loss.keywords)
+        settings |= {name: _widen(one) for name, one in settings.items() if isinstance(one, Tensor)}
         return partial(cast("Any", loss.func), *loss.args, **settings)
     if hasattr(loss, "function"):  # ab.Terms, ab.WholeBatch
         held = cast("Any", loss)
@@ -227,9 +211,8 @@ def _whole_loss(model: nn.Module, loss: Any, whole: Any) -> Tensor:
     named = {"loss": totals} if isinstance(totals, Total) else cast("Mapping[str, Total]", totals)
     if not any(total.weight > 0 for total in named.values()):
         return torch.tensor(math.nan)
-    means = {name: total.mean() if total.weight > 0 else 0 * total.sum for name, total in named.items()}
-    scaled = [
-        coefficients.get(name, 1.0) * torch.as_tensor(mean, dtype=torch.float64)
-        for name, mean in means.items()
-    ]
+    scaled: list[Tensor] = []
+    for name, total in named.items():
+        mean = torch.as_tensor(total.mean() if total.weight > 0 else 0 * total.sum, dtype=torch.float64)
+        scaled.append(coefficients.get(name, 1.0) * mean)
     return torch.stack(scaled).sum()

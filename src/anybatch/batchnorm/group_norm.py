@@ -6,10 +6,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from anybatch.batchnorm.modes import BatchNorm
 from anybatch.core import PlanError
 
-# Of images a GroupNorm knows that each channel brings many values. The others may be vectors, one value per
-# channel: in a group of one channel such a value is its own mean, and nothing is left of it but the bias. 16
-# channels per group is the paper's other setting (table 3). Two, because groups of one channel are
-# InstanceNorm, its worst.
+# In images each channel brings many values, and two channels make a group: one would be InstanceNorm, the
+# paper's worst. Vectors bring one value per channel, which alone would be its own mean: 16 channels make a
+# group, the paper's other setting (table 3).
 _LEAST_CHANNELS: dict[type[BatchNorm], int] = {
     nn.BatchNorm1d: 16,
     nn.BatchNorm2d: 2,

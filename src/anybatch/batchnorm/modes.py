@@ -15,16 +15,7 @@ BATCH_NORM_CHOICES = ("micro", "frozen")
 
 
 def check_batch_norm(choice: object) -> None:
-    """Refuse what is no choice for BatchNorm.
-
-    Raises:
-        PlanError: it is none of `None`, `"micro"` and `"frozen"`.
-
-    Example:
-        >>> check_batch_norm("micro")
-        >>> check_batch_norm("frozen")
-        >>> check_batch_norm(None)
-    """
+    """Refuse with a PlanError what is neither None nor one of `BATCH_NORM_CHOICES`."""
     if choice == "exact":
         raise PlanError(
             f"Expected batch_norm to be one of {BATCH_NORM_CHOICES} or None, got {choice!r}, which is not "
@@ -41,22 +32,14 @@ def check_batch_norm(choice: object) -> None:
 def find_batch_norms(modules: Iterable[nn.Module]) -> list[BatchNorm]:
     """The modules whose output for a row depends, in their present state, on the other rows.
 
-    That is every BatchNorm (SyncBatchNorm, lazy ones and subclasses too) in training mode, and in evaluation
-    mode one that holds no running statistics: it takes those of the batch then too. InstanceNorm, GroupNorm
-    and LayerNorm look at one row at a time.
-
-    Args:
-        modules: looked at one by one; their children are not.
-
-    Returns:
-        Each once, in the order of `modules`.
+    That is every BatchNorm (SyncBatchNorm, lazy ones and subclasses too) in training mode or without running
+    statistics. Each comes once, in the order of `modules`, whose children are not looked at. InstanceNorm,
+    GroupNorm and LayerNorm look at one row at a time.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3))
         >>> find_batch_norms(model.modules()) == [model[1]]
         True
-        >>> find_batch_norms(model.eval().modules())
-        []
     """
     found = [module for module in modules if isinstance(module, BatchNorm)]
     return list(dict.fromkeys([norm for norm in found if norm.training or norm.running_mean is None]))
@@ -66,13 +49,6 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
     """The dotted names of modules, for a message: the first three and how many more.
 
     A module that the model does not hold (the loss's, or the model itself) is named by its class.
-
-    Example:
-        >>> model = nn.Sequential(*[nn.BatchNorm1d(2) for _ in range(20)])
-        >>> names_of_batch_norms(model, list(model)[:2])
-        '0, 1'
-        >>> names_of_batch_norms(model, model)
-        '0, 1, 2 and 17 more'
     """
     dotted = {module: name for name, module in model.named_modules()}
     told = [dotted.get(module) or type(module).__name__ for module in modules]
@@ -80,14 +56,7 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
 
 
 def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
-    """Refuse BatchNorms whose statistics would depend on the cut.
-
-    Raises:
-        PlanError: there is one; the message names it and the ways out.
-
-    Example:
-        >>> refuse_batch_norms(nn.Linear(1, 1), [])
-    """
+    """Refuse with a PlanError BatchNorms whose statistics would depend on the cut."""
     if norms:
         raise PlanError(
             "Expected no BatchNorm in training mode where there is more than one micro-batch, got "
@@ -103,14 +72,8 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
 def frozen_batch_norms(modules: Sequence[BatchNorm]) -> Generator[None]:
     """Let BatchNorms use their running statistics, and not update them, for a while.
 
-    Rows do not meet in them meanwhile. Their weight and bias still train. Afterwards, also after an error,
-    each is in the mode it was in.
-
-    Args:
-        modules: BatchNorms with running statistics, as `find_batch_norms` finds them.
-
-    Raises:
-        PlanError: one holds no running statistics.
+    Rows do not meet in them meanwhile. Their weight and bias still train. One that holds no running
+    statistics is refused with a PlanError.
 
     Example:
         >>> norm = nn.BatchNorm1d(3)

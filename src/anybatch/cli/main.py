@@ -19,6 +19,7 @@ from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import recipe_names
 from anybatch.train import learning_rate
 
+_TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _DEVICE = "cpu, cuda, cuda:1 or auto"
 _PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
 
@@ -41,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # What is checked or planned is somebody's own code, and may fail in any way.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error).strip().partition("\n")[0]
-        where = f"{place.filename}:{place.lineno}"
-        return _refuse(options, f"could not {options.command}: {type(error).__name__}: {message} ({where})")
+        message = f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"
+        return _refuse(options, f"could not {options.command}: {message}")
     except KeyboardInterrupt as stop:
         print(f"anybatch {options.command}: interrupted. {stop}".rstrip(". "), file=sys.stderr)
         return 130
@@ -97,12 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--label-smoothing", type=float, default=0.0, help="how far targets are smoothed, from 0 to 1")
     add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
     add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
-    add(
-        "--non-finite",
-        choices=NON_FINITE_POLICIES,
-        default="raise",
-        help="what to do with rows that give NaN or infinity",
-    )
+    non_finite = "what to do with rows that give NaN or infinity"
+    add("--non-finite", choices=NON_FINITE_POLICIES, default="raise", help=non_finite)
     add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
     add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
     add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
@@ -117,28 +114,21 @@ def _parser() -> argparse.ArgumentParser:
     purpose = "prove that split equals whole, or find what prevents it"
     tried = "a size of micro-batches to be tried besides those that are tried anyway"
     checked = _command(commands, "check", purpose, _check, micro_batch=tried)
-    checked.add_argument(
-        "target", help="package.module:function that returns (model, loss, batch), or a recipe"
-    )
-    checked.add_argument(
-        "--rows", type=int, help="rows to check on, at least 2; a few that differ if not given"
-    )
-    checked.add_argument("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
+    add = checked.add_argument
+    add("target", help=_TARGET)
+    add("--rows", type=int, help="rows to check on, at least 2; a few that differ if not given")
+    add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     purpose = "the fastest plan within a budget, before anything runs"
     within = f"{together} what is fastest within --memory, or all of a batch with --memory none"
     cards = ", ".join(f"cuda:{card}" for card in CARDS)
     there = f"{_DEVICE} for where the target's model is, or a card that need not be here: {cards}"
     planned = _command(commands, "plan", purpose, plan_action.plan, micro_batch=within, device=there)
     add = planned.add_argument
-    add("target", help="package.module:function that returns (model, loss, batch), or a recipe")
+    add("target", help=_TARGET)
     add("--batch-size", type=int, help="rows of one update; those of the target's batch if not given")
     add("--memory", default="auto", help='budget: "12GB", "2GiB", "80%%", auto, or none')
-    add(
-        "--optimizer",
-        choices=tuple(plan_action.OPTIMIZERS),
-        default="adamw",
-        help="where the target has none",
-    )
+    optimizers = tuple(plan_action.OPTIMIZERS)
+    add("--optimizer", choices=optimizers, default="adamw", help="where the target has none")
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)

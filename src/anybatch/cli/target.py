@@ -26,12 +26,12 @@ HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """What is checked or planned."""
+    """What is checked or planned, as for `anybatch.check`."""
 
-    model: nn.Module  # as for `anybatch.check`
-    loss: Any  # as for `anybatch.check`
-    batch: Any  # as for `anybatch.check`
-    collate: Collate | None = None  # as for `anybatch.check`
+    model: nn.Module
+    loss: Any
+    batch: Any
+    collate: Collate | None = None
     optimizer: Optimizer | None = None  # what `anybatch plan` plans for; None for one of its own choice
 
     def to(self, device: torch.device) -> "Target":
@@ -63,13 +63,10 @@ def find(name: str, data_name: str) -> Target:
         raise PlanError(
             f"Expected {name} to return (model, loss, batch) and perhaps a collate, got {kinds}. {HINT}."
         )
-    return Target(
-        model=parts[0],
-        loss=parts[1],
-        batch=parts[2],
-        collate=parts[3] if len(parts) == 4 else None,
-        optimizer=optimizers[0] if optimizers else None,
-    )
+    model, loss, batch = parts[:3]
+    collate = parts[3] if len(parts) == 4 else None
+    optimizer = optimizers[0] if optimizers else None
+    return Target(model=model, loss=loss, batch=batch, collate=collate, optimizer=optimizer)
 
 
 def _from_recipe(name: str, data_name: str) -> Target:
@@ -97,15 +94,15 @@ def _function(name: str) -> Callable[[], Any]:
     except (ValueError, TypeError) as error:  # an empty or a relative name
         raise PlanError(f"Expected the name of a module, got {module_name!r} ({error}). {HINT}.") from None
     function = getattr(module, function_name, None)
-    if function is not None and not callable(function):
-        raise PlanError(
-            f"Expected a function, got {name}, which is of type {type(function).__name__}. {HINT}."
-        )
-    if not callable(function):
+    if function is None:
         raise PlanError(
             f"Expected a function, got {function_name!r}, which {module_name} does not have. {HINT}."
         )
-    return cast("Callable[[], Any]", function)
+    if not callable(function):
+        raise PlanError(
+            f"Expected a function, got {name}, which is of type {type(function).__name__}. {HINT}."
+        )
+    return function
 
 
 @contextmanager

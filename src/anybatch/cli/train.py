@@ -52,18 +52,13 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _check(options: argparse.Namespace) -> None:
     """Refuse what nothing could be trained with, before anything is read or written."""
     check_rows(options)
-    ranges = {
-        "epochs": ("at least 1", options.epochs >= 1),
-        "lr": ("above 0", 0 < options.lr < math.inf),
-        "momentum": ("from 0 to below 1", 0 <= options.momentum < 1),
-        "label-smoothing": ("from 0 to 1", 0 <= options.label_smoothing <= 1),
-        "warm-up": ("at least 0", options.warm_up >= 0),
-        "validation": ("from 0 to below 1", 0 <= options.validation < 1),
-        "seed": ("from 0 to 2**63 - 1", 0 <= options.seed < 2**63),
-    }
-    for name, (range_, holds) in ranges.items():
-        if not holds:
-            raise _out_of_range(options, name, range_)
+    _check_range(options, "epochs", "at least 1", options.epochs >= 1)
+    _check_range(options, "lr", "above 0", 0 < options.lr < math.inf)
+    _check_range(options, "momentum", "from 0 to below 1", 0 <= options.momentum < 1)
+    _check_range(options, "label-smoothing", "from 0 to 1", 0 <= options.label_smoothing <= 1)
+    _check_range(options, "warm-up", "at least 0", options.warm_up >= 0)
+    _check_range(options, "validation", "from 0 to below 1", 0 <= options.validation < 1)
+    _check_range(options, "seed", "from 0 to 2**63 - 1", 0 <= options.seed < 2**63)
     if options.resume and not Path(options.resume, LAST).is_file():
         raise CheckpointError(
             f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
@@ -74,13 +69,15 @@ def check_rows(options: argparse.Namespace) -> None:
     """Refuse numbers of rows by the names that they have on the command line."""
     for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
         rows = getattr(options, name.replace("-", "_"), None)  # not every command has each
-        if rows is not None and rows < least:
-            raise _out_of_range(options, name, f"at least {least}")
+        _check_range(options, name, f"at least {least}", rows is None or rows >= least)
 
 
-def _out_of_range(options: argparse.Namespace, name: str, range_: str) -> PlanError:
-    value = getattr(options, name.replace("-", "_"))
-    return PlanError(f"Expected --{name} to be {range_}, got {value}. See anybatch {options.command} --help.")
+def _check_range(options: argparse.Namespace, name: str, range_: str, holds: bool) -> None:
+    if not holds:
+        value = getattr(options, name.replace("-", "_"))
+        raise PlanError(
+            f"Expected --{name} to be {range_}, got {value}. See anybatch {options.command} --help."
+        )
 
 
 def _prepare(
@@ -135,11 +132,9 @@ def _prepare(
 
 
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
-    best = (
-        f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
-        if trainer.best is not None
-        else ""
-    )
+    best = ""
+    if trainer.best is not None:
+        best = f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
     return (
         f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
         f"{format_count(result['samples_per_second'])} samples/s, peak memory "
@@ -176,17 +171,11 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         micro_batch=options.micro_batch,
     )
     rows = (split.test.inputs, split.test.targets)
-    values = Trainer(step, rows, batch_size=max(1, len(split.test)), metrics={"accuracy": accuracy}).evaluate(
-        rows
-    )
-    result = {
-        "accuracy": values["accuracy"],
-        "loss": values["loss"],
-        "rows": len(split.test),
-        "checkpoint": str(path),
-    }
-    text = f"checkpoint  {path}\ntest loss {values['loss']:.4f}\ntest accuracy {values['accuracy']:.4f}"
-    return result, text
+    trainer = Trainer(step, rows, batch_size=len(split.test), metrics={"accuracy": accuracy})
+    values = trainer.evaluate(rows)
+    loss, right = values["loss"], values["accuracy"]
+    text = f"checkpoint  {path}\ntest loss {loss:.4f}\ntest accuracy {right:.4f}"
+    return {"accuracy": right, "loss": loss, "rows": len(split.test), "checkpoint": str(path)}, text
 
 
 def _free_folder(wanted: Path) -> Path:

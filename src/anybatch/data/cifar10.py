@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Dataset, Split, check_classes, normalise, unreadable
+from anybatch.data.dataset import Split, check_classes, normalised, unreadable
 
 RECORD_BYTES = 1 + 3 * 32 * 32
 TRAIN, TEST = "data_batch_*.bin", "test_batch*.bin"
@@ -17,8 +17,7 @@ def read_cifar10(folder: Path) -> Split:
     """Read the binary CIFAR-10 files of a folder: 32x32 colour images, normalised per channel.
 
     Args:
-        folder: holds `data_batch_*.bin` and `test_batch*.bin`; as many of them as there are, read in
-            the order of their names.
+        folder: holds `data_batch_*.bin` and `test_batch*.bin`, which are read in the order of their names.
 
     Returns:
         Inputs float32 `(rows, 3, 32, 32)`, each channel of the training pixels with mean 0 and
@@ -30,13 +29,8 @@ def read_cifar10(folder: Path) -> Split:
     Source:
         Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
     """
-    train, train_targets = _read_all(folder, TRAIN)
-    test, test_targets = _read_all(folder, TEST)
-    train_inputs, test_inputs = normalise(train, test)
-    return Split(
-        train=Dataset(inputs=train_inputs, targets=train_targets, name="CIFAR-10, training", classes=CLASSES),
-        test=Dataset(inputs=test_inputs, targets=test_targets, name="CIFAR-10, test", classes=CLASSES),
-    )
+    train, test = _read_all(folder, TRAIN), _read_all(folder, TEST)
+    return normalised(train, test, name="CIFAR-10", classes=CLASSES)
 
 
 def _read_all(folder: Path, pattern: str) -> tuple[Tensor, Tensor]:

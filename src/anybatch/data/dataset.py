@@ -23,12 +23,6 @@ class Dataset:
     Raises:
         DataError: no rows, inputs and targets of different length, another dtype or number of
             dimensions, or a target that is not an index into `classes`.
-
-    Example:
-        >>> rows = Dataset(inputs=torch.zeros(3, 1, 32, 32), targets=torch.tensor([0, 1, 1]),
-        ...                name="toy", classes=("no", "yes"))
-        >>> len(rows)
-        3
     """
 
     inputs: Tensor
@@ -62,20 +56,10 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Rows to learn from and rows held out, of the same shape and with the same classes.
-
-    Args:
-        train: the rows to learn from.
-        test: the rows held out.
+    """Rows to learn from (`train`) and rows held out (`test`), of the same shape and with the same classes.
 
     Raises:
         DataError: the two do not have the same shape of a row or the same classes.
-
-    Example:
-        >>> rows = Dataset(inputs=torch.zeros(3, 1, 32, 32), targets=torch.tensor([0, 1, 1]),
-        ...                name="toy", classes=("no", "yes"))
-        >>> len(Split(train=rows, test=rows).test)
-        3
     """
 
     train: Dataset
@@ -121,14 +105,10 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
     generator = torch.Generator().manual_seed(rng.derive_seed(seed, "hold out"))
     order = torch.randperm(len(rows), generator=generator)
     held_out, stay = order[:count].sort().values, order[count:].sort().values
+    validation = replace(rows, inputs=rows.inputs[held_out], targets=rows.targets[held_out])
     return (
         replace(rows, inputs=rows.inputs[stay], targets=rows.targets[stay]),
-        replace(
-            rows,
-            inputs=rows.inputs[held_out],
-            targets=rows.targets[held_out],
-            name=f"{rows.name}, validation",
-        ),
+        replace(validation, name=f"{rows.name}, validation"),
     )
 
 
@@ -144,28 +124,32 @@ def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """The error for a file that the operating system will not give.
-
-    Example:
-        >>> print(unreadable(Path("digits.gz"), FileNotFoundError(2, "No such file or directory")))
-        digits.gz: expected a readable file, got: No such file or directory; check its name and permissions
-    """
+    """The error for a file that the operating system will not give."""
     reason = error.strerror or error
     return DataError(f"{path}: expected a readable file, got: {reason}; check its name and permissions")
+
+
+def normalised(
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    *,
+    name: str,
+    classes: tuple[str, ...],
+    held_out: str = "test",
+) -> Split:
+    """Images as bytes, `(rows, channels, height, width)`, and their targets, as a normalised data set."""
+    train_inputs, test_inputs = normalise(train[0], test[0])
+    return Split(
+        train=Dataset(inputs=train_inputs, targets=train[1], name=f"{name}, training", classes=classes),
+        test=Dataset(inputs=test_inputs, targets=test[1], name=f"{name}, {held_out}", classes=classes),
+    )
 
 
 def normalise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     """Scale each channel to mean 0 and standard deviation 1 over all training pixels.
 
-    The held-out rows are scaled by the training rows' figures: nothing is learned from them. The
-    two moments come from the 256 counts of each channel, whole numbers, so they are exact and do
-    not depend on the order of the rows or on the number of threads.
-
-    Example:
-        >>> train, _ = normalise(torch.tensor([[[[0, 255]]]], dtype=torch.uint8),
-        ...                      torch.zeros(1, 1, 1, 2, dtype=torch.uint8))
-        >>> train.flatten().tolist()
-        [-1.0, 1.0]
+    The held-out rows are scaled by the training rows' figures. These come from the 256 counts of each
+    channel, so they do not depend on the order of the rows or on the number of threads.
     """
     levels = torch.arange(256, dtype=torch.float64)
     counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in train.unbind(1)])

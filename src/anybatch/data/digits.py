@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Dataset, Split, normalise
+from anybatch.data.dataset import Split, normalised
 
 HELD_OUT_EVERY = 4  # one row in four of each class, the share that scikit-learn holds out by default
 TOP_LEVEL = 16  # scikit-learn's pixels count ink in 4x4 blocks: 0 to 16
@@ -34,12 +34,8 @@ def read_digits() -> Split:
     large = functional.interpolate(images[:, None], scale_factor=4, mode="bilinear", align_corners=False)
     images = (large * (255 / TOP_LEVEL)).round().to(torch.uint8)  # bytes, as the other readers have them
     held_out = held_out_rows(targets)
-    train, test = normalise(images[~held_out], images[held_out])
-    classes = tuple("0123456789")
-    return Split(
-        train=Dataset(inputs=train, targets=targets[~held_out], name="digits, training", classes=classes),
-        test=Dataset(inputs=test, targets=targets[held_out], name="digits, held out", classes=classes),
-    )
+    train, test = (images[~held_out], targets[~held_out]), (images[held_out], targets[held_out])
+    return normalised(train, test, name="digits", classes=tuple("0123456789"), held_out="held out")
 
 
 def held_out_rows(targets: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from anybatch.core import DataError
 from anybatch.data import cifar10, mnist
@@ -11,27 +11,17 @@ from anybatch.data.dataset import Split
 from anybatch.data.digits import read_digits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
+class Format(NamedTuple):
     """A kind of folder: how to know it by its file names, and how to read it."""
 
     name: str
     patterns: tuple[str, ...]
     read: Callable[[Path], Split]
 
-    def matches(self, names: list[str]) -> bool:
-        """Whether some file of a folder belongs to this format."""
-        return any(Path(name).match(pattern) for name in names for pattern in self.patterns)
 
-
-NAMES: dict[str, Callable[[], Split]] = {"digits": read_digits}
 FORMATS = (
-    Format(
-        name="MNIST in IDX form",
-        patterns=tuple(f"{stem}?idx?-ubyte*" for stem in mnist.STEMS),
-        read=mnist.read_mnist,
-    ),
-    Format(name="CIFAR-10 in binary form", patterns=(cifar10.TRAIN, cifar10.TEST), read=cifar10.read_cifar10),
+    Format("MNIST in IDX form", tuple(f"{stem}?idx?-ubyte*" for stem in mnist.STEMS), mnist.read_mnist),
+    Format("CIFAR-10 in binary form", (cifar10.TRAIN, cifar10.TEST), cifar10.read_cifar10),
 )
 
 
@@ -53,17 +43,21 @@ def load(source: str | os.PathLike[str]) -> Split:
         >>> len(split.train), len(split.test), tuple(split.train.inputs.shape[1:])
         (1352, 445, (1, 32, 32))
     """
-    if source in NAMES:
-        return NAMES[str(source)]()
+    if source == "digits":
+        return read_digits()
     folder = Path(source)
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
         raise DataError(
-            f"{folder}: expected {' or '.join(map(repr, NAMES))} or a folder that can be read, "
+            f"{folder}: expected 'digits' or a folder that can be read, "
             f"got: {error.strerror or error}; {_looked_for()}"
         ) from None
-    found = [format for format in FORMATS if format.matches(names)]
+    found = [
+        format
+        for format in FORMATS
+        if any(Path(name).match(pattern) for name in names for pattern in format.patterns)
+    ]
     if len(found) != 1:
         kinds = " and ".join(format.name for format in found) or f"{len(names)} other files"
         raise DataError(f"{folder}: expected files of one data set, got {kinds}; {_looked_for()}")

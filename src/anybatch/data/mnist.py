@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from anybatch.core import DataError
-from anybatch.data.dataset import Dataset, Split, check_classes, normalise, unreadable
+from anybatch.data.dataset import Split, check_classes, normalised, unreadable
 
 # The third byte of the header (http://yann.lecun.com/exdb/mnist/, "the IDX file format").
 DTYPES = {
@@ -85,14 +85,8 @@ def read_mnist(folder: Path) -> Split:
         recognition", Proc. IEEE 86(11), 1998: section II.B pads the digits to 32x32.
     """
     train_images, train_labels, test_images, test_labels = (_find(folder, stem) for stem in STEMS)
-    train, train_targets = _read_pair(train_images, train_labels)
-    test, test_targets = _read_pair(test_images, test_labels)
-    train_inputs, test_inputs = normalise(train, test)
-    classes = tuple("0123456789")
-    return Split(
-        train=Dataset(inputs=train_inputs, targets=train_targets, name="MNIST, training", classes=classes),
-        test=Dataset(inputs=test_inputs, targets=test_targets, name="MNIST, test", classes=classes),
-    )
+    train, test = _read_pair(train_images, train_labels), _read_pair(test_images, test_labels)
+    return normalised(train, test, name="MNIST", classes=tuple("0123456789"))
 
 
 def _find(folder: Path, stem: str) -> Path:
@@ -143,15 +137,14 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
     # One byte more than there should be: it shows bytes left over, and reaching the end of a gzip
     # file is what makes its checksum be verified.
     body = _read(file, expected_bytes + 1)
-    if len(dims) < 4 * num_dims or len(body) < expected_bytes:
-        raise DataError(
-            f"{path}: expected {expected_bytes} bytes after the header, for {dtype} of shape {shape}, "
-            f"got {len(body)}: the file is truncated; fetch it again"
+    is_short = len(dims) < 4 * num_dims or len(body) < expected_bytes
+    if is_short or len(body) > expected_bytes:
+        found = (
+            f"{len(body)}: the file is truncated" if is_short else "more: the header or the file is damaged"
         )
-    if len(body) > expected_bytes:
         raise DataError(
             f"{path}: expected {expected_bytes} bytes after the header, for {dtype} of shape {shape}, "
-            f"got more: the header or the file is damaged; fetch it again"
+            f"got {found}; fetch it again"
         )
     return _decode(body, dtype).view(shape)
 

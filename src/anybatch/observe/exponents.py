@@ -28,40 +28,24 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fates:
-    """What becomes of numbers other than zero when they are rounded to a 16-bit dtype.
+    """What becomes of numbers other than zero when they are rounded to a 16-bit dtype: how many of each."""
 
-    Attributes:
-        normal: keep all digits of the dtype.
-        subnormal: keep fewer, the fewer the smaller they are.
-        vanish: become zero.
-        overflow: become infinite.
-    """
-
-    normal: int
-    subnormal: int
-    vanish: int
-    overflow: int
+    normal: int  # keep all digits of the dtype
+    subnormal: int  # keep fewer, the fewer the smaller they are
+    vanish: int  # become zero
+    overflow: int  # become infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exponents:
-    """How large gradients are as they arrive from backward, the loss scale included.
+    """How large gradients are as they arrive from backward, the loss scale included."""
 
-    Attributes:
-        counts: how many numbers there are of each exponent e: of at least 2^e and less than 2^(e + 1).
-        zeros: how many are zero: never reached by a gradient, or vanished on the way.
-        not_finite: how many are infinite or NaN.
-        fates: what float16 and bfloat16 would make of those in `counts`, by name of the dtype.
-        scale: what the loss was multiplied by.
-        precision: in which was computed.
-    """
-
-    counts: Mapping[int, int]
-    zeros: int
-    not_finite: int
-    fates: Mapping[str, Fates]
-    scale: float
-    precision: str
+    counts: Mapping[int, int]  # of each exponent e: numbers of at least 2^e and less than 2^(e + 1)
+    zeros: int  # never reached by a gradient, or vanished on the way
+    not_finite: int  # infinite or NaN
+    fates: Mapping[str, Fates]  # of those in `counts`, in float16 and bfloat16, by name of the dtype
+    scale: float  # what the loss was multiplied by
+    precision: str  # in which was computed
 
     @property
     def numbers(self) -> int:
@@ -72,13 +56,17 @@ class Exponents:
         lines = [
             f"{self.numbers:,} gradients, computed in {self.precision} at a loss scale of {self.scale:,g}"
         ]
-        rows = [("zero", self.zeros), ("infinite or NaN", self.not_finite)]
-        for dtype, fates in self.fates.items():
-            rows += [
-                (_WORDS[fate].format(dtype), getattr(fates, fate)) for fate in _WORDS if fate != "normal"
-            ]
-        lines += [f"  {name:<27} {count:>12,}  {count / self.numbers:6.1%}" for name, count in rows if count]
+        rows = self.lost(*self.fates)
+        lines += [f"  {name:<27} {count:>12,}  {count / self.numbers:6.1%}" for name, count in rows]
         return "\n".join(lines)
+
+    def lost(self, *dtypes: str) -> list[tuple[str, int]]:
+        """Numbers that are not normal in these dtypes: in words, and how many, where there are any."""
+        rows = [("zero", self.zeros), ("infinite or NaN", self.not_finite)]
+        for dtype in dtypes:
+            for fate in ("vanish", "subnormal", "overflow"):
+                rows.append((_WORDS[fate].format(dtype), getattr(self.fates[dtype], fate)))
+        return [(words, count) for words, count in rows if count]
 
 
 def gradient_exponents(
@@ -155,15 +143,14 @@ class _Tally:
 
     def record(self, scale: float, precision: str) -> Exponents:
         """What was counted."""
-        found = {_LEAST + index: count for index, count in enumerate(self._counts.tolist()) if count}
-        names = ("normal", "subnormal", "vanish", "overflow")
+        fates = {dtype: counts.tolist() for dtype, counts in self._fates.items()}
         return Exponents(
-            counts=found,
+            counts={_LEAST + index: count for index, count in enumerate(self._counts.tolist()) if count},
             zeros=self._zeros,
             not_finite=self._not_finite,
             fates={
-                dtype: Fates(**dict(zip(names, counts.tolist(), strict=True)))
-                for dtype, counts in self._fates.items()
+                dtype: Fates(normal=normal, subnormal=subnormal, vanish=vanish, overflow=overflow)
+                for dtype, (normal, subnormal, vanish, overflow) in fates.items()
             },
             scale=scale,
             precision=precision,
@@ -237,12 +224,7 @@ def _histogram(panel: Any, record: Exponents, dtype: str) -> None:
             panel.bar(places, shares, width=0.9, color=COLOURS[fate], label=_WORDS[fate].format(dtype))
         start = end
     panel.set(title=f"{record.precision}, loss scale {record.scale:,g}", xlabel="exponent, base 2")
-    found = record.fates[dtype]
-    said = [("zero", record.zeros), ("infinite or NaN", record.not_finite)]
-    said += [
-        (_WORDS[fate].format(dtype), getattr(found, fate)) for fate in ("vanish", "subnormal", "overflow")
-    ]
-    text = "\n".join(f"{count / all_:.1%} {words}" for words, count in said if count)
+    text = "\n".join(f"{count / all_:.1%} {words}" for words, count in record.lost(dtype))
     panel.text(0.03, 0.97, text, transform=panel.transAxes, va="top", fontsize="small")
 
 

@@ -37,17 +37,7 @@ def checked(path: str | Path) -> Path:
 
 
 def save(figure: Any, path: Path, *, title: str, text: str) -> Path:
-    """Write a figure; a page holds its title and a text besides.
-
-    Args:
-        figure: from `new_figure`.
-        path: from `checked`.
-        title: of the page.
-        text: that stands below the picture on the page.
-
-    Returns:
-        The path.
-    """
+    """Write a figure to a path from `checked`; a page holds its title, and a text below the picture."""
     if path.suffix.lower() != ".html":
         figure.savefig(path, dpi=150)
         return path

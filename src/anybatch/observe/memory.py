@@ -44,19 +44,13 @@ def _draw(ledger: Ledger, budget: int | None, title: str) -> Any:
     moments = ledger.moments
     figure = new_figure(11, 5)
     axes = figure.add_subplot()
-    places = list(range(len(moments)))
-    series = [[moment.bytes[index] for moment in moments] for index in range(len(OWNERS))]
-    shown = [index for index, values in enumerate(series) if any(values)]
-    axes.stackplot(
-        places,
-        *[series[index] for index in shown],
-        labels=[OWNERS[index] for index in shown],
-        colors=[COLOURS[OWNERS[index]] for index in shown],
-        step="post",
-    )
+    series = dict(zip(OWNERS, zip(*[moment.bytes for moment in moments], strict=True), strict=True))
+    shown = {owner: values for owner, values in series.items() if any(values)}
+    colours = [COLOURS[owner] for owner in shown]
+    axes.stackplot(range(len(moments)), *shown.values(), labels=list(shown), colors=colours, step="post")
     _phases(axes, ledger)
     totals = [sum(moment.bytes) for moment in moments]
-    top = max(range(len(totals)), key=totals.__getitem__)
+    top = totals.index(max(totals))
     axes.annotate(
         f"peak {format_bytes(ledger.peak)}",
         (top, totals[top]),
@@ -83,12 +77,8 @@ def _format_tick(value: float, _: object) -> str:
 def _phases(axes: Any, ledger: Ledger) -> None:
     """A light line where a phase begins, and its name where there is room."""
     moments = ledger.moments
-    starts = [
-        index
-        for index, moment in enumerate(moments)
-        if not index
-        or (moment.phase, moment.micro_batch) != (moments[index - 1].phase, moments[index - 1].micro_batch)
-    ]
+    phases = [(moment.phase, moment.micro_batch) for moment in moments]
+    starts = [index for index, phase in enumerate(phases) if not index or phase != phases[index - 1]]
     for start, stop in zip(starts, [*starts[1:], len(moments)], strict=True):
         axes.axvline(start, color="black", linewidth=0.4, alpha=0.4)
         if stop - start > len(moments) / 25:

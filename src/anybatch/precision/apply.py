@@ -21,13 +21,7 @@ from anybatch.precision.policy import Precision, find_precision
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Working:
-    """A precision at work on a model.
-
-    Attributes:
-        precision: what was asked for.
-        masters: the float32 weights of parameters that are stored short.
-        scale: the loss scale.
-    """
+    """A precision at work on a model: the float32 weights behind short ones, and the loss scale."""
 
     precision: Precision
     masters: Masters
@@ -35,9 +29,10 @@ class Working:
 
 
 def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
-    """A precision by name, with the model brought into it; see `lower`. Optimizers load states as they are.
+    """Bring a model into a precision, see `lower`, and optimizers with it.
 
-    What they have in 16 bits for weights that they are to update in float32 becomes float32.
+    Their 16-bit state of weights that they will update in float32 becomes float32. From now on they load
+    states without rounding them.
 
     Example:
         >>> at_work(nn.Linear(2, 1), "fp16-mixed", []).scale.value
@@ -47,24 +42,23 @@ def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[O
     trained = [p for one in known for g in one.param_groups for p in g["params"]]
     short = {parameter for parameter in trained if parameter.dtype in SHORT_DTYPES}
     masters = lower(model, chosen, trained)
-    lengthened = {parameter for parameter in short if parameter.dtype not in SHORT_DTYPES}
-    lengthen_states(known, [p for p in trained if p in lengthened or masters.of(p) is not None])
+    long_now = {parameter for parameter in short if parameter.dtype not in SHORT_DTYPES}
+    lengthen_states(known, [p for p in trained if p in long_now or masters.of(p) is not None])
     for one in known:
         masters.keep_states(one)
     return Working(precision=chosen, masters=masters, scale=LossScale(chosen))
 
 
 def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter]) -> Masters:
-    """Bring a model into a precision, in place; nothing happens to it where that leaves it as it is.
+    """Bring a model into a precision, in place.
 
-    Weights and buffers are stored short, all but those of parts that stay in float32, and the model takes and
-    gives what it did before: its `forward` casts what enters to the short dtype and what leaves to float32.
-    That stays, so the model can be called by anybody afterwards. Under autocast only the `forward` of parts
-    that stay in float32 is changed.
+    Weights and buffers are stored short, except in parts that stay in float32. The model still takes and
+    gives what it did before, for every caller: its `forward` casts what enters to the short dtype and what
+    leaves to float32. Under autocast only the `forward` of parts that stay in float32 is changed.
 
-    The model may be part of another that was lowered, or hold one: it is what the last call says of it, and
-    casts only where it is the outermost that runs in its thread (`compile()` of the outer one in place does
-    not know of it; `torch.compile(outer)` does).
+    The model may be part of another that was lowered, or hold one. The last call decides. Only the outermost
+    model that runs in a thread casts (after `outer.compile()` the inner ones do, too; `torch.compile(outer)`
+    is safe).
 
     Args:
         model: changed in place.
@@ -75,9 +69,9 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         The float32 weights behind those that are stored short.
 
     Raises:
-        PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights to
-            be stored short that have no shape yet, or weights that an earlier call has stored short where
-            they are to be as they were made; nothing is changed.
+        PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights
+            without a shape that are to be stored short, or weights that an earlier call has stored short
+            where this one stores none; nothing is changed.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -85,26 +79,26 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
         (torch.bfloat16, torch.float32, torch.float32)
     """
-    masters = Masters(is_needed=precision.store is not None)
-    if precision.store is None:
+    dtype = precision.storage
+    masters = Masters(is_needed=dtype is not None)
+    if dtype is None:
         _refuse_stored_short(model, set(trained))
     if not precision.is_short:
         return masters
     kept = _kept(model, precision)
     inside = {part for module in kept for part in module.modules()}
-    if precision.store is not None:
+    if dtype is not None:
         _refuse_unshaped(model, inside)
         _refuse_shared(model, inside)
     if precision.compute == "float8":
         refuse_without_float8(model)
         with_float8_linear(model, inside)
     called = dict.fromkeys(one for module in kept for one in _called(module))
-    if precision.is_mixed:
+    if dtype is None:
         for module in called:
             if not isinstance(module, BatchNorm):  # autocast knows it
                 Outside(module).put_on()
         return masters
-    dtype = precision.storage or torch.float32
     for module in model.modules():
         cast = cast_of(module)
         if module not in called and isinstance(cast, Within):
@@ -138,11 +132,10 @@ def _store(
                 private.buffers_of(module)[name] = buffer.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-    for module in short:
-        is_cast = module is model or isinstance(cast_of(module), Around)
-        like = _first(module, dtype) if is_cast else None
-        if like is not None:
-            Around(module, like).put_on()
+        if module is model or isinstance(cast_of(module), Around):
+            like = _first(module, dtype)
+            if like is not None:
+                Around(module, like).put_on()
 
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
@@ -169,7 +162,7 @@ def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 
 def _stays(module: nn.Module, precision: Precision) -> bool:
-    """Whether it is a norm whose statistics would stand still in a short dtype, or turns by wrong angles."""
+    """Whether a short dtype would freeze its running statistics, or spoil its rotary angles."""
     keeps = isinstance(module, private.InstanceNorm) and module.track_running_stats
     own = [name for name, _ in module.named_buffers(recurse=False)]
     turns = any(map(_is_frequency, own)) and not any(True for _ in module.parameters())
@@ -177,22 +170,19 @@ def _stays(module: nn.Module, precision: Precision) -> bool:
 
 
 def _is_frequency(name: str) -> bool:
-    """Whether a buffer of this name holds the frequencies of a rotary embedding, as the field calls them.
-
-    Position times frequency is an angle: with 8 bits of the frequency it may be off by a radian at 1000.
-    """
+    """Whether a buffer holds the frequencies of a rotary embedding: in 8 bits its angles would be wrong."""
     return name.endswith("inv_freq")
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The module, or in the place of one that is never called, such as a ModuleList, what it holds."""
+    """The module; or what it holds where it has no forward, as a ModuleList."""
     if getattr(module.forward, "__func__", None) is not nn.Module.forward:
         return [module]
     return [one for child in module.children() for one in _called(child)]
 
 
 def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
-    """A cast tells who stored weights short: it was no caller, whose own choice is left as it is."""
+    """Only a model with a cast was stored short by a step; a caller's own short weights may stay."""
     lowered = [module for module in model.modules() if isinstance(cast_of(module), Around)]
     short = {p.dtype for module in lowered for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
     if short:

@@ -16,18 +16,12 @@ from anybatch.core import torch_private as private
 
 
 class Cast:
-    """A forward that stands in the place of a module's own, and calls it; copies of the module have it, too.
-
-    A module has one: what the last call of `put_on` says.
-
-    Args:
-        module: whose forward is meant.
-    """
+    """A forward in the place of a module's own, which it calls. A module has at most one."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = cast_of(module)
+        earlier = cast_of(module)
         self._module = module
-        self._own: Any = vars(module).get("forward") if own is None else own._own
+        self._own: Any = vars(module).get("forward") if earlier is None else earlier._own
 
     def put_on(self) -> None:
         """Let the module have it."""
@@ -46,22 +40,20 @@ class Cast:
 
     @property
     def _forward(self) -> Callable[..., Any]:
-        # The method is looked up each time: where it is held, a copy of the module cannot be pickled.
+        # Looked up each time: a copy of a module that holds a bound method cannot be pickled.
         return self._own or type(self._module).forward.__get__(self._module)
 
 
 def cast_of(module: nn.Module) -> Cast | None:
-    """The one that a module has."""
+    """The cast that a module has."""
     found = vars(module).get("forward")
     return found if isinstance(found, Cast) else None
 
 
 class _Nest(threading.local):
-    """What runs in this thread.
+    """What runs in this thread: the innermost model stored short, and what its last float32 part gave.
 
-    Attributes:
-        around: the innermost model stored short.
-        last: what the last part in float32 gave: short tensors, their versions, and what they were cast from.
+    That is kept as short tensors, their versions, and the float32 tensors they were cast from.
     """
 
     def __init__(self) -> None:
@@ -76,11 +68,11 @@ class Around(Cast):
     """Of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
 
     Only of the outermost such model that runs; one inside of it takes and gives what is short. What the
-    model gives just as its last part in float32 gave it was never rounded.
+    model returns exactly as its last float32 part gave it is not rounded.
 
     Args:
         module: the model.
-        like: one of its weights; whatever dtype it has when the model is called is the model's.
+        like: one of its weights; the dtype it has at each call is the model's.
     """
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
@@ -92,21 +84,21 @@ class Around(Cast):
         """The forward of the model."""
         outer = _NEST.around
         if torch.compiler.is_compiling():  # nothing may be remembered there
-            return mapped(self._called(outer, args, kwargs), partial(_outwards, outer, []))
+            return self._run(outer, [], args, kwargs)
         if is_recomputing() and outer is None:
             outer = self._outer
         self._outer, before, _NEST.around = outer, _NEST.around, self
         try:
-            return mapped(self._called(outer, args, kwargs), partial(_outwards, outer, _NEST.last))
+            return self._run(outer, _NEST.last, args, kwargs)
         finally:
             _NEST.around = before
             if before is None:
                 _NEST.last.clear()
 
-    def _called(self, outer: "Around | None", args: Any, kwargs: Any) -> Any:
+    def _run(self, outer: "Around | None", last: list[tuple[Tensor, int, Tensor]], *given: Any) -> Any:
         inwards = self._inwards if outer is None else partial(_as_short_as, self.like)
-        args, kwargs = mapped((args, kwargs), inwards)
-        return self._forward(*args, **kwargs)
+        args, kwargs = mapped(given, inwards)
+        return mapped(self._forward(*args, **kwargs), partial(_outwards, outer, last))
 
     def _inwards(self, value: Tensor) -> Tensor:
         return value.to(self.like.dtype) if value.is_floating_point() else value
@@ -117,8 +109,7 @@ def _outwards(outer: Around | None, last: list[tuple[Tensor, int, Tensor]], valu
     if outer is not None:
         return _as_short_as(outer.like, value)
     for short, version, full in last:
-        # A block under an old checkpoint gives what has no graph yet, and gets one afterwards. In inference
-        # nobody counts who writes to a tensor.
+        # torch's reentrant checkpoint gives a tensor its graph afterwards. Inference tensors have no version.
         is_it = (
             short is value and full.requires_grad == value.requires_grad and version == private.version(value)
         )
@@ -128,12 +119,7 @@ def _outwards(outer: Around | None, last: list[tuple[Tensor, int, Tensor]], valu
 
 
 class Within(Cast):
-    """Of a part that stays in float32 inside a model that is stored short: the other way round.
-
-    Args:
-        module: the part.
-        like: a weight that is stored short.
-    """
+    """Of a part that stays in float32 inside a model whose weights, such as `like`, are stored short."""
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
         super().__init__(module)
@@ -157,7 +143,7 @@ class Within(Cast):
 
 
 class Outside(Cast):
-    """Of a part that stays in float32 under autocast: inside of it there is none."""
+    """Of a part that stays in float32 under autocast, which is off inside of it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the part."""
@@ -182,7 +168,7 @@ def lengthened(value: Tensor) -> Tensor:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same value with its tensors changed; what is no container, or holds none of these, goes through.
+    """The same nest with its tensors changed; what holds none stays the object it is.
 
     Example:
         >>> mapped({"x": torch.ones(1), "name": "one"}, torch.neg)
@@ -194,6 +180,6 @@ def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if found is None:
         return value
     fresh = [mapped(part, change) for part in found]
-    # While a model is compiled nobody can tell.
+    # The compiler cannot compare objects.
     is_same = not torch.compiler.is_compiling() and all(map(is_, fresh, found))
     return value if is_same else mould(value)(fresh)

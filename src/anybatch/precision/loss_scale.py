@@ -14,8 +14,8 @@ PATIENCE = 2_000  # updates without overflow, after which it is doubled
 class LossScale:
     """What the loss is multiplied by before backward, and gradients are divided by as they are added.
 
-    Always a power of two, so neither changes a digit. Sums hold gradients without scale, so what was added
-    before an overflow needs no change when the scale gives way.
+    Always a power of two, so neither changes a digit. Sums hold gradients without scale, so a new scale
+    leaves them as they are.
 
     Args:
         precision: says whether it is fixed, or follows the gradients.

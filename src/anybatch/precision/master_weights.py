@@ -15,10 +15,7 @@ from anybatch.core import torch_private as private
 
 
 class _Backup:
-    """The float32 weights behind one parameter, and how it stood when it was last seen.
-
-    Every step over a parameter has the same one, so that none begins from what another has rounded.
-    """
+    """The float32 weights behind one parameter, and its version when last seen; all its steps share them."""
 
     def __init__(self, parameter: nn.Parameter, weights: Tensor) -> None:
         self.weights = weights
@@ -29,16 +26,16 @@ class _Backup:
         self.dtype, self.version = parameter.dtype, _version(parameter)
 
     def refresh(self, parameter: nn.Parameter) -> None:
-        """Where somebody has written to the parameter, or moved it, that is what counts."""
+        """Take over what somebody has written to the parameter, or where it was moved."""
         data = parameter.data
         if self.weights.device != data.device or self.weights.shape != data.shape:
             self.weights = data.float()
             self.note(parameter)
         elif self.version != _version(parameter):
-            # Who has only widened what was stored has written nothing.
+            # Elements that nobody wrote to keep their digits, also where the model was only made float32.
             full, stored = self.weights, self.weights.to(self.dtype)
             is_kept = (data == full.to(data.dtype)) | (data == stored.to(data.dtype))
-            if not is_kept.all():  # elements that nobody wrote to, such as those that a clamp leaves
+            if not is_kept.all():
                 full.copy_(torch.where(is_kept, full, data.float()))
             self.version = _version(parameter)
 
@@ -50,14 +47,11 @@ _KNOWN = WeakIdKeyDictionary()
 class Masters:
     """The float32 weights behind those that are stored in 16 bits.
 
-    While an update is made each parameter holds its float32 weights, so any optimizer works on them without
-    knowing, and its state is float32. Then the parameter holds the short weights again, rounded from them:
-    the one further pass over memory, because no optimizer of torch writes both.
-
-    Without weights that are stored short it holds nothing, and does nothing.
+    During an update each parameter holds its float32 weights, so any optimizer updates them, with state in
+    float32. Then the parameter holds the short weights again, rounded from them.
 
     Args:
-        is_needed: whether trained weights are stored short, so that those that come later are held, too.
+        is_needed: whether trained weights are stored short; those that come later are held, too.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -93,24 +87,11 @@ class Masters:
         return backup.weights
 
     def hold(self, parameter: nn.Parameter, weights: Tensor) -> None:
-        """Keep these as the weights behind a parameter.
-
-        Args:
-            parameter: stored short.
-            weights: float32, of the same shape; not copied.
-        """
+        """Keep these float32 weights, which are not copied, behind a parameter."""
         self._hold(parameter, _Backup(parameter, weights))
 
     def shorten(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Store a parameter short, and keep the weights behind it.
-
-        They are those that other steps over the same parameter have, as far as nobody has written to it;
-        where there are none, what it shows: what is short already has no more digits.
-
-        Args:
-            parameter: its memory becomes that of the float32 weights.
-            dtype: a short one.
-        """
+        """Store a parameter short, and keep the weights behind it: another step's, or else its own."""
         backup = _known(parameter)
         if backup is None:
             full = parameter.data
@@ -126,8 +107,8 @@ class Masters:
         """For a while the parameters hold their float32 weights; afterwards those, rounded.
 
         Args:
-            parameters: those to be updated. Who is not held yet, because it came later, is from now on.
-            optimizers: whose state of such parameters is made float32.
+            parameters: those to be updated. One that came later is held from now on.
+            optimizers: their state of parameters that came later becomes float32.
         """
         is_idle = not (self._held or self._is_needed)
         return nullcontext() if is_idle else self._raised(list(parameters), optimizers)
@@ -154,8 +135,8 @@ class Masters:
         finally:
             for parameter, own in zip(held, short, strict=True):
                 parameter.data = own
-            with torch.no_grad():
-                if held:
+            if held:
+                with torch.no_grad():
                     private.foreach_copy_(short, full)
             for parameter, backup in held.items():
                 backup.note(parameter)
@@ -165,22 +146,14 @@ class Masters:
         _KNOWN[parameter] = ref(backup)
 
     def stand_in(self, of: Callable[[Tensor], Any]) -> "Masters":
-        """The same for other tensors in the place of these, as where a step is traced.
-
-        Args:
-            of: gives the tensor in the place of another.
-        """
+        """The same for stand-ins of these tensors, which `of` gives, as where a step is traced."""
         twin = Masters(is_needed=self._is_needed)
         for parameter, backup in self._held.items():
             twin.hold(of(parameter), of(backup.weights))
         return twin
 
     def keep_states(self, optimizer: Optimizer) -> None:
-        """Let an optimizer load its state as it is: torch would round it to the dtype the weights have then.
-
-        Args:
-            optimizer: of parameters that are held.
-        """
+        """Let an optimizer load its state as it is: torch would round it to the dtype of short weights."""
         if self._held or self._is_needed:
             given: dict[str, Any] = {}
             optimizer.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
@@ -203,16 +176,7 @@ class Masters:
         return found
 
     def load_state_dict(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-        """Load what `state_dict` gave: the float32 weights as they are, the short ones rounded from them.
-
-        Args:
-            module: loaded into.
-            state: of it, or of a part of it, such as its adapters.
-            strict: refuse a state that lacks something of the module's, or holds more, as torch does.
-
-        Returns:
-            What was lacking, and what was more, as torch says it.
-        """
+        """Load what `state_dict` gave, with the arguments and the answer of `nn.Module.load_state_dict`."""
         found = module.load_state_dict(state, strict=strict)
         for name, value in module.state_dict(keep_vars=True).items():
             if name in state and isinstance(value, nn.Parameter) and value in self._held:
@@ -222,14 +186,7 @@ class Masters:
 
 
 def lengthen(parameter: nn.Parameter) -> None:
-    """Store in float32 what is stored short, with the digits behind it that a step over it has.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
-        >>> lengthen(weight)
-        >>> weight.dtype
-        torch.float32
-    """
+    """Store in float32 what is stored short, with the digits that a step has behind it."""
     if parameter.dtype not in SHORT_DTYPES:
         return
     backup = _known(parameter)
@@ -241,15 +198,7 @@ def lengthen(parameter: nn.Parameter) -> None:
 
 
 def lengthen_states(optimizers: Iterable[Optimizer], parameters: Iterable[nn.Parameter]) -> None:
-    """Make float32 of what optimizers have in 16 bits for these parameters.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
-        >>> optimizer = torch.optim.Adagrad([weight])
-        >>> lengthen_states([optimizer], [weight])
-        >>> optimizer.state[weight]["sum"].dtype
-        torch.float32
-    """
+    """Make float32 of what optimizers have in 16 bits for these parameters."""
     wanted = list(parameters)
     for optimizer in optimizers:
         for parameter in wanted:
@@ -269,7 +218,7 @@ def _known(parameter: nn.Parameter) -> _Backup | None:
 
 
 def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
-    """Give parameters that are stored short the state that was given, not what torch has made of it."""
+    """Give short parameters the state that was loaded, not what torch has made of it."""
     for group, saved in zip(optimizer.param_groups, given["param_groups"], strict=True):
         for parameter, key in zip(group["params"], saved["params"], strict=True):
             known = given["state"].get(key, {}) if parameter.dtype in SHORT_DTYPES else {}
@@ -281,5 +230,5 @@ def _restore(optimizer: Optimizer, given: dict[str, Any]) -> None:
 
 
 def _version(parameter: nn.Parameter) -> tuple[int, int]:
-    """What changes where somebody writes to a parameter, or puts other memory in its place."""
+    """Changes where somebody writes to a parameter, or puts other memory in its place."""
     return private.version(parameter), private.storage_key(parameter)

@@ -13,7 +13,6 @@ from anybatch.core import PlanError
 
 _SHORT = ("bfloat16", "float16")
 _COMPUTE = (*_SHORT, "float32", "tf32", "float8")
-_DYNAMIC = "dynamic"
 #: What a step may do with a micro-batch whose loss or gradient is not finite, even without a loss scale.
 NON_FINITE_POLICIES = ("raise", "drop", "skip")
 
@@ -60,10 +59,13 @@ class Precision:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_float32", _patterns(self.keep_float32))
-        _check_one_of("store", self.store, _SHORT)
-        _check_one_of("compute", self.compute, _COMPUTE)
-        for name in ("accumulate", "reduce"):
-            _check_dtype(name, getattr(self, name))
+        for name, value, known in (("store", self.store, _SHORT), ("compute", self.compute, _COMPUTE)):
+            if value is not None and value not in known:
+                raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one.")
+        for name, value in (("accumulate", self.accumulate), ("reduce", self.reduce)):
+            dtype = None if value is None else getattr(torch, str(value), None)
+            if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
         _check_scale(self.loss_scale)
         if self.store is not None and self.compute not in (None, self.store, "float8"):
             raise PlanError(
@@ -94,7 +96,7 @@ class Precision:
     @property
     def bytes_per_weight(self) -> int:
         """Bytes held for each trained float32 weight, without gradient and optimizer state."""
-        return 4 if self.store is None else 4 + 2
+        return 4 if self.store is None else 6
 
     def computing(self, kinds: Iterable[str]) -> AbstractContextManager[Any]:
         """What holds while the model and the loss are evaluated, but not in backward.
@@ -123,11 +125,11 @@ class Precision:
         return dataclasses.asdict(self) | {"keep_float32": list(self.keep_float32)}
 
     def __str__(self) -> str:
-        name = next((name for name, one in NAMED.items() if one == self), None)
-        if name is not None:
-            return name
-        set_ = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ", ".join(f"{name} {_in_words(value)}" for name, value in set_.items() if value)
+        for name, one in NAMED.items():
+            if one == self:
+                return name
+        values = self.to_dict() | {"keep_float32": " ".join(self.keep_float32)}
+        return ", ".join(f"{name} {value}" for name, value in values.items() if value)
 
     @contextmanager
     def _autocast(self, kinds: Iterable[str]) -> Generator[None]:
@@ -156,22 +158,17 @@ _TF32 = (
 @contextmanager
 def _switched(settings: tuple[tuple[Any, str, object], ...]) -> Generator[None]:
     # Older torch has fewer. What is so already is left alone: it may be inherited, or say more than a bool.
-    known = [one for one in settings if hasattr(one[0], one[1])]
-    found = [(holder, name, getattr(holder, name)) for holder, name, _ in known]
-    wanted = [
-        (one, value) for one, (*_, value) in zip(found, known, strict=True) if not _is_so(one[2], value)
-    ]
+    changed: list[tuple[Any, str, Any]] = []
     try:
-        for (holder, name, _), value in wanted:
-            setattr(holder, name, value)
+        for holder, name, wanted in settings:
+            found: Any = getattr(holder, name, wanted)
+            if (found[0] if isinstance(found, tuple) else found) != wanted:
+                changed.append((holder, name, found))
+                setattr(holder, name, wanted)
         yield
     finally:
-        for (holder, name, value), _ in wanted:
-            setattr(holder, name, value)
-
-
-def _is_so(found: Any, wanted: object) -> bool:
-    return (found[0] if isinstance(found, tuple) else found) == wanted
+        for holder, name, found in changed:
+            setattr(holder, name, found)
 
 
 def _patterns(given: Any) -> tuple[str, ...]:
@@ -183,19 +180,8 @@ def _patterns(given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _check_one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value is not None and value not in known:
-        raise PlanError(f"Expected {name} to be one of {known} or None, got {value!r}. Name one of them.")
-
-
-def _check_dtype(name: str, value: str | None) -> None:
-    dtype = None if value is None else getattr(torch, str(value), None)
-    if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
-
-
 def _check_scale(value: Any) -> None:
-    if value is None or value == _DYNAMIC:
+    if value is None or value == "dynamic":
         return
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and 1 <= value < math.inf and math.frexp(value)[0] == 0.5):
@@ -205,25 +191,18 @@ def _check_scale(value: Any) -> None:
         )
 
 
-def _in_words(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
 NAMED: Mapping[str, Precision] = {
     "float32": Precision(),
     "tf32": Precision(compute="tf32"),
     "bf16-mixed": Precision(compute="bfloat16"),
-    "fp16-mixed": Precision(compute="float16", loss_scale=_DYNAMIC),
+    "fp16-mixed": Precision(compute="float16", loss_scale="dynamic"),
     "bf16-true": Precision(store="bfloat16"),
-    "fp16-true": Precision(store="float16", loss_scale=_DYNAMIC),
+    "fp16-true": Precision(store="float16", loss_scale="dynamic"),
 }
 
 
 def find_precision(precision: "str | Precision | None") -> Precision:
-    """A precision by its name.
-
-    Raises:
-        PlanError: there is none of that name.
+    """A precision by its name; None is "float32". An unknown name raises a PlanError.
 
     Example:
         >>> find_precision("bf16-true").store
@@ -241,11 +220,7 @@ def find_precision(precision: "str | Precision | None") -> Precision:
 
 
 def check_non_finite(policy: object) -> None:
-    """Refuse what is no policy for values that are not finite.
-
-    Raises:
-        PlanError: it is none of `POLICIES`.
-    """
+    """Refuse with a PlanError what is none of `NON_FINITE_POLICIES`."""
     if policy not in NON_FINITE_POLICIES:
         raise PlanError(
             f'Expected non_finite to be one of {NON_FINITE_POLICIES}, got {policy!r}. "raise" stops and '

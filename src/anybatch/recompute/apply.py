@@ -14,7 +14,7 @@ from anybatch.core import PlanError
 from anybatch.core import torch_private as private
 from anybatch.integrations import with_empty_cache, with_own_cache
 from anybatch.recompute import selective
-from anybatch.recompute.blocks import POLICIES, Choice, find_blocks
+from anybatch.recompute.blocks import Choice, checked, find_blocks
 from anybatch.recompute.checkpoint import Call, is_readable
 from anybatch.recompute.offload import Offload
 from anybatch.state import Reachable
@@ -32,28 +32,24 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
     the results of matrix products, convolutions and attention as well; "offload" moves what the block saves
-    to the host and back. Where gradients are off a block evaluates as ever.
+    to the host and back. Where gradients are off nothing changes. Backward belongs inside, too.
 
     A block that runs again starts from the buffers, attributes and random streams that it started from, and
-    all it writes is put back, so that BatchNorm's statistics are updated once and dropout repeats its masks.
-    Its outputs are compared with those of the first run, bit for bit: always, until they were the same once
-    in this process under this policy; after that only if `verify` says so. It takes one more run, which saves
-    nothing.
+    all it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs
+    are compared with those of the first run, bit for bit, until they were the same once in this process under
+    this policy. That takes one more run, which saves nothing.
     Hooks of the block itself run once; those of modules inside it run again with it.
-
-    Backward belongs inside too. The model's code stays as it is: for the time a block has a `forward` of its
-    own.
 
     Args:
         model: whose blocks are meant.
-        choice: (name, policy) of each block, as `choose` makes it; nothing happens where it is empty.
-        verify: compare the outputs of all blocks that run again, also of those that were compared before.
+        choice: (name, policy) of each block, as `choose_blocks` makes it.
+        verify: compare also the outputs of blocks that were compared before.
 
     Raises:
-        PlanError: there is no such block or policy, or a module around a block is compiled. While a block
-            runs: it cannot be run again, because it changes its arguments in place.
-        BlockError: while a block is compared: its second run has other outputs, or its first one writes to a
-            parameter, or to a tensor that is no buffer.
+        PlanError: there is no such block or policy, a module around a block is compiled, or a block that is
+            to run again changes its arguments in place.
+        BlockError: the second run of a block has other outputs, or its first one writes to a parameter, or to
+            a tensor that is no buffer.
 
     Example:
         >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Dropout()), nn.Linear(2, 1))
@@ -67,7 +63,7 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
 @contextmanager
 def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
-    blocks = [(name, _block(model, name), policy) for name, policy in choice]
+    blocks = [(name, _block(model, name), checked(policy)) for name, policy in choice]
     offload = None
     if any(policy == "offload" for _, policy in choice):
         offload = Offload((*model.parameters(), *model.buffers()))
@@ -77,9 +73,13 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
         for name, block, policy in blocks:
             # A compiled block is called by another name, and stays compiled.
             slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
-            forward = getattr(block, slot)
+            evaluate = getattr(block, slot)
+            if policy in ("recompute", "selective"):
+                evaluate = _rebuilt(policy, name, block, evaluate, verify)
+            if offload is not None:
+                evaluate = _watched(policy, block, evaluate, offload)
             found.append((vars(block), slot, vars(block).get(slot, _ABSENT)))
-            vars(block)[slot] = _under(policy, name, block, forward, offload, verify)
+            vars(block)[slot] = evaluate
         yield
     finally:
         for attributes, slot, value in reversed(found):
@@ -91,26 +91,14 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
             offload.close()
 
 
-def _under(
-    policy: str, name: str, block: nn.Module, forward: Forward, offload: Offload | None, verify: bool
-) -> Forward:
-    """A forward that evaluates under a policy, and of which those that are moved take notice."""
-    match policy:
-        case "recompute" | "selective":
-            evaluate = _rebuilt(policy, name, block, forward, verify)
-        case "offload" | "keep":
-            evaluate = forward
-        case _:
-            raise PlanError(f"Expected a policy, one of {POLICIES}, got {policy!r}. Pass one of them.")
-    return evaluate if offload is None else _watched(policy, block, evaluate, offload)
-
-
 def _beside(model: nn.Module, choice: Choice) -> list[str]:
-    """What `_others` found, as long as it is there: to look for it takes longer than all the rest."""
+    """Blocks beside those named, which keep what they save and can be watched; the search is slow."""
     known = _FOUND.setdefault(model, {})
     names = known.get(choice)
     if names is None or not all(_is_there(model, name) for name in names):
-        names = known[choice] = _others(model, choice)
+        taken = {module for name, _ in choice for module in _block(model, name).modules()}
+        apart = [one for one in find_blocks(model) if taken.isdisjoint(model.get_submodule(one).modules())]
+        names = known[choice] = [one for one in apart if _is_there(model, one)]
     return names
 
 
@@ -120,16 +108,6 @@ def _is_there(model: nn.Module, name: str) -> bool:
     except PlanError:
         return False
     return True
-
-
-def _others(model: nn.Module, choice: Choice) -> list[str]:
-    """Blocks that stand beside those named, keep what they save, and can be watched."""
-    named = [_block(model, name) for name, _ in choice]
-    taken = {module for block in named for module in block.modules()}
-    apart = [
-        name for name in find_blocks(model) if not taken.intersection(model.get_submodule(name).modules())
-    ]
-    return [name for name in apart if _is_there(model, name)]
 
 
 def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify: bool) -> Forward:
@@ -162,14 +140,12 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
 def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
     # `Call` replays random streams: torch does so only on the devices of the arguments.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
-    if stops:
-        return checkpoint(call, *call.tensors, **options)
-    with set_checkpoint_early_stop(False):
+    with nullcontext() if stops else set_checkpoint_early_stop(False):
         return checkpoint(call, *call.tensors, **options)
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    """A forward of which what is moved takes notice: of the block itself, or of the one before it."""
+    """A forward that tells the offload when it runs, and saves under it where the policy says so."""
     kinds = {parameter.device.type for parameter in block.parameters()}
     kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
 

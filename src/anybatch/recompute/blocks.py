@@ -19,26 +19,18 @@ POLICIES = ("recompute", "selective", "offload")
 Choice = tuple[tuple[str, str], ...]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
-# A module is a stack of blocks, and no block, where at least so much of its parameters is in its blocks. Of
-# Swin's stages it is 94 %, the rest are the layers between them.
-_STACK = 0.75
+_STACK = 0.75  # a stack has so much of its parameters in its blocks; in Swin's stages it is 94 %
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """The names of the repeated blocks: where a model's work is, one after another.
 
     A block is a module with children and parameters whose class occurs at least twice in the model: GPT-2's
-    layers, ResNet's bottlenecks, a U-Net's double convolutions. Of modules nested in one another it is the
-    outermost, with two exceptions. A stack is looked into: a module that holds several blocks of one class in
-    a list, and in them three quarters of its parameters, such as the encoder and the decoder of T5. And
-    experts are no blocks: they work side by side, so the layer that holds them is the block. The containers
-    of torch are only looked into, and leaves (`nn.LSTM`, `nn.Linear`) are what blocks are made of, so a plain
-    `nn.Sequential` of layers has none. What transformers marks as a layer is a block even where it stands
-    alone. A compiled module counts as what it compiles.
-
-    Args:
-        model: looked at, never called.
+    layers, ResNet's bottlenecks, a U-Net's double convolutions. Of nested ones it is the outermost, with two
+    exceptions. A stack is looked into: a module that holds several blocks of one class in a list, and in them
+    three quarters of its parameters, such as T5's encoder. Experts work side by side, so the layer that
+    holds them is the block. Torch's containers are looked into, too. What transformers marks as a layer is a
+    block even where it stands alone. A compiled module counts as what it compiles.
 
     Returns:
         Names as in `named_modules`, in the order of the model, none within another.
@@ -89,7 +81,7 @@ def choose_blocks(model: nn.Module, asked: object) -> Choice:
     if asked is None:
         return ()
     if isinstance(asked, str):
-        policy = "recompute" if asked == "all" else _checked(asked)
+        policy = "recompute" if asked == "all" else checked(asked)
         chosen = dict.fromkeys(find_blocks(model), policy)
         if not chosen:
             raise PlanError(
@@ -101,14 +93,13 @@ def choose_blocks(model: nn.Module, asked: object) -> Choice:
             name: policy for pattern, policy in _patterns(asked).items() for name in _matched(model, pattern)
         }
     choice = tuple((name, chosen[name]) for name, _ in model.named_modules() if name in chosen)
-    _check_apart(choice)
-    _check_not_twice(model, choice)
-    _check_not_scripted(model, choice)
+    for name, policy in choice:
+        _check(model, name, policy, choice)
     return choice
 
 
 def _inner(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` was given, of what it returned; others as they are."""
+    """What a compiled module compiles; others as they are."""
     if isinstance(module, torch.jit.ScriptModule):
         return module
     return private.compiled_from(module) or module
@@ -124,12 +115,12 @@ def _may_be_block(module: nn.Module) -> bool:
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    """Whether torch.jit has compiled it, or something in it: its state is out of reach."""
+    """Whether torch.jit has compiled a part of it, whose state is out of reach."""
     return any(isinstance(one, torch.jit.ScriptModule) for one in module.modules())
 
 
 def _elements(module: nn.Module) -> Iterator[nn.Module]:
-    """What a module holds in containers of torch; all its children where it is itself of such a kind."""
+    """What a module holds in torch's containers, or in itself where its class derives from one."""
     for name, child in module.named_children():
         if "expert" not in name and type(child) in _CONTAINERS:
             yield from child.children()
@@ -142,11 +133,11 @@ def _is_stack(modules: Sequence[nn.Module], repeated: set[type[nn.Module]]) -> b
     """Whether modules of one class are mostly lists of blocks of another."""
     inside = 0
     for module in modules:
-        kinds = Counter(type(_inner(element)) for element in _elements(module))
-        several = {kind for kind, count in kinds.items() if count > 1 and kind in repeated}
-        within = {e for e in _elements(module) if type(_inner(e)) in several}
-        inside += sum(_size(element) for element in within)
-    return inside > 0 and inside >= _STACK * sum(_size(module) for module in modules)
+        elements = list(_elements(module))
+        kinds = Counter(type(_inner(element)) for element in elements)
+        several = {kind for kind in repeated if kinds[kind] > 1}
+        inside += sum(_size(element) for element in set(elements) if type(_inner(element)) in several)
+    return inside > 0 and inside >= _STACK * sum(map(_size, modules))
 
 
 def _size(module: nn.Module) -> int:
@@ -166,18 +157,17 @@ def _outermost(module: nn.Module, name: str, kinds: set[type[nn.Module]]) -> Ite
 
 def _patterns(asked: object) -> dict[str, str]:
     if isinstance(asked, Mapping):
-        found = {str(p): _checked(policy) for p, policy in cast(Mapping[object, object], asked).items()}
-    elif isinstance(asked, Sequence):
-        found = {str(pattern): "recompute" for pattern in cast(Sequence[object], asked)}
-    else:
-        raise PlanError(
-            f"Expected recompute to be None, 'all', one of {POLICIES}, patterns of module names or a mapping "
-            f"from pattern to policy, got {asked!r}. Pass 'all' to recompute every repeated block."
-        )
-    return found
+        return {str(p): checked(policy) for p, policy in cast(Mapping[object, object], asked).items()}
+    if isinstance(asked, Sequence):
+        return {str(pattern): "recompute" for pattern in cast(Sequence[object], asked)}
+    raise PlanError(
+        f"Expected recompute to be None, 'all', one of {POLICIES}, patterns of module names or a mapping "
+        f"from pattern to policy, got {asked!r}. Pass 'all' to recompute every repeated block."
+    )
 
 
-def _checked(policy: object) -> str:
+def checked(policy: object) -> str:
+    """The policy, if it is one of `POLICIES`; otherwise a PlanError."""
     if policy not in POLICIES:
         raise PlanError(
             f"Expected a policy, one of {POLICIES}, got {policy!r}. Pass one of them, or a list of patterns "
@@ -193,11 +183,12 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in found)
         is_matched = fnmatchcase(name, pattern) or name.rpartition(".")[0] in lists
-        if name and not is_inside and is_matched:
-            if isinstance(module, _WITHOUT_FORWARD) or (name == pattern and _is_list(module)):
-                lists.add(name)
-            else:
-                found.append(name)
+        if not name or is_inside or not is_matched:
+            continue
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) or (name == pattern and _is_list(module)):
+            lists.add(name)
+        else:
+            found.append(name)
     if not found:
         some = ", ".join(name for name, _ in list(model.named_modules())[1:6])
         raise PlanError(
@@ -209,33 +200,25 @@ def _matched(model: nn.Module, pattern: str) -> list[str]:
 
 def _is_list(module: nn.Module) -> bool:
     """Whether this is a sequence of blocks, not of layers without parts."""
-    elements = list(module.children())
-    return type(module) is nn.Sequential and bool(elements) and all(map(_may_be_block, elements))
+    return type(module) is nn.Sequential and len(module) > 0 and all(map(_may_be_block, module))
 
 
-def _check_apart(choice: Choice) -> None:
-    for outer, _ in choice:
-        inner = next((name for name, _ in choice if name.startswith(f"{outer}.")), None)
-        if inner:
-            raise PlanError(
-                f"Expected blocks that are not within one another, got {outer!r} and {inner!r}. Name one of "
-                "the two."
-            )
-
-
-def _check_not_twice(model: nn.Module, choice: Choice) -> None:
-    for name, _ in choice:
-        if any(recomputes_itself(module) for module in model.get_submodule(name).modules()):
-            raise PlanError(
-                f"Expected blocks that keep their activations, got {name!r}, which transformers recomputes "
-                "already. Call model.gradient_checkpointing_disable()."
-            )
-
-
-def _check_not_scripted(model: nn.Module, choice: Choice) -> None:
-    for name, policy in choice:
-        if policy != "offload" and _is_scripted(model.get_submodule(name)):
-            raise PlanError(
-                f"Expected blocks that Python runs for {policy!r}, got {name!r} with a ScriptModule "
-                'in it, of which nothing can be put back. Choose "offload", or leave it out of `recompute`.'
-            )
+def _check(model: nn.Module, name: str, policy: str, choice: Choice) -> None:
+    """Refuse a block that holds another, that is recomputed already, or that cannot be."""
+    block = model.get_submodule(name)
+    inner = next((other for other, _ in choice if other.startswith(f"{name}.")), None)
+    if inner:
+        raise PlanError(
+            f"Expected blocks that are not within one another, got {name!r} and {inner!r}. Name one of the "
+            "two."
+        )
+    if any(map(recomputes_itself, block.modules())):
+        raise PlanError(
+            f"Expected blocks that keep their activations, got {name!r}, which transformers recomputes "
+            "already. Call model.gradient_checkpointing_disable()."
+        )
+    if policy != "offload" and _is_scripted(block):
+        raise PlanError(
+            f"Expected blocks that Python runs for {policy!r}, got {name!r} with a ScriptModule in it, of "
+            'which nothing can be put back. Choose "offload", or leave it out of `recompute`.'
+        )

@@ -24,26 +24,12 @@ _ADVICE = (
 
 
 class Draws:
-    """Where every random stream stands that a forward may draw from.
+    """Where random streams stand: torch's on each device in use, Python's, NumPy's, and those given."""
 
-    Those of torch on the CPU and, where CUDA is in use, on every device, not only those of the arguments; of
-    the modules themselves; Python's; and NumPy's, where it is loaded.
-
-    Args:
-        generators: those that modules or arguments hold: torch's, NumPy's or Python's.
-
-    Example:
-        >>> before = Draws()
-        >>> first = torch.rand(2)
-        >>> before.restore()
-        >>> torch.equal(torch.rand(2), first)
-        True
-    """
-
-    def __init__(self, generators: Sequence[Any] = ()) -> None:
+    def __init__(self, generators: Sequence[Any]) -> None:
         cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        everyone = [ways(one) for one in (torch.default_generator, *cuda, *generators)]
-        self._noted = [(put, read()) for read, put in everyone]
+        known = map(ways, (torch.default_generator, *cuda, *generators))
+        self._noted = [(put, read()) for read, put in known]
         self._python = random.getstate()
         self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
 
@@ -59,13 +45,9 @@ class Draws:
 class State:
     """What a block's forward reads and may write besides its arguments, as it stands when this is made.
 
-    Buffers, also where a forward puts another tensor in the place of one; parameters, where another stands in
-    the place of one (`torch.func.functional_call`); attributes of the modules and what lists and dicts among
-    them hold; random streams. Buffers of one axis are copied always, because BatchNorm's kernels write to
-    running statistics without a new version; of others a copy is kept only if the forward wrote to them.
-
-    Args:
-        inside: the block.
+    Buffers; parameters, which `torch.func.functional_call` replaces; attributes, and what lists and dicts
+    among them hold; random streams. Copies of buffers with one axis are always kept, because BatchNorm's
+    kernels write to them without a new version; of others only if the forward wrote to them.
     """
 
     def __init__(self, inside: Reachable) -> None:
@@ -89,15 +71,16 @@ class State:
     def again(self, name: str) -> Generator[None]:
         """For a while everything is as it was; then as it was found, whatever was written meanwhile.
 
-        What is written are copies, so buffers stay the same to autograd.
-
-        Args:
-            name: of the block, for a message.
-
-        Raises:
-            PlanError: a buffer that the forward left alone has changed since.
+        A buffer that the forward left alone and that has changed since is refused with a PlanError.
         """
-        self._refuse_changed(name)
+        for buffer, version in self._versions.items():
+            if buffer not in self._copies and private.version(buffer) != version:
+                raise PlanError(
+                    f"Expected the buffers of {name!r} to stay as they are from forward to backward, got one "
+                    f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
+                    "`recompute`."
+                )
+        # Copies are put into the slots: to autograd the buffers themselves stay unwritten.
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
         draws, modules = Draws(self._inside.generators), self._inside.modules
         parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
@@ -114,15 +97,6 @@ class State:
             now.put_back()
             draws.restore()
 
-    def _refuse_changed(self, name: str) -> None:
-        for buffer, version in self._versions.items():
-            if buffer not in self._copies and private.version(buffer) != version:
-                raise PlanError(
-                    f"Expected the buffers of {name!r} to stay as they are from forward to backward, got one "
-                    f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
-                    "`recompute`."
-                )
-
 
 class Call:
     """One call of a block: its forward when first called, the same again each time after that.
@@ -131,14 +105,12 @@ class Call:
         name: of the block, for a message.
         forward: of the block.
         inside: where the block's state lives.
-        arguments: of the call, `(args, kwargs)`. Lists and dicts are copied, so that what somebody adds to
-            them later is not seen.
+        arguments: `(args, kwargs)`; their lists and dicts are copied, since they may change later.
 
     Attributes:
         tensors: those among the arguments, each once; what `__call__` takes.
-        verified: if it is set before the first run, outputs of the second are compared with those of the
-            first, and this is called where they are equal, NaN with NaN. Nothing is compared where an output
-            was changed in place meanwhile.
+        verified: if set before the first run, outputs of the second are compared with those of the first,
+            unless one was changed in place meanwhile. Where they are equal this is called.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:
@@ -152,13 +124,7 @@ class Call:
         self._outputs: list[tuple[Tensor, int]] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the forward, or run it again.
-
-        Raises:
-            PlanError: the forward changes one of its arguments in place.
-            BlockError: the second run has other outputs, or the first has written to a tensor of the block
-                that is no buffer.
-        """
+        """Run the forward, or run it again; see `apply_policies` for what is refused."""
         if not self._first:
             return self._again(tensors)
         args, kwargs = self._first.pop()
@@ -199,13 +165,13 @@ class Call:
             raise
 
     def _verify(self, tensors: Sequence[Tensor]) -> None:
-        """Run it once more, saving nothing: so it takes less memory than the run that backward needs."""
+        """Compare the outputs in a run of its own, which saves nothing and so takes little memory."""
         expected, self._outputs = self._outputs, []
         if any(private.version(one) != version for one, version in expected):
             return
         args, kwargs = _put_together(self._arguments, tensors)
         # No mode sees it: neither a meter, nor the one that gives out what a selective block has kept.
-        nothing_saved = saved_tensors_hooks(_dropped, _dropped)
+        nothing_saved = saved_tensors_hooks(_nothing, _nothing)
         with private.disable_current_modes(), recomputing(), self._state.again(self._name), nothing_saved:
             found = _readable(self._forward(*args, **kwargs))
         same = [_is_equal(one, other) for (one, _), other in zip(expected, found, strict=False)]
@@ -220,17 +186,12 @@ class Call:
             self.verified()
 
 
-def _dropped(value: Any) -> Any:
-    """Nothing is saved."""
+def _nothing(value: Any) -> Any:
+    """In the place of what is saved."""
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether it has values that can be compared: dense, on a device, and no fake.
-
-    Example:
-        >>> is_readable(torch.ones(1)), is_readable(torch.ones(1, device="meta"))
-        (True, False)
-    """
+    """Whether it has values that can be compared: dense, on a device, and no fake."""
     is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_inference()
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not is_odd
 
@@ -247,7 +208,7 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
-    """Parameters and tensors that are no buffers, which nobody puts back, and how often they were written."""
+    """The versions of parameters and of tensors that are no buffers, which nobody puts back."""
     held = [one for module in inside.modules for one in private.parameters_of(module).values()]
     leaves = [one for one in inside.values if isinstance(one, Tensor) and one.is_leaf]
     found = [one for one in (*held, *leaves) if one is not None and not (is_lazy(one) or one.is_inference())]
@@ -260,7 +221,7 @@ class _Place:
 
 
 def _taken_apart(value: object, tensors: list[Tensor], places: dict[int, _Place]) -> Any:
-    """The containers anew, with a place for each tensor; the same tensor has the same place."""
+    """The same nest with a place for each tensor; the same tensor has the same place."""
     if not isinstance(value, Tensor):
         return _rebuilt(value, lambda one: _taken_apart(one, tensors, places))
     if value.is_inference():  # a constant, and autograd could not keep it

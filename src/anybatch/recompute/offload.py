@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -20,56 +20,28 @@ SMALLEST = 64 * 1024
 Key = tuple[int, int, torch.dtype]
 
 
-class Link(Protocol):
-    """How storages travel between a device and the host, each as a tensor of one axis."""
+class HostLink:
+    """How storages travel to the host and back, each as a tensor of one axis; on the CPU by plain copies."""
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
         """Start to copy to the host; the copy, and a mark that tells when it is done."""
-        ...
-
-    def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """Start to copy to the device; the copy, and a mark that tells when it is done."""
-        ...
-
-    def wait(self, mark: Any) -> None:
-        """Let what is computed from here on come after the mark."""
-        ...
-
-
-class HostLink:
-    """On the CPU nothing is saved by it: plain copies, so that the same can be tried without a device.
-
-    Example:
-        >>> copied, mark = HostLink().away(torch.ones(2))
-        >>> copied
-        tensor([1., 1.])
-    """
-
-    def away(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """See `Link`."""
         return flat.clone(), None
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """See `Link`."""
+        """Start to copy to the device; the copy, and a mark that tells when it is done."""
         return host.to(device, copy=True), None
 
     def wait(self, mark: Any) -> None:
-        """See `Link`."""
+        """Let what is computed from here on come after the mark."""
 
 
-class CudaLink:
-    """Copies on a stream of their own, beside the computation, from and to pinned memory.
-
-    Pinned buffers come from torch's caching host allocator, which hands a freed one out again as soon as
-    every copy from or to it is done.
+class CudaLink(HostLink):
+    """Copies on a stream of its own, beside the computation, from and to pinned memory.
 
     All device memory is made on the stream that computes. The stream that copies waits for it before each
-    copy, and it waits for the copy before it reads what was brought back, or before what was moved away is
-    freed. So no memory is given to anybody else while a copy still needs it, and none has to be held back
-    until the host notices that a copy is done, as with `record_stream`.
-
-    Args:
-        device: whose memory is meant.
+    copy. It waits for the copy before it reads what was brought back, and before what was moved away is
+    freed. So no memory is reused while a copy needs it, as in torch's allocator of pinned memory, and none
+    is held longer, as with `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,17 +49,17 @@ class CudaLink:
         self._side = torch.cuda.Stream(device)
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """See `Link`."""
+        """To pinned memory."""
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         return host, self._copy(host, flat)
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """See `Link`."""
+        """From pinned memory."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=device)
         return flat, self._copy(flat, host)
 
     def wait(self, mark: Any) -> None:
-        """See `Link`."""
+        """The stream that computes waits."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
@@ -98,32 +70,20 @@ class CudaLink:
 
 
 def _nothing() -> None:
-    """In the place of a reference to what is not there."""
+    """A reference to nothing."""
 
 
-class Moved:
-    """One storage of a device, in host memory or on its way.
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Moved:
+    """One storage of a device, in host memory or on its way."""
 
-    Args:
-        device: where it belongs.
-        source: it, until it has left.
-        version: how often it had been written to when it was saved.
-
-    Attributes:
-        host: its copy; the source itself until the block that saved it is left.
-        mark: when the copy is done.
-        taken: what came back, as long as anybody needs it.
-        is_changed: whether the source was written to while it was here.
-    """
-
-    __slots__ = ("__weakref__", "device", "host", "is_changed", "mark", "source", "taken", "version")
-
-    def __init__(self, device: torch.device, source: Tensor, version: int) -> None:
-        self.device, self.version = device, version
-        self.source: Tensor | None = source
-        self.host, self.mark = source, cast(Any, None)
-        self.taken: Callable[[], Tensor | None] = _nothing
-        self.is_changed = False
+    device: torch.device
+    version: int  # of the source when it was saved
+    source: Tensor | None  # it, until it has left
+    host: Tensor  # its copy; the source itself until the block that saved it is left
+    mark: Any = None  # when the copy is done
+    taken: Callable[[], Tensor | None] = _nothing  # what came back, as long as anybody needs it
+    is_changed: bool = False  # whether the source was written to while it was here
 
     def look(self) -> None:
         """Note whether the source was written to, which the copy may or may not have seen."""
@@ -133,17 +93,12 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Visit:
-    """One call of a block, whatever its policy.
+    """One call of a block, whatever its policy."""
 
-    Attributes:
-        before: the call that backward comes to after this one, if it is still there.
-        moved: what this one saved and moves, as long as autograd holds it.
-    """
+    before: "Callable[[], Visit | None]"  # the call that backward comes to after this one, if still there
+    moved: list[ReferenceType[_Moved]] = field(default_factory=list[ReferenceType[_Moved]])
 
-    before: "Callable[[], Visit | None]"
-    moved: list[ReferenceType[Moved]] = field(default_factory=list[ReferenceType[Moved]])
-
-    def alive(self) -> list[Moved]:
+    def alive(self) -> list[_Moved]:
         """What autograd still holds."""
         return [moved for moved in (each() for each in self.moved) if moved is not None]
 
@@ -152,7 +107,7 @@ class Visit:
 class Saved:
     """A tensor that autograd saved: a view of a storage that was moved."""
 
-    moved: Moved
+    moved: _Moved
     visit: Visit
     size: torch.Size
     stride: tuple[int, ...]
@@ -162,55 +117,38 @@ class Saved:
 class Offload:
     """Moves what blocks save to the host, and back before backward needs it.
 
-    A storage is moved once, however many of its views are saved, and comes back as it was: the same strides,
-    the same bits. While a block computes, what the block before it saved is on its way, and is then let go.
-    What the last block saved is still there when backward begins. When backward enters a block, what the
-    block before it saved begins to come back. Blocks that keep what they save, or run again, take part in
-    this: so what a block that is moved takes does not depend on the policies of its neighbours.
+    A storage is moved once, however many of its views are saved, and comes back with the same strides and
+    bits. While a block computes, what the block before it saved is on its way, and is then let go. When
+    backward enters a block, what the block before it saved begins to come back. Blocks that keep what they
+    save, or run again, take part in this, so that the bytes of one that is moved do not depend on them.
 
     What is smaller than `SMALLEST` stays where it is, and so does what is on another kind of device.
 
     Args:
         stay: tensors that are never moved: parameters and buffers.
-
-    Example:
-        >>> offload, weight = Offload([]), torch.ones(200, 200, requires_grad=True)
-        >>> with offload.saving("cpu"):
-        ...     loss = weight.exp().sum()
-        >>> loss.backward()
-        >>> torch.equal(weight.grad, weight.exp())
-        True
-        >>> offload.close()
     """
 
     def __init__(self, stay: Iterable[Tensor]) -> None:
         self._stay = {private.storage_key(tensor) for tensor in stay}
-        self._links: dict[torch.device, Link] = {}
-        self._coming: dict[Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
+        self._links: dict[torch.device, HostLink] = {}
+        self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
         self._last: Callable[[], Visit | None] = _nothing  # in forward
         self._entered: Callable[[], Visit | None] = _nothing  # in backward
 
     @contextmanager
     def saving(self, kind: str) -> Generator[Visit]:
-        """What one call of a block runs under.
+        """What one call of a block, which it yields, runs under.
 
         Args:
             kind: of device whose memory is to be freed, as in "cuda"; "" where the block is not moved.
-
-        Yields:
-            the call, to be watched.
         """
         self.close()  # what an interrupted backward has left
         before = self._last()
         visit = Visit(self._last)
-        known: dict[Key, Moved] = {}
-
+        known: dict[Key, _Moved] = {}
+        hooks = saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack)
         try:
-            with (
-                saved_tensors_hooks(partial(self._pack, kind, visit, known), self._unpack)
-                if kind
-                else nullcontext()
-            ):
+            with hooks if kind else nullcontext():
                 yield visit
         finally:
             known.clear()  # autograd holds it
@@ -226,12 +164,7 @@ class Offload:
         self._last = ref(visit)
 
     def watch(self, visit: Visit, outputs: Any) -> None:
-        """Let what the block before this one saved come back when backward enters this one.
-
-        Args:
-            visit: a call.
-            outputs: what it returned; they hold the call.
-        """
+        """Let what the block before this one saved come back when backward enters this one's outputs."""
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.grad_fn.register_hook(partial(self._enter, visit))
@@ -252,7 +185,7 @@ class Offload:
         )
 
     @private.not_compiled  # a compiled block calls it, and is not to be compiled with it
-    def _pack(self, kind: str, visit: Visit, known: dict[Key, Moved], tensor: Tensor) -> Tensor | Saved:
+    def _pack(self, kind: str, visit: Visit, known: dict[Key, _Moved], tensor: Tensor) -> Tensor | Saved:
         if not self._is_moved(tensor, kind):
             return tensor
         # The storage stays until `known` is cleared, so nothing else has its place. What was written to
@@ -260,7 +193,10 @@ class Offload:
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = known.get(key)
         if moved is None:
-            moved = known[key] = Moved(tensor.device, _flat(tensor), key[1])
+            # All of its storage, on one axis.
+            numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
+            flat = tensor.detach().as_strided((numbers,), (1,), 0)
+            moved = known[key] = _Moved(tensor.device, key[1], source=flat, host=flat)
             visit.moved.append(ref(moved))
         return Saved(moved, visit, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -278,11 +214,11 @@ class Offload:
             for moved in (*visit.alive(), *(before.alive() if before is not None else ())):
                 self._bring(moved)
 
-    def _bring(self, moved: Moved) -> None:
+    def _bring(self, moved: _Moved) -> None:
         if moved.source is None and moved.taken() is None and moved not in self._coming:
             self._coming[moved] = self._link(moved.device).back(moved.host, moved.device)
 
-    def _take(self, moved: Moved) -> Tensor:
+    def _take(self, moved: _Moved) -> Tensor:
         moved.look()
         if moved.is_changed:  # autograd itself would have refused it
             raise PlanError(
@@ -298,13 +234,7 @@ class Offload:
         moved.taken = ref(flat)
         return flat
 
-    def _link(self, device: torch.device) -> Link:
+    def _link(self, device: torch.device) -> HostLink:
         if device not in self._links:
             self._links[device] = CudaLink(device) if device.type == "cuda" else HostLink()
         return self._links[device]
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, on one axis."""
-    tensor = tensor.detach()
-    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)

@@ -40,31 +40,21 @@ KEPT = (
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What `torch.utils.checkpoint` runs a forward under, and the same forward again.
 
-    The first is torch's own; the second differs from torch's in what it allows. It may be run again as often
-    as backward passes come by, as with `retain_graph`. Other operations may be more or fewer than the first
-    time, as those by which autocast casts weights. Where a kept result was changed in place (a convolution
-    with an in-place activation behind it), all of the block is rebuilt. And attention that drops out is
-    rebuilt: if it were not, the draws after it would be others.
-
-    Example:
-        >>> first, _ = contexts()
-        >>> with first:
-        ...     _ = torch.ones(2, 2) @ torch.ones(2, 2)
+    The first is torch's own. The second allows more than torch's: several backward passes, as with
+    `retain_graph`, and other operations that come more or less often than the first time, such as autocast's
+    casts. Where a kept result was changed in place, all of the block is rebuilt. So is attention that drops
+    out: otherwise the draws after it would be others.
     """
     keeping: Any = create_selective_checkpoint_contexts(_policy)[0]
     return keeping, _Reusing(keeping.storage)
 
 
 class _Reusing(private.TorchDispatchMode):
-    """Operations whose results are kept give those; the others run.
-
-    Args:
-        store: operation -> how many of its kind came before it -> its result, each part in a wrapper.
-    """
+    """Operations whose results are kept give those; the others run."""
 
     def __init__(self, store: dict[Any, dict[int, Any]]) -> None:
         super().__init__()
-        self._store = store
+        self._store = store  # operation -> how many of its kind came before -> its result, in wrappers
         self._is_last = False
         self._came: Counter[Any] = Counter()
 
@@ -74,7 +64,7 @@ class _Reusing(private.TorchDispatchMode):
         return True
 
     def __enter__(self) -> Self:
-        # What was changed in place is kept no longer, and a part of the rest would be of little use.
+        # Where a result was changed in place, none is used.
         wrappers = [leaf for leaf in private.pytree.tree_leaves(self._store) if hasattr(leaf, "val")]
         if any(isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers):
             self._store.clear()
@@ -94,7 +84,7 @@ class _Reusing(private.TorchDispatchMode):
 
 
 def _unwrapped(wrapper: Any) -> Any:
-    """A tensor of its own each time, for autograd to write its notes on."""
+    """A new tensor each time, since autograd writes to it."""
     return wrapper.val.detach() if isinstance(wrapper.val, Tensor) else wrapper.val
 
 
@@ -111,13 +101,10 @@ def _kept() -> frozenset[Any]:
 
 def _drops_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     place = _dropout_place(op)
-    if place < 0:
-        return False
-    name = private.arguments_of(op)[place].name
-    return bool(args[place] if place < len(args) else kwargs.get(name, 0.0))
+    return place >= 0 and bool(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @cache
 def _dropout_place(op: Any) -> int:
     names = [argument.name for argument in private.arguments_of(op)]
-    return next((place for place, name in enumerate(names) if name == "dropout_p"), -1)
+    return names.index("dropout_p") if "dropout_p" in names else -1

@@ -28,23 +28,13 @@ _NO_MASTERS = Masters()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """What a file held, verified, on the CPU.
-
-    Attributes:
-        path: where it was read.
-        model: the model's state dict, with float32 weights in the place of those that are stored short.
-        loss: the loss's state dict, empty where it is no module.
-        optimizers: `(class name, state dict, names of the parameters of each group)` of each optimizer.
-        schedulers: `(class name, state dict)` of each scheduler.
-        progress: the values given to `save`.
-        random: the random state given to `save`.
-    """
+    """What a file held, verified, on the CPU; see `save`."""
 
     path: Path
-    model: dict[str, Any]
-    loss: dict[str, Any]
-    optimizers: list[tuple[str, dict[str, Any], list[list[str]]]]
-    schedulers: list[tuple[str, dict[str, Any]]]
+    model: dict[str, Any]  # state dict, with float32 weights in the place of those stored short
+    loss: dict[str, Any]  # state dict, empty where the loss is no module
+    optimizers: list[tuple[str, dict[str, Any], list[list[str]]]]  # class, state dict, names in each group
+    schedulers: list[tuple[str, dict[str, Any]]]  # class, state dict
     progress: dict[str, Any]
     random: dict[str, Any]
 
@@ -67,15 +57,14 @@ def save(
 
     Args:
         path: the file; its folder must exist.
-        model: whose state dict is kept.
-        loss: a loss that is a module, whose state dict is kept too: it may hold trained parameters.
-        optimizers: whose state dicts are kept.
-        schedulers: whose state dicts are kept.
+        model: whose state dict is kept, as are those of optimizers and schedulers.
+        loss: a loss that is a module, which may hold trained parameters.
+        optimizers: in the order in which `restore` gets them.
+        schedulers: likewise.
         masters: the float32 weights behind those that are stored short (`Step.masters`), kept in their place.
-        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's.
+        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's, such as the state
+            of an open window (`Window.state`).
         random: the same, as `anybatch.state.rng.capture_process` gives it.
-
-    A window that is open goes along as a part of `progress` (`Window.state`).
 
     Raises:
         CheckpointError: a value that cannot be written without pickle, or a file that cannot be written. An
@@ -136,8 +125,8 @@ def load(path: str | Path) -> Checkpoint:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path}: expected a whole safetensors file, got one that cannot be read ({error}). It is "
-            "truncated, damaged or "
-            "of another kind (pickled files are never opened); use an earlier checkpoint."
+            "truncated, damaged or of another kind (pickled files are never opened); use an earlier "
+            "checkpoint."
         ) from None
     if metadata.get("anybatch") != FORMAT:
         found = metadata.get("anybatch", "a file of another program")
@@ -171,7 +160,7 @@ def restore(
     """Put a checkpoint into a model, optimizers and schedulers; everything is checked before any is touched.
 
     Weights that were stored short are float32 in a checkpoint, so it can be put into a float32 model too.
-    Where that is all, without optimizers, what else was short may be float32 there: no digit is lost.
+    Without optimizers other short tensors may be float32 in the model as well: no digit is lost.
 
     Args:
         checkpoint: what `load` gave; it stays as it is.
@@ -179,8 +168,7 @@ def restore(
         loss: the same of a loss that is a module; None to leave it out.
         optimizers: of the same classes and parameter groups; none to leave them out.
         schedulers: of the same classes; none to leave them out.
-        masters: the float32 weights behind those that are stored short (`Step.masters`); they are filled as
-            they were, and the short ones rounded from them.
+        masters: `Step.masters`; filled as they were, and the short weights are rounded from them.
 
     Raises:
         CheckpointError: it is of another model, optimizer or scheduler; nothing was changed.
@@ -218,7 +206,7 @@ def restore(
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load, then put right what torch cast to the dtype of the parameter though it was of another."""
+    """Load, then undo torch's cast of the state to the dtype of its parameter."""
     optimizer.load_state_dict(dict(state))
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
@@ -263,7 +251,7 @@ def _check_module(
 ) -> None:
     own = masters.state_dict(module)
     wide = {name for name, value in own.items() if isinstance(value, Tensor) and value.dtype == float32}
-    there, here = _forms(state, widened=wide if may_widen else ()), _forms(own)
+    there, here = _forms(state, wide if may_widen else ()), _forms(own, ())
     differences = [
         f"{name}: {there.get(name, 'nothing')} there, {here.get(name, 'nothing')} here"
         for name in sorted(there.keys() | here.keys())
@@ -272,7 +260,9 @@ def _check_module(
     names: dict[int, str] = {}
     for name, value in module.state_dict(keep_vars=True).items():
         first = names.setdefault(id(value), name)
-        if not differences and isinstance(value, Tensor) and not _equal(state, first, name):
+        if differences or first == name or not isinstance(value, Tensor):
+            continue
+        if state[first] is not state[name] and not equal(state[first], state[name]):
             differences.append(f"{first} and {name}: two values there, one tied parameter here")
     if differences:
         shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
@@ -282,21 +272,14 @@ def _check_module(
         )
 
 
-def _equal(state: Mapping[str, Any], one: str, other: str) -> bool:
-    return state[one] is state[other] or equal(state[one], state[other])
-
-
-def _forms(state: Mapping[str, Any], *, widened: Container[str] = ()) -> dict[str, str]:
+def _forms(state: Mapping[str, Any], widened: Container[str]) -> dict[str, str]:
     """Dtype and shape of each tensor; the short ones among `widened` count as float32."""
-
-    def dtype(name: str, value: Tensor) -> str:
-        found = float32 if value.dtype in SHORT_DTYPES and name in widened else value.dtype
-        return str(found).removeprefix("torch.")
-
-    return {
-        name: f"{dtype(name, value)} {tuple(value.shape)}" if isinstance(value, Tensor) else "a value"
-        for name, value in state.items()
-    }
+    forms = dict.fromkeys(state, "a value")
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            dtype = float32 if value.dtype in SHORT_DTYPES and name in widened else value.dtype
+            forms[name] = f"{dtype} {tuple(value.shape)}".removeprefix("torch.")
+    return forms
 
 
 def _check_classes(checkpoint: Checkpoint, what: str, there: list[str], here: Iterable[object]) -> None:

@@ -10,14 +10,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop.
-
-    Attributes:
-        signal: the number of the signal that asked; 0 for none.
-    """
+    """Whether somebody asked to stop."""
 
     def __init__(self) -> None:
-        self.signal = 0
+        self.signal = 0  # the one that asked; 0 for none
 
     def obey(self) -> None:
         """Stop now, if asked to.

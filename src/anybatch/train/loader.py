@@ -37,14 +37,10 @@ class Rows:
                 "batches. Call the step on each of its batches yourself, or pass its dataset here and its "
                 "collate_fn to the step."
             )
-        self._step = step
+        self._step, self._data = step, data
         self._samples = step.collate is not None
-        if self._samples:
-            self._data = data
-            self.count = SampleBatch(data, cast("Any", step.collate)).rows
-            return
-        self.count = TensorBatch(data).rows
-        self._data = data
+        batch = TensorBatch(data) if step.collate is None else SampleBatch(data, step.collate)
+        self.count = batch.rows
 
     def batches(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Any]:
         """Yield an epoch's logical batches, in the order that seed and epoch determine, from `start` on.
@@ -79,5 +75,5 @@ class Rows:
 
 
 def _bring(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device; on its way to the host it is waited for, or it would be read too early."""
+    """The tensor on a device; a copy to the host is waited for, or it would be read too early."""
     return leaf.to(device, non_blocking=device.type == "cuda")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 from anybatch.core import StepReport, format_count, format_seconds
 
@@ -23,29 +23,17 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """One epoch is over.
+    """One epoch is over."""
 
-    Attributes:
-        epoch: 1 for the first.
-        updates: updates since the very start.
-        loss: mean of the loss over all rows of the epoch, each at the weights its batch met.
-        validation: loss, terms and metrics on the validation rows; empty where there are none.
-        learning_rate: that of the first parameter group after the epoch.
-        seconds: wall time of this epoch's training, without validation.
-        samples_per_second: rows trained per second of it.
-        dropped: rows that were left out, because they were not finite.
-        skipped: steps without an update: fully masked, left out as a whole, or skipped.
-    """
-
-    epoch: int
-    updates: int
-    loss: float
-    validation: Mapping[str, float]
-    learning_rate: float
-    seconds: float
-    samples_per_second: float
-    dropped: int = 0
-    skipped: int = 0
+    epoch: int  # 1 for the first
+    updates: int  # since the very start
+    loss: float  # mean over all rows of the epoch, each at the weights its batch met
+    validation: Mapping[str, float]  # loss, terms and metrics; empty where there are no validation rows
+    learning_rate: float  # of the first parameter group after the epoch
+    seconds: float  # wall time of this epoch's training, without validation
+    samples_per_second: float  # rows trained per second of it
+    dropped: int = 0  # rows that were left out, because they were not finite
+    skipped: int = 0  # steps without an update: fully masked, left out as a whole, or skipped
 
     def __str__(self) -> str:
         held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
@@ -78,21 +66,15 @@ class Watcher(Protocol):
 
 
 class TextLog:
-    """One line per epoch for people, appended to a file.
-
-    Args:
-        path: the file; made if missing.
-    """
+    """One line per epoch for people, appended to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def start(self, info: RunInfo) -> None:
         """Note how much lies ahead."""
-        self._write(
-            f"start at update {info.done_updates} of {info.total_updates}, {format_count(info.rows)} "
-            "rows an epoch"
-        )
+        rows = format_count(info.rows)
+        self._write(f"start at update {info.done_updates} of {info.total_updates}, {rows} rows an epoch")
 
     def step(self, report: StepReport) -> None:
         """A line per update would be too much for people; the JSON-lines log has them."""
@@ -118,10 +100,7 @@ class JsonLog:
     """One JSON object per update and per epoch, appended to a file, for programs and plots.
 
     An update's line has the loss scale, the micro-batches that were done again and the rows that were left
-    out only where there is something to tell.
-
-    Args:
-        path: the file; made if missing. NaN and infinity are written as null, because JSON has none.
+    out only where there is something to tell. NaN and infinity are written as null.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,7 +132,7 @@ class JsonLog:
         self._flush()
 
     def _add(self, event: str, values: Mapping[str, object]) -> None:
-        self._lines.append(json.dumps({"event": event} | _finite(values)))
+        self._lines.append(json.dumps(_finite({"event": event, **values})))
 
     def _flush(self) -> None:
         with self._path.open("a", encoding="utf-8") as file:
@@ -162,13 +141,8 @@ class JsonLog:
         self._flushed = time.monotonic()
 
 
-def _finite(values: Mapping[str, object]) -> dict[str, object]:
-    """The same values with null for what JSON cannot say."""
-    return {
-        name: _finite(value)
-        if isinstance(value, Mapping)
-        else None
-        if isinstance(value, float) and not math.isfinite(value)
-        else value  # pyright: ignore[reportUnknownArgumentType]
-        for name, value in values.items()
-    }
+def _finite(value: Any) -> Any:
+    """The same with null for the numbers that JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in cast("Mapping[str, Any]", value).items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

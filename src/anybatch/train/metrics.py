@@ -50,21 +50,11 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
 def evaluate(
     step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_batch: int, batch_size: int
 ) -> dict[str, float]:
-    """The loss terms and metrics of all rows, in evaluation mode, without gradient.
+    """The loss, its terms and metrics of all rows, in evaluation mode, without gradient.
 
     Model modes and every random state (torch's, Python's, NumPy's) are as before. The result does not depend
-    on the cut. Model and loss compute in the step's precision. A whole-batch loss is taken of each batch, and
-    its mean is over rows.
-
-    Args:
-        step: whose model and loss are evaluated.
-        rows: what they are evaluated on.
-        metrics: named functions of (outputs, targets) to a `Total`, or folds over such pairs.
-        micro_batch: rows that go through the model together.
-        batch_size: rows of a batch, which matter where they meet in the loss.
-
-    Returns:
-        `loss`, further terms by name, and each metric.
+    on `micro_batch`. Model and loss compute in the step's precision. A whole-batch loss is taken of each
+    batch, and its mean is over rows.
 
     Raises:
         LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
@@ -123,24 +113,8 @@ def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:
 class RunningLoss:
     """The loss over the updates of an epoch: each term a sum of sums over a sum of weights.
 
-    A step without update has no terms and adds nothing; it is counted, and so are rows that were left out.
-
-    Args:
-        totals: sum and weight of each term so far, as `totals` gives them.
-        dropped: rows left out so far, because they were not finite.
-        skipped: steps without update so far.
-
-    Attributes:
-        counts: the two, as they stand, to be kept in a checkpoint.
-
-    Example:
-        >>> from anybatch.core.report import StepReport
-        >>> running = RunningLoss()
-        >>> for loss, rows in ((1.0, 3), (2.0, 1)):
-        ...     running.add(StepReport(loss=loss, terms={"loss": loss}, weights={"loss": rows}, rows=rows,
-        ...                            micro_batches=1, grad_norm=math.nan, updated=True))
-        >>> running.value({})
-        1.25
+    A step without update adds nothing to it. `counts` has the number of these, and of rows left out because
+    they were not finite. A checkpoint keeps `totals` and `counts`; another one goes on from them.
     """
 
     def __init__(
@@ -194,9 +168,8 @@ def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
     """What the model returned last, and the targets."""
     if not outputs:
         raise LossError(
-            "Expected the loss to call the model, so that metrics see its outputs, got "
-            f"{len(outputs)} calls. "
-            "Call model(...), not its forward or its parts, or leave the metrics out."
+            f"Expected the loss to call the model, so that metrics see its outputs, got {len(outputs)} "
+            "calls. Call model(...), not its forward or its parts, or leave the metrics out."
         )
     return _single(outputs[-1]), _single(split_batch(micro)[1])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import random
 import sys
 import time
@@ -32,9 +33,6 @@ class ProgressBar:
 
         self._device = device
         self._console = Console(stderr=True) if console is None else console
-        self._epochs = 0
-        self._last = 0.0
-        self._rows = 0
         self._loss = math.nan
 
     def start(self, info: RunInfo) -> None:
@@ -98,18 +96,13 @@ def current_bytes(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * _page_bytes()
+            return int(file.read().split()[1]) * mmap.PAGESIZE
     except OSError:
         return peak_bytes(device)
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes ever in use: allocated on CUDA, resident in the process elsewhere; 0 where unknown.
-
-    Example:
-        >>> peak_bytes(torch.device("cpu")) > 1_000_000
-        True
-    """
+    """The most bytes ever in use: allocated on CUDA, resident in the process elsewhere; 0 where unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -118,9 +111,3 @@ def peak_bytes(device: torch.device) -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _page_bytes() -> int:
-    import resource
-
-    return resource.getpagesize()

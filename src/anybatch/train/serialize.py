@@ -15,10 +15,7 @@ _TAG = "$"  # marks what JSON alone cannot say: {"$": "tuple", "of": [...]}
 
 
 class Packer:
-    """Parts nested values into tensors by key and JSON that refers to them.
-
-    Attributes:
-        tensors: dense, contiguous, on the CPU, by the path they were found at; tied ones once.
+    """Parts nested values into JSON and the `tensors` it refers to: dense, on the CPU, tied ones once.
 
     Example:
         >>> import torch
@@ -55,9 +52,8 @@ class Packer:
             if all(isinstance(key, int | str) and not isinstance(key, bool) for key, _ in pairs):
                 return {_TAG: "dict", "of": pairs}
         raise CheckpointError(
-            f"{path}: expected tensors, numbers, strings, lists, tuples or dicts, got "
-            f"{type(value).__name__}. "
-            "A checkpoint is never pickled; give that object a state_dict() of plain values."
+            f"{path}: expected tensors, numbers, strings, lists, tuples or dicts, got {type(value).__name__}."
+            " A checkpoint is never pickled; give that object a state_dict() of plain values."
         )
 
     def _keep(self, value: Tensor, path: str) -> str:
@@ -83,30 +79,28 @@ class Packer:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `Packer.pack` made this JSON of.
-
-    Raises:
-        ValueError, TypeError, LookupError: it was not made by a packer.
-    """
+    """The value that `Packer.pack` made this JSON of; some error where no packer made it."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
         return value
     mapping = cast("dict[str, Any]", value)
-    kind: str | None = mapping.get(_TAG)
     of: Any = mapping.get("of")
-    if kind == "tensor":
-        return tensors[of]
-    if kind == "float":
-        return float(of)
-    if kind == "tuple":
-        return tuple(unpack(of, tensors))
-    if kind in ("dict", "counter"):
-        items = {key: unpack(item, tensors) for key, item in of}
-        return Counter(items) if kind == "counter" else items
-    if kind is not None:
-        raise ValueError(f"a value of the kind {kind!r}")
-    return {key: unpack(item, tensors) for key, item in mapping.items()}
+    match mapping.get(_TAG):
+        case None:
+            return {key: unpack(item, tensors) for key, item in mapping.items()}
+        case "tensor":
+            return tensors[of]
+        case "float":
+            return float(of)
+        case "tuple":
+            return tuple(unpack(of, tensors))
+        case "dict":
+            return {key: unpack(item, tensors) for key, item in of}
+        case "counter":
+            return Counter({key: unpack(item, tensors) for key, item in of})
+        case kind:
+            raise ValueError(f"a value of the kind {kind!r}")
 
 
 def digest_of(tensors: Mapping[str, Tensor], text: str) -> str:

@@ -81,10 +81,19 @@ class Trainer:
         self.step = step
         self.train = Rows(train, step)
         self.validation = None if validation is None else Rows(validation, step)
-        _check_sizes(batch_size, step.micro_batch, self.train.count, save_every)
+        _check_whole("batch_size", batch_size, least=1)
+        _check_whole("save_every", save_every, least=0)
         _check_whole("seed", seed, least=0)
-        if validation is not None:
-            _check_best_by(best_by, step, metrics or {})
+        most = min(batch_size, self.train.count)
+        if step.micro_batch is not None and step.micro_batch > most:
+            raise PlanError(
+                f"Expected micro_batch to be at most the {most} rows of a batch, got {step.micro_batch}. "
+                "Pass a smaller one."
+            )
+        names = {"loss", *(metrics or {})}
+        # The terms of a loss of the user's own have names that only a forward tells.
+        if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
+            raise _unknown_best(best_by, names)
         self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
         self.best_by, self.larger_is_better = best_by, larger_is_better
         self.config = _check_config(config or {})
@@ -114,8 +123,11 @@ class Trainer:
             CheckpointError: `out` holds another run, which would be overwritten.
         """
         _check_whole("epochs", epochs, least=1)
-        if self.out is not None and not self._is_ours:
-            _check_folder_is_free(self.out)
+        if self.out is not None and not self._is_ours and (self.out / LAST).exists():
+            raise CheckpointError(
+                f"{self.out}: expected a folder without an earlier run, got one with {LAST}. Go on with that "
+                f"run by resume({str(self.out)!r}), or choose another folder."
+            )
         per_epoch = -(-self.train.count // self.batch_size)
         info = RunInfo(
             epochs=epochs,
@@ -161,7 +173,7 @@ class Trainer:
             "scale": self.step.scale.state(),
             "run": _identity(self),
             "config": self.config,
-            "plans": _plans(self.step),
+            "plans": [] if self.step.planning.budget is None else self.step.planning.budget.state(),
         }
         checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
 
@@ -183,7 +195,8 @@ class Trainer:
         self.seconds, self.best = then["seconds"], then["best"]
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
-        _take_plans(self.step, then.get("plans", ()))
+        if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
+            self.step.planning.budget.load(then.get("plans", ()))
         rng.restore_process(found.random)
         self._is_ours = self.out is not None and path.resolve().parent == self.out.resolve()
 
@@ -237,20 +250,21 @@ class Trainer:
         return rows
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
-        size = min(_settled_size(self.step) or self.batch_size, rows.count)
+        budget = self.step.planning.budget
+        planned = [] if budget is None else [one.plan.micro_batch for one in budget.races.values()]
+        size = self.step.micro_batch or min(planned, default=self.batch_size)
+        size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
         if validation and self.best_by not in validation:
             raise _unknown_best(self.best_by, validation)
         value = validation.get(self.best_by, math.nan)
-        if self.larger_is_better:
-            better = value > (-math.inf if self.best is None else self.best)
-        else:
-            better = value < (math.inf if self.best is None else self.best)
-        if better:
+        sign = 1 if self.larger_is_better else -1
+        is_better = sign * value > (-math.inf if self.best is None else sign * self.best)  # NaN never is
+        if is_better:
             self.best = value
-        return better
+        return is_better
 
     @contextmanager
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
@@ -317,36 +331,11 @@ def _make_folder(path: Path) -> Path:
     return path
 
 
-def _check_folder_is_free(out: Path) -> None:
-    if (out / LAST).exists():
-        raise CheckpointError(
-            f"{out}: expected a folder without an earlier run, got one with {LAST}. Go on with that run by "
-            f"resume({str(out)!r}), or choose another folder."
-        )
-
-
-def _check_sizes(batch_size: int, micro_batch: int | None, rows: int, save_every: int) -> None:
-    _check_whole("batch_size", batch_size, least=1)
-    _check_whole("save_every", save_every, least=0)
-    if micro_batch is not None and micro_batch > min(batch_size, rows):
-        raise PlanError(
-            f"Expected micro_batch to be at most the {min(batch_size, rows)} rows of a batch, got "
-            f"{micro_batch}. Pass a smaller one."
-        )
-
-
 def _check_whole(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PlanError(
             f"Expected {name} to be a whole number of at least {least}, got {value!r}. Pass an int."
         )
-
-
-def _check_best_by(best_by: str, step: Step, metrics: Mapping[str, Metric]) -> None:
-    """Terms of a loss of the user's own have names that only a forward tells."""
-    names = {"loss", *metrics}
-    if best_by not in names and summed_loss(step.loss) is not None:
-        raise _unknown_best(best_by, names)
 
 
 def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:
@@ -363,20 +352,3 @@ def _check_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"Expected config to hold JSON values, got another: {error}. Make it strings and numbers."
         ) from None
     return dict(config)
-
-
-def _plans(step: Step) -> list[dict[str, Any]]:
-    return [] if step.planning.budget is None else step.planning.budget.state()
-
-
-def _take_plans(step: Step, plans: Sequence[Mapping[str, Any]]) -> None:
-    """The same cuts as before, so the same bits."""
-    if step.planning.budget is not None:
-        step.planning.budget.load(plans)
-
-
-def _settled_size(step: Step) -> int | None:
-    """Rows of a micro-batch: as asked for, or as planned for any batch so far; None where nobody said."""
-    budget = step.planning.budget
-    planned = [] if budget is None else [one.plan.micro_batch for one in budget.races.values()]
-    return step.micro_batch or min(planned, default=None)
