@@ -129,13 +129,14 @@ def _after_opening(then: Callable[[Accumulator], None]) -> Mutation:
 
 
 def _forget_coefficients(sums: Accumulator) -> None:
-    sums._coefficients = dict.fromkeys(sums._coefficients, 1.0)
+    division = sums._division
+    division.coefficients = dict.fromkeys(division.coefficients, 1.0)
 
 
 def _halve_divisors(sums: Accumulator) -> None:
     if sums._window is not None:
-        sums._provisional = {name: value / 2 for name, value in sums._provisional.items()}
-        sums._cotangents = {}
+        halved = {name: value / 2 for name, value in sums._division.provisional.items()}
+        sums._division = replace(sums._division, provisional=halved, cotangents={})
 
 
 coefficients_forgotten = _after_opening(_forget_coefficients)

@@ -1,6 +1,5 @@
 """The gradient fold: sums over micro-batches, merged and divided once; and the ways to accumulate them."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -111,8 +110,8 @@ class InPlace:
         awaited = any(parameter.grad is not None for parameter in self._awaited)
         return awaited or private.versions(self._sums) != self._versions
 
-    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """One backward: add J^T c of these scalars, each with its own cotangent."""
+    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
+        """One backward: add J^T c of these scalars, each with its own cotangent. There is no scale here."""
         self._has_flowed = True
         private.run_backward(values, cotangents)
 
@@ -203,7 +202,7 @@ class Apart:
         self.has_accepted = False
         self._waiting, self._nbytes = {}, 0
 
-    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], *, unscale: float = 1.0) -> None:
+    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
         """One backward into the first bank; its gradients are multiplied by `unscale`, a power of two.
 
         Raises:
@@ -382,16 +381,6 @@ def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
     """Put each gradient where optimizers look for it, in the parameter's own dtype."""
     for parameter, gradient in gradients.items():
         parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
-
-
-def power_of_two(value: float) -> float:
-    """The power of two nearest a positive number; 1 for what is none.
-
-    Example:
-        >>> power_of_two(100.0), power_of_two(0.0)
-        (128.0, 1.0)
-    """
-    return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 1.0
 
 
 def _is_plain(tensor: Tensor) -> bool:

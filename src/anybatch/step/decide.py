@@ -1,4 +1,4 @@
-"""How a step's batches are cut: as asked, as memory has taught, or as fits a budget."""
+"""How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
+from anybatch.losses import refuse_what_does_not_add_up
 from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan, single_rows
 from anybatch.precision import Precision
 from anybatch.recompute import choose_blocks, find_blocks
@@ -248,6 +250,44 @@ class Planning:
     def _size(self, rows: int) -> int:
         micro_batch = rows if self.micro_batch is None else self.micro_batch
         return rows if rows < micro_batch <= self.most_rows else micro_batch
+
+
+class Guard:
+    """What must hold before a batch is cut: no meeting that was not allowed, and a loss that adds up.
+
+    Args:
+        batch_norm: what a step does with BatchNorm in training mode; None for nothing.
+        check: whether a loss of the caller's own is looked at before the first update.
+        has_budget: whether that look takes no more rows than a micro-batch has.
+    """
+
+    def __init__(self, *, batch_norm: str | None, check: bool, has_budget: bool) -> None:
+        self.batch_norm, self._has_budget = batch_norm, has_budget
+        self._looks = 3 if check else 0  # some batches tell nothing
+
+    def before_cut(self, task: Task, batch: Batch, micro_batch: int) -> None:
+        """Refuse what would change the result.
+
+        Raises:
+            PlanError: rows meet in the model.
+            LossError: the loss does not add up.
+        """
+        self.refuse_meetings(task)
+        self.check_loss(task, batch, micro_batch)
+
+    def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
+        """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
+        if self._looks:
+            most = micro_batch if self._has_budget else batch.rows
+            said = refuse_what_does_not_add_up(
+                task.loss, task.model, task.modules, batch, micro_batch, most=most
+            )
+            self._looks = 0 if said else self._looks - 1
+
+    def refuse_meetings(self, task: Task) -> None:
+        """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
+        if self.batch_norm is None:
+            refuse_batch_norms(task.model, task.batch_norms)
 
 
 _NOTHING = nullcontext()

@@ -26,9 +26,8 @@ from anybatch.losses import module_of, resolve
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, at_work, find_precision
 from anybatch.state import Effects
-from anybatch.step.decide import Planning
+from anybatch.step.decide import Guard, Planning
 from anybatch.step.dry_run import show_gradients
-from anybatch.step.guard import Guard
 from anybatch.step.window import Window
 
 

@@ -43,8 +43,7 @@ from anybatch.engine import (
 )
 from anybatch.state import Snapshot, rng
 from anybatch.step import window_state
-from anybatch.step.decide import Planning
-from anybatch.step.guard import Guard
+from anybatch.step.decide import Guard, Planning
 
 
 class Opener(Protocol):
