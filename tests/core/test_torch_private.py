@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils import _python_dispatch, checkpoint
+from torch.utils import _python_dispatch
 
 from anybatch.core import torch_private as private
 
@@ -156,23 +156,10 @@ def test_is_graph_kept(is_kept: bool) -> None:
     assert load_where_torch_lacks_names().is_graph_kept()
 
 
-def test_saved_tensor_hooks() -> None:
-    def pack(tensor: Tensor) -> Tensor:
-        return tensor
-
-    assert private.saved_tensor_hooks() is None
-    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
-        assert private.saved_tensor_hooks() == (pack, pack)
-        assert load_where_torch_lacks_names().saved_tensor_hooks() is None
-
-
 def test_what_nodes_know() -> None:
     leaf = torch.ones(2, requires_grad=True)
     assert torch.equal(private.saved(leaf.exp().grad_fn, "result"), leaf.exp())
     assert private.saved(leaf.sum().grad_fn, "no_such_thing") is None
-    assert private.forward_class(leaf.exp().grad_fn) is None
-    rebuilt = checkpoint.checkpoint(torch.exp, leaf, use_reentrant=True)
-    assert private.forward_class(rebuilt.grad_fn) is checkpoint.CheckpointFunction
 
 
 # ---- dispatch modes

@@ -105,21 +105,6 @@ _keeps_graph: Callable[[], bool] = getattr(
 )
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost hooks on what is saved for backward, (pack, unpack), or None. Before torch 2.8: None."""
-    return _top_hooks(True)
-
-
-_top_hooks: Callable[[bool], Any] = getattr(
-    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda _: None
-)
-
-
-def forward_class(node: Any) -> Any:
-    """The `torch.autograd.Function` behind a node of the graph, or None. Where missing: None."""
-    return getattr(node, "_forward_cls", None)
-
-
 def saved(node: Any, name: str) -> Any:
     """What a node of the graph saved under a name, such as "reduction". Where missing: None."""
     return getattr(node, f"_saved_{name}", None)

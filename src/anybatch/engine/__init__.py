@@ -4,7 +4,6 @@ from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.execute import (
     NotUndoneError,
     Restart,
-    Skipped,
     accumulate,
     carry_out,
     clear,
@@ -45,7 +44,6 @@ __all__ = [
     "Schedule",
     "Signature",
     "Single",
-    "Skipped",
     "Strategy",
     "Task",
     "TornUpdateError",

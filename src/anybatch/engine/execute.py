@@ -38,13 +38,7 @@ from anybatch.state import Snapshot, rng
 
 
 class Restart(Exception):  # noqa: N818
-    """The step is to begin again; all is as before it, and only time was lost.
-
-    Attributes:
-        plan: how: with another cut, or the same.
-        again: for the next `Accumulator`: micro-batches undone so far, whether each is to be looked at, and
-            the largest loss scale.
-    """
+    """The step is to begin again, under `plan`, with an `Accumulator` that is given `again`."""
 
     def __init__(
         self, sums: Accumulator, sizes: Sequence[int], *, is_guarded: bool = False, scale: float = math.inf
@@ -61,18 +55,6 @@ class Restart(Exception):  # noqa: N818
 
 class NotUndoneError(NonFiniteLossError):
     """Values were not finite, and the forward has changed what cannot be put back: that is never skipped."""
-
-
-class Skipped(Exception):  # noqa: N818
-    """No update is to be made: values were not finite, and that is what was asked for then.
-
-    Attributes:
-        reached: where random streams had come to.
-    """
-
-    def __init__(self, reached: Mapping[str, Any]) -> None:
-        super().__init__("not finite")
-        self.reached = reached
 
 
 def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> StepReport:
@@ -102,14 +84,7 @@ def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> 
             return report
 
 
-def execute(
-    plan: Plan,
-    task: Task,
-    batch: Batch,
-    *,
-    is_dry: bool = False,
-    **again: Any,
-) -> StepReport:
+def execute(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False, **again: Any) -> StepReport:
     """Carry out one logical step; on any failure before the update everything is put back.
 
     Args:
@@ -118,9 +93,6 @@ def execute(
         batch: the rows.
         is_dry: show the gradients to observers, make no update, and put everything back.
         again: what a `Restart` said.
-
-    Raises:
-        Restart: the step is to begin again, with another cut or looking at each micro-batch.
     """
     with context(plan, task):
         before = snapshot(task, batch)
@@ -138,8 +110,8 @@ def execute(
             report = update(gradient, weights, sums, before)
             finish(sums, before)
             return report
-        except (Skipped, NonFiniteLossError) as error:
-            reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
+        except NonFiniteLossError as error:
+            reached = error.reached or rng.capture_process()
             put_back(before, sums, error)
             if plan.non_finite != "skip" or isinstance(error, NotUndoneError):
                 raise
@@ -232,8 +204,6 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
             raise Restart(sums, [*sums.rows, *map(len, schedule.left)])
     elif isinstance(error, NonFinite):
         _recover_from_overflow(error.where, schedule, sums, before)
-    elif isinstance(error, NonFiniteLossError) and sums.plan.non_finite == "skip":
-        raise Skipped(error.reached or rng.capture_process()) from None
     elif not isinstance(error, AnybatchError) and ran_out_of_memory(error):
         said = released(error)
         free_caches()  # before anything is put back, which takes memory
@@ -291,8 +261,6 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
         return
     scale.load(schedule.scale_before)  # it was not at fault, and would take many updates to come back
     is_tied = sums.share(rows).tied
-    if plan.non_finite == "skip":
-        raise Skipped(reached)
     if plan.non_finite == "drop" and not is_tied:
         if not is_complete:
             raise Restart(sums, same)
@@ -302,12 +270,14 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
         return
     meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
     place = sums.offset + rows[0]
-    raise NonFiniteLossError(
+    failed = NonFiniteLossError(
         f"Expected a finite {where}, got NaN or infinity in micro-batch {sums.number + len(sums.rows)} "
         f"(rows {place} to {place + len(rows) - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
         "was made. Look for bad data in these rows, a division by zero (a mean over no valid target), or "
         'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
     )
+    failed.reached = reached
+    raise failed
 
 
 def _undo(before: Snapshot, task: Task, said: str, kind: type[AnybatchError]) -> bool:
@@ -416,12 +386,7 @@ def report_of(
 
 
 def too_large(redone: Sequence[Redone]) -> int:
-    """Rows of the smallest micro-batch that is to be smaller from now on; 0 where there is none.
-
-    Example:
-        >>> too_large([Redone(8, may_be_cut=True), Redone(4, may_be_cut=True), Redone(2, may_be_cut=False)])
-        4
-    """
+    """Rows of the smallest micro-batch that is to be smaller from now on; 0 where there is none."""
     return min([one.rows for one in redone if one.may_be_cut], default=0) if redone else 0
 
 

@@ -15,7 +15,6 @@ from anybatch.core import Cut, PlanError, cut_sizes
 from anybatch.precision import NAMED, Precision, check_non_finite
 
 FLOAT32 = NAMED["float32"]
-_BUCKET = 64 << 20  # bytes of gradients that are looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +120,6 @@ class Plan:
     def is_guarded(self) -> bool:
         """Whether each micro-batch is looked at before it is added."""
         return self.precision.loss_scale is not None or self.non_finite != "raise"
-
-    @property
-    def bucket(self) -> float:
-        """Bytes of gradients that are looked at together; all of a micro-batch where it may be left out."""
-        return math.inf if self.non_finite == "drop" else _BUCKET
 
     def to_json(self) -> str:
         """The plan as one JSON object; no clipping is null, because JSON knows no infinity."""

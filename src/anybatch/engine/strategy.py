@@ -9,20 +9,12 @@ from torch import Tensor, nn
 class Strategy(Protocol):
     """How the partial sums of several processes become one. All call each method in one order."""
 
-    def gather(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs of the rows of all processes, for a loss in which rows meet."""
-        ...
-
     def close(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """All micro-batches are done: the weight of each term, added up over all processes."""
         ...
 
     def reduce(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """The gradients, added up over all processes."""
-        ...
-
-    def norm(self, squared: Tensor) -> Tensor:
-        """The squared norm of a gradient of which each process may hold a part."""
         ...
 
     def abandon(self, error: BaseException) -> None:
@@ -38,10 +30,6 @@ class Single:
         {'loss': 8.0}
     """
 
-    def gather(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same."""
-        return outputs
-
     def close(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """The same."""
         return weights
@@ -49,10 +37,6 @@ class Single:
     def reduce(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """The same."""
         return gradients
-
-    def norm(self, squared: Tensor) -> Tensor:
-        """The same."""
-        return squared
 
     def abandon(self, error: BaseException) -> None:
         """Nobody waits."""

@@ -35,7 +35,7 @@ from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.state import Effects, ModuleState
 
-Guard = Callable[["Task", Batch, int], None]
+BeforeCut = Callable[["Task", Batch, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +75,7 @@ class Task:
     batch_norms: Sequence[BatchNorm]
     devices: Set[torch.device]
     listeners: Sequence[Listener]
-    before_cut: Guard = lambda task, batch, rows: None
+    before_cut: BeforeCut = lambda task, batch, rows: None
     effects: Effects = field(default_factory=Effects)
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
@@ -143,7 +143,7 @@ def gather(
     schedulers: Sequence[LRScheduler],
     listeners: Sequence[Listener],
     *,
-    before_cut: Guard,
+    before_cut: BeforeCut,
     effects: Effects,
     working: Working,
     strategy: Strategy,
@@ -251,17 +251,19 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         strange = {leaf.device for leaf in logical.leaves} - task.devices
-        if strange and any(device.type == "meta" for device in task.devices):
-            raise BatchError(
-                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. To "
-                'plan, name the device to plan for, as in device="cuda" or --device cuda; to run the model, '
-                "give it real weights, as in model.to_empty(device=...)."
-            )
         if strange and task.devices:
+            advice = (
+                "Move the batch there with .to(device), or write the loss as a function (model, micro) that "
+                "moves each micro-batch."
+            )
+            if any(device.type == "meta" for device in task.devices):
+                advice = (
+                    'To plan, name the device to plan for, as in device="cuda" or --device cuda; to run the '
+                    "model, give it real weights, as in model.to_empty(device=...)."
+                )
             raise BatchError(
                 f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "
-                "Move the batch there with .to(device), or write the loss as a function (model, micro) "
-                "that moves each micro-batch."
+                f"{advice}"
             )
     return logical
 

@@ -149,7 +149,7 @@ class Reachable:
             self._tensor(value)
         elif kind is FunctionType or kind in _PARTS:
             self._code(value, kind)
-        elif _is_generator(kind):
+        elif is_generator(kind):
             self.generators.append(value)
         elif issubclass(kind, _of_numpy("ndarray")):
             self.values.append(value)
@@ -233,13 +233,13 @@ class Contents:
 
     def keep_what_changed(self) -> None:
         """Forget those that hold what they held."""
-        self._noted = [pair for pair in self._noted if not _holds(*pair)]
+        self._noted = [pair for pair in self._noted if not holds(*pair)]
 
     def put_back(self) -> None:
         """Write to those that hold something else."""
         for container, content in self._noted:
-            if not _holds(container, content):
-                _fill(container, content)
+            if not holds(container, content):
+                fill(container, content)
 
 
 def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
@@ -257,7 +257,8 @@ def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     return generator.get_state, generator.set_state
 
 
-def _is_generator(kind: type) -> bool:
+def is_generator(kind: type) -> bool:
+    """Whether it is a class of random generators: torch's, NumPy's or Python's."""
     if issubclass(kind, random.Random):
         return not issubclass(kind, random.SystemRandom)
     return issubclass(
@@ -327,7 +328,8 @@ def _content(container: Any) -> Any:
     return set(items) if base is set else list(items)
 
 
-def _holds(container: Any, content: Any) -> bool:
+def holds(container: Any, content: Any) -> bool:
+    """Whether a container still holds the very same."""
     now = container if type(container) in (dict, list) else _content(container)
     if isinstance(content, set):
         return now == content
@@ -340,7 +342,8 @@ def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _fill(container: Any, content: Any) -> None:
+def fill(container: Any, content: Any) -> None:
+    """Let a container hold this, in this order."""
     base = _base(container)
     if not isinstance(content, dict):
         base.clear(container)

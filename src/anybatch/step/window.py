@@ -26,7 +26,6 @@ from anybatch.engine import (
     Plan,
     Restart,
     Schedule,
-    Skipped,
     Task,
     TornUpdateError,
     accumulate,
@@ -155,8 +154,8 @@ class Window:
                 accumulate(Schedule(plan, part, before), part, before)
                 if task.reached:
                     before.put_gradients_back(task.reached)
-            except (Skipped, NonFiniteLossError) as error:
-                reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
+            except NonFiniteLossError as error:
+                reached = error.reached or rng.capture_process()
                 self._undo(before, part, error)
                 if plan.non_finite != "skip" or isinstance(error, NotUndoneError):
                     raise
