@@ -223,8 +223,8 @@ def kahan_with_the_wrong_sign(patch: Patch) -> None:
     compensate = Apart._compensate
 
     def wrong(self: Apart, parameter: Any, gradient: Tensor, name: str) -> Any:
-        if parameter in self._errors[name]:
-            self._errors[name][parameter].neg_()
+        if parameter in self.errors[name]:
+            self.errors[name][parameter].neg_()
         return compensate(self, parameter, gradient, name)
 
     patch.setattr(Apart, "_compensate", wrong)

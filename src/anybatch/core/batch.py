@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -68,45 +68,43 @@ class Micro(NamedTuple):
     indices: Sequence[int]
 
 
-class Batch(Protocol):
-    """All rows of one optimizer step, ready to be cut."""
+class Batch:
+    """All rows of one optimizer step, ready to be cut. What is not overridden is that of a batch of no rows.
 
-    @property
-    def rows(self) -> int:
-        """Number of rows, at least 1."""
-        ...
+    Attributes:
+        rows: number of rows.
+        given: what the caller handed over.
+        whole: all rows as nested tensors; None where they are collated only micro-batch by micro-batch.
+        draws: whether cutting may draw random numbers, as a `collate` may.
+    """
 
-    @property
-    def given(self) -> Any:
-        """What the caller handed over."""
-        ...
+    __slots__ = ()
 
-    @property
-    def whole(self) -> Any:
-        """All rows as nested tensors, or None where they are collated only micro-batch by micro-batch."""
-        ...
+    rows: int
+    given: Any
+    whole: Any
+    draws = False
 
     @property
     def like(self) -> Hashable:
         """What rows of the same kind have in common: the dtypes and sizes of one row, as far as known."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether cutting may draw random numbers, as a `collate` may."""
-        ...
+        return ()
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
-        ...
+        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield the rows of each part, with their indices."""
-        ...
+        return iter(())
 
     def head(self, rows: int) -> "Batch":
         """A batch of the first rows."""
-        ...
+        return self
+
+    def copied(self) -> "Batch":
+        """The same rows in memory of their own: a model may work in place on its input."""
+        return self
 
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
@@ -120,7 +118,7 @@ def cut_sizes(rows: int, micro_batch: int) -> list[int]:
     return [micro_batch] * full + [rest] * (rest > 0)
 
 
-class TensorBatch:
+class TensorBatch(Batch):
     """A nested value whose tensors agree in their first axis; micro-batches are views, nothing is copied.
 
     Args:
@@ -138,8 +136,6 @@ class TensorBatch:
 
     __slots__ = ("_nest", "given", "rows", "whole")
 
-    draws = False
-
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
         self.rows = _common_rows(self._nest, value)
@@ -155,10 +151,6 @@ class TensorBatch:
     def like(self) -> Hashable:
         """The dtype of each leaf and its size in one row."""
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
-
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield nested values of views, `micro_batch` rows at a time; uncut, the very value that came in."""
-        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield views where rows follow each other, else copies; uncut, the very value that came in."""
@@ -184,8 +176,12 @@ class TensorBatch:
         """A batch of the first rows, as views."""
         return TensorBatch(self._nest.build(iter([leaf[:rows] for leaf in self._nest.leaves])))
 
+    def copied(self) -> "TensorBatch":
+        """Copies of all tensors."""
+        return TensorBatch(tree.map_leaves(_copied, self.whole))
 
-class SampleBatch:
+
+class SampleBatch(Batch):
     """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays short.
 
     Args:
@@ -204,7 +200,6 @@ class SampleBatch:
 
     __slots__ = ("collate", "given", "rows", "whole")
 
-    like = ()  # nobody knows before they are collated
     draws = True
 
     def __init__(self, samples: Sequence[Any], collate: Collate) -> None:
@@ -212,10 +207,6 @@ class SampleBatch:
         self.given: Any = samples
         self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
-
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield collated micro-batches of `micro_batch` samples."""
-        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, collated."""
@@ -226,8 +217,13 @@ class SampleBatch:
         """A batch of the first samples."""
         return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self.collate)
 
+    def copied(self) -> "SampleBatch":
+        """The same samples, whose tensors are copied once they are collated."""
+        collate = self.collate
+        return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)))
 
-class OpenBatch:
+
+class OpenBatch(Batch):
     """The null batch of a window: its rows come one micro-batch at a time, nothing is known of the whole."""
 
     __slots__ = ()
@@ -235,20 +231,10 @@ class OpenBatch:
     rows = 0
     given: Any = None
     whole: Any = None
-    like = ()
-    draws = False
 
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield nothing: the caller brings the micro-batches."""
-        return iter(())
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield nothing."""
-        return iter(())
-
-    def head(self, rows: int) -> "OpenBatch":
-        """Itself: there are none."""
-        return self
+def _copied(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
@@ -265,10 +251,7 @@ def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
 
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        raise BatchError(
-            f"Expected at least one tensor in the batch, got {len(nest.leaves)}. "
-            "Pass the tensors of all rows."
-        )
+        raise BatchError("Expected at least one tensor in the batch, got 0. Pass the tensors of all rows.")
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:

@@ -32,7 +32,7 @@ from torch.utils import _python_dispatch as _modes
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 # Classes to inherit from and to recognise, and torch's own walk through nested values. No substitute.
 __all__ = [
@@ -227,40 +227,24 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 # ---- many tensors at once
 
 
-def _one_by_one(write: Callable[..., Any]) -> Callable[..., None]:
-    def each(totals: Sequence[Tensor], values: Sequence[Tensor] | float, **settings: Any) -> None:
-        for index, total in enumerate(totals):
-            write(total, values if isinstance(values, int | float) else values[index], **settings)
+foreach_add_: Callable[..., None] = torch._foreach_add_
+"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. No substitute."""
 
-    return each
-
-
-def _check_one_by_one(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.isfinite().all():
-            found.fill_(1)
-
-
-foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", None) or _one_by_one(Tensor.add_)
-"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. Where missing: a loop."""
-
-foreach_mul_: Callable[..., None] = getattr(torch, "_foreach_mul_", None) or _one_by_one(Tensor.mul_)
-"""`foreach_mul_(values, factor)`: multiply each value by one number. Where missing: a loop.
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+"""`foreach_mul_(values, factor)`: multiply each value by one number. No substitute.
 
 On the CPU torch rounds the factor to the dtype of the values first, which changes results in bfloat16;
-`Tensor.mul_` and the loop do not. Powers of two are exact.
+`Tensor.mul_` does not. Powers of two are exact.
 """
 
-foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", None) or _one_by_one(Tensor.copy_)
-"""`foreach_copy_(targets, values)`: write each value into its target. Where missing: a loop."""
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+"""`foreach_copy_(targets, values)`: write each value into its target. No substitute."""
 
-check_finite_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = getattr(
-    torch, "_amp_foreach_non_finite_check_and_unscale_", _check_one_by_one
-)
-"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite.
+check_finite_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite. No substitute.
 
 All must be on one device and of one dtype; `found` and `one` are float32 of shape (1,). The tensors are
-multiplied by `one`, which holds 1. Where missing: a loop.
+multiplied by `one`, which holds 1.
 """
 
 # ---- modules and optimizers

@@ -54,12 +54,9 @@ class Accumulator:
         last_tries: first rows of micro-batches that were tried again, though they cannot be cut.
 
     Attributes:
-        loss: of a part of the batch, or of the whole.
         share: gives the loss of the rows of these indices.
-        is_in_window: whether the rows belong to a window.
         rows: rows of each micro-batch that was added or left out.
         dropped: rows of micro-batches that were left out.
-        gradients: how gradients are accumulated.
         is_updated: whether optimizers have written to parameters, which cannot be undone.
     """
 
@@ -111,9 +108,9 @@ class Accumulator:
         return 0 if self._window is None else sum(self._window.rows)
 
     @property
-    def number(self) -> int:
-        """Micro-batches of the window before these."""
-        return 0 if self._window is None else len(self._window.rows)
+    def count(self) -> int:
+        """Micro-batches that are done, those of the window before these among them."""
+        return len(self.rows) + (0 if self._window is None else len(self._window.rows))
 
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""

@@ -79,8 +79,7 @@ def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> 
                 f"allow a cut: {error}"
             ) from error
         else:
-            for listener in task.listeners:
-                listener(report)
+            task.tell(report)
             return report
 
 
@@ -144,7 +143,7 @@ def accumulate(schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
                 schedule.done()
                 before.look()
                 for listener in listeners:
-                    listener(MicroBatchDone(index=sums.number + len(sums.rows) - 1, rows=len(micro.indices)))
+                    listener(MicroBatchDone(index=sums.count - 1, rows=len(micro.indices)))
         except Exception as error:
             recover(error, schedule, sums, before)
 
@@ -221,7 +220,7 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
     sizes = [*map(len, schedule.left)]
     rows = max(sizes) if is_first_pass else sizes[0]
     is_complete = _undo(before, task, said, OutOfMemoryError)
-    task.tell(MicroBatchRedone(index=sums.number + len(sums.rows), rows=rows, reason=said))
+    task.tell(MicroBatchRedone(index=sums.count, rows=rows, reason=said))
     reason = why_not_cut(sums, rows)
     sums.redone.append(Redone(rows, may_be_cut=not reason))
     first = -1 if is_first_pass else schedule.left[0][0]
@@ -253,7 +252,7 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
     schedule.scale_before = schedule.scale_before or scale.state()
     same = [*sums.rows, *map(len, schedule.left)]
     if where == "gradient" and scale.give_way():
-        task.tell(MicroBatchRedone(index=sums.number + len(sums.rows), rows=len(rows), reason=said))
+        task.tell(MicroBatchRedone(index=sums.count, rows=len(rows), reason=said))
         sums.redone.append(Redone(len(rows), may_be_cut=False))
         if sums.has_accepted or not is_complete:
             raise Restart(sums, same, scale=scale.value)
@@ -271,7 +270,7 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
     meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
     place = sums.offset + rows[0]
     failed = NonFiniteLossError(
-        f"Expected a finite {where}, got NaN or infinity in micro-batch {sums.number + len(sums.rows)} "
+        f"Expected a finite {where}, got NaN or infinity in micro-batch {sums.count} "
         f"(rows {place} to {place + len(rows) - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
         "was made. Look for bad data in these rows, a division by zero (a mean over no valid target), or "
         'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'

@@ -183,7 +183,7 @@ class Apart:
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
         self._banks: dict[str, Sums] = {name: {} for name in names}
         self._tell = tell
-        self._errors: dict[str, Sums] = {name: {} for name in names}  # rounding errors carried along
+        self.errors: dict[str, Sums] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
         self._look = Look()
@@ -241,15 +241,11 @@ class Apart:
 
     taken = gradients
 
-    def errors(self) -> Mapping[str, Sums]:
-        """The rounding errors of compensated sums, by bank."""
-        return self._errors
-
     def restore(self, banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
         """Go on from sums that were saved."""
         for name in self._banks:
             self._banks[name].update(banks.get(name, {}))
-            self._errors[name].update(errors.get(name, {}))
+            self.errors[name].update(errors.get(name, {}))
 
     def absorb(self, other: "Gradients") -> None:
         """Merge sums into these, in place; their memory may become ours."""
@@ -305,7 +301,7 @@ class Apart:
 
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
-        sums, errors = self._banks[name], self._errors[name]
+        sums, errors = self._banks[name], self.errors[name]
         if not self._compensated and _add_together(sums, bank, [*bank.values()], self._unscale):
             self.has_accepted = True
             return
@@ -338,7 +334,7 @@ class Apart:
         return (value if self._unscale == 1.0 else value.mul_(self._unscale)).to(dtype)
 
     def _compensate(self, parameter: nn.Parameter, gradient: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        total, error = self._banks[name][parameter], self._errors[name].get(parameter)
+        total, error = self._banks[name][parameter], self.errors[name].get(parameter)
         value = gradient.to(torch.promote_types(gradient.dtype, total.dtype))
         value = (value if self._unscale == 1.0 else value * self._unscale).to(total.dtype)
         value = value if error is None else value - error
@@ -375,12 +371,6 @@ def _kind(tensor: Tensor | None) -> object:
 _PLAIN = frozenset(
     (dtype, torch.strided) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 )
-
-
-def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Put each gradient where optimizers look for it, in the parameter's own dtype."""
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,13 +15,7 @@ class Schedule:
 
     A loss in which rows meet makes its first pass when the first micro-batch is asked for.
 
-    Args:
-        plan: how the rows are cut.
-        sums: what the micro-batches are added to.
-        before: the state before the first one.
-
     Attributes:
-        left: row indices of the micro-batches that are still to be done.
         is_open: whether the first pass is over.
         scale_before: the loss scale before the micro-batch at hand made it give way.
     """

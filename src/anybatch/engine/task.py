@@ -43,9 +43,7 @@ class Task:
     """What a plan is carried out on.
 
     Attributes:
-        model: called on micro-batches.
         modules: the modules of the model and of the loss.
-        loss: the loss, resolved.
         optimizers: updated in this order.
         schedulers: stepped once per update, after the optimizers.
         parameters: the trainable parameters of the optimizers.
@@ -53,14 +51,10 @@ class Task:
             part in the update and is left alone.
         batch_norms: modules in which rows meet, as they stand.
         devices: where the parameters of the model are.
-        listeners: called with every event.
         before_cut: called with this task, the batch and a number of rows that may fit, before a batch that
             was not to be cut is cut after all; raises where that would change the result.
         effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
-        scale: what the loss is multiplied by in backward.
-        strategy: many processes, or one.
-        observers: look at gradients, and change nothing.
         add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
         state: of the modules, which a step notes before it begins.
     """
@@ -189,12 +183,7 @@ class Signature:
     """What a gathered task was read from, by identity: cheap to compare, so that nothing is read in vain.
 
     Noticed are other submodules, parameters, attributes' counts, trained parameters, dtypes, devices, modes
-    of BatchNorm, settings of the loss. Looking steps gather anew in any case.
-
-    Args:
-        task: as gathered.
-        loss: as the caller gave it.
-        parts: all that the caller may put in the place of what was there, the loss among them.
+    of BatchNorm, settings of the loss, and other `parts` of the step. Looking steps gather anew in any case.
     """
 
     def __init__(self, task: Task, loss: object, parts: Sequence[object]) -> None:
@@ -234,13 +223,7 @@ _wants = attrgetter("requires_grad")
 
 
 def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:
-    """Check a batch, before anything is touched.
-
-    Args:
-        batch: what the caller hands over.
-        task: what it is for.
-        collate: builds tensors of samples, if that is what the batch holds.
-        anywhere: it need not be on the device of the model, because only its shapes matter.
+    """Check a batch, before anything is touched; `anywhere` where only its shapes matter, not its device.
 
     Raises:
         BatchError: it cannot be cut, or is not where the model is.

@@ -103,10 +103,6 @@ class Reachable:
         values: tensors and arrays; of a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         caches: functions under `functools.lru_cache`.
-
-    Example:
-        >>> len(Reachable([nn.Sequential(nn.Dropout())]).modules)
-        2
     """
 
     def __init__(self, roots: Iterable[object], *, is_block: bool = False) -> None:
@@ -214,10 +210,7 @@ class Reachable:
 
 
 class Contents:
-    """What containers hold, noted so that it can be put back.
-
-    Args:
-        containers: lists, dicts, sets and deques.
+    """What lists, dicts, sets and deques hold, noted so that it can be put back.
 
     Example:
         >>> found = [1]
@@ -243,12 +236,7 @@ class Contents:
 
 
 def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How to read where a generator stands, and how to set it.
-
-    Example:
-        >>> read, put = ways(random.Random(0))
-        >>> put(read())
-    """
+    """How to read where a generator stands, and how to set it."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if hasattr(generator, "bit_generator"):

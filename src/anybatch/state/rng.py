@@ -47,19 +47,12 @@ def restore(state: RandomState) -> None:
 
 
 def is_same(one: RandomState, other: RandomState) -> bool:
-    """Whether the streams stand at the same place.
-
-    Example:
-        >>> state = capture()
-        >>> is_same(state, capture())
-        True
-    """
+    """Whether the streams stand at the same place."""
     if len(one.cuda) != len(other.cuda):  # CUDA has come into use
         return False
     pairs = zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)
-    with (
-        private.disable_current_modes()
-    ):  # these are values, also where a step is traced, and no bytes of the step
+    # These are values, also where a step is traced, and no bytes of the step.
+    with private.disable_current_modes():
         return all(torch.equal(a, b) for a, b in pairs)
 
 

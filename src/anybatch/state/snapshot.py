@@ -78,12 +78,6 @@ class Effects:
         buffers: those that a forward changes.
         parameters: those that a forward writes to, as a momentum encoder's or an embedding's with a largest
             norm.
-
-    Example:
-        >>> effects = Effects()
-        >>> effects.begin([nn.Linear(2, 1)])
-        >>> effects.is_looking, effects.draws
-        (True, False)
     """
 
     def __init__(self) -> None:
@@ -393,17 +387,6 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
 
     That is modes, buffers, gradients, and the random streams of torch, Python and NumPy. The modes are set as
     such, not by `eval()`, which some models use to change their weights.
-
-    Args:
-        modules: all of a model's and a loss's modules.
-
-    Example:
-        >>> model = nn.Dropout()
-        >>> with evaluating([model]):
-        ...     model(torch.ones(2))
-        tensor([1., 1.])
-        >>> model.training
-        True
     """
     everything = Snapshot(
         ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]

@@ -15,7 +15,7 @@ from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.losses import refuse_what_does_not_add_up
-from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan, single_rows
+from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
 from anybatch.precision import Precision
 from anybatch.recompute import choose_blocks, find_blocks
 from anybatch.step.limits import Limits
@@ -28,17 +28,7 @@ class Planning:
     """What a step decides about its batches, and remembers.
 
     Args:
-        model: whose blocks may be rebuilt.
-        micro_batch: as for `anybatch.Step`; so are memory, recompute, clip_norm, accumulate, compensated,
-            batch_norm and non_finite.
-        memory: see there.
-        recompute: see there.
-        clip_norm: see there.
-        accumulate: see there.
-        compensated: see there.
-        batch_norm: see there.
-        precision: in which dtypes.
-        non_finite: see there.
+        model: whose blocks may be rebuilt; the others are those of `anybatch.Step`.
 
     Attributes:
         settings: a plan without rows that holds all that does not depend on the batch.
@@ -150,15 +140,7 @@ class Planning:
     def learn(
         self, batch: Batch, plan: Plan, *, failed: int, seconds: float = 0.0, in_window: bool = False
     ) -> None:
-        """What came of a plan.
-
-        Args:
-            batch: that was carried out.
-            plan: how.
-            failed: rows of the smallest micro-batch in which memory ran out, 0 where it never did.
-            seconds: that it took.
-            in_window: whether it was a micro-batch of a window.
-        """
+        """What came of a plan: `failed` rows were too many, 0 where memory never ran out."""
         if self.budget is not None and not failed and not in_window:
             self.budget.record(plan, seconds)
         if not (failed or self.limits.known):
@@ -168,12 +150,7 @@ class Planning:
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
 
     def distrust(self, block: str, plan: Plan) -> bool:
-        """Never choose again what made a block run again in another way; whether it was chosen here.
-
-        Args:
-            block: its name.
-            plan: under which it did.
-        """
+        """Never choose again what made a block run again in another way; whether it was chosen here."""
         found = block, dict(plan.blocks).get(block, "")
         if self.budget is None or not self._may_choose_blocks or found in self._distrusted:
             return False
@@ -188,10 +165,6 @@ class Planning:
     def enforced(self, task: Task) -> AbstractContextManager[None]:
         """While a step runs: on CUDA the allocator itself keeps to the budget."""
         return _NOTHING if self.budget is None else enforced(self.budget.memory, task)
-
-    def ledger(self, task: Task, batch: Batch) -> object:
-        """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
-        return single_rows(task, batch, self.settings)
 
     def foresee(
         self,
@@ -222,13 +195,7 @@ class Planning:
         return find_plan(request, memory, device, measure=measure)
 
     def _within(self, request: Request, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
-        """The plan; where the result depends on the cut, a cut is the last way out.
-
-        Args:
-            request: what is to be planned.
-            budget: that it is to keep to.
-            whole: what makes the same request one about rows that are not cut.
-        """
+        """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""
         return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
@@ -266,12 +233,7 @@ class Guard:
         self._looks = 3 if check else 0  # some batches tell nothing
 
     def before_cut(self, task: Task, batch: Batch, micro_batch: int) -> None:
-        """Refuse what would change the result.
-
-        Raises:
-            PlanError: rows meet in the model.
-            LossError: the loss does not add up.
-        """
+        """Refuse what would change the result."""
         self.refuse_meetings(task)
         self.check_loss(task, batch, micro_batch)
 

@@ -23,7 +23,7 @@ from anybatch.engine import (
     gather,
 )
 from anybatch.losses import module_of, resolve
-from anybatch.planner import PlanReport
+from anybatch.planner import PlanReport, single_rows
 from anybatch.precision import Precision, at_work, find_precision
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning
@@ -177,7 +177,7 @@ class Step:
             except BaseException as error:
                 self.strategy.abandon(error)
                 if isinstance(error, OutOfMemoryError):
-                    error.ledger = error.ledger or self.planning.ledger(task, logical)
+                    error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
             seconds = time.perf_counter() - start
             self.planning.learn(logical, plan, failed=report.too_large, seconds=seconds)

@@ -82,7 +82,6 @@ class Window:
         settings = step.planning.settings
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
-        found = None if state is None else window_state.read(state, task, settings, step.loss)
         self._step, self._task = step, task
         self._before: Snapshot = snapshot(task, OpenBatch())
         self._sums = Accumulator(settings, task, OpenBatch())
@@ -92,9 +91,9 @@ class Window:
         self._phase = "open"
         self._is_skipped = False
         self.rows = 0
-        if found is not None:
-            found.into(self._sums, task)
-            self.rows, self._is_skipped = found.rows, found.is_skipped
+        if state is not None:
+            restored = window_state.restore(state, self._sums, task, settings, step.loss)
+            self.rows, self._is_skipped = restored
         clear(task.parameters)
 
     def add(self, micro: Any) -> None:
@@ -233,8 +232,7 @@ class Window:
                 raise failed from None
             raise
         self._phase = "updated"
-        for listener in self._task.listeners:
-            listener(report)
+        self._task.tell(report)
         return report
 
     def _update(self) -> StepReport:
