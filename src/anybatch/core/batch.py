@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from anybatch.core import tree
@@ -17,10 +16,10 @@ _SHOWN = 4  # tensors in an error
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How rows are divided into micro-batches: the row indices of each, in the order in which they run.
+    """How rows are divided into micro-batches: the row indices of each, in order.
 
     Args:
-        parts: row indices of each micro-batch; a `range` where they follow each other.
+        parts: row indices of each micro-batch; each begins where the one before it ends.
 
     Example:
         >>> cut = Cut.even(10, 4)
@@ -28,7 +27,7 @@ class Cut:
         ((4, 4, 2), (range(4, 7), range(7, 10)))
     """
 
-    parts: tuple[Sequence[int], ...]
+    parts: tuple[range, ...]
 
     @staticmethod
     def even(rows: int, micro_batch: int) -> "Cut":
@@ -52,7 +51,7 @@ class Cut:
 
     def after(self, done: int, *, most: int) -> "Cut":
         """The rows that come after so many parts, in the same order, in parts of at most so many rows."""
-        rest = _joined(self.parts[done:])
+        rest = range(self.parts[done].start, self.parts[-1].stop)
         return Cut(tuple([rest[start : start + most] for start in range(0, len(rest), most)]))
 
 
@@ -65,7 +64,7 @@ class Micro(NamedTuple):
     """
 
     rows: Any
-    indices: Sequence[int]
+    indices: range
 
 
 class Batch:
@@ -94,8 +93,8 @@ class Batch:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
         return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield the rows of each part, with their indices."""
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
+        """Yield the rows of each part, with their indices. Each part begins where the one before it ends."""
         return iter(())
 
     def head(self, rows: int) -> "Batch":
@@ -152,25 +151,17 @@ class TensorBatch(Batch):
         """The dtype of each leaf and its size in one row."""
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield views where rows follow each other, else copies; uncut, the very value that came in."""
-        if len(parts) == 1 and len(parts[0]) == self.rows and isinstance(parts[0], range):
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
+        """Yield views; uncut, the very value that came in."""
+        if len(parts) == 1 and len(parts[0]) == self.rows:
             yield Micro(self.whole, parts[0])
             return
         build = self._nest.build
-        for index, leaves in zip(parts, self._leaves_of(parts), strict=True):
-            yield Micro(build(iter(leaves)), index)
-
-    def _leaves_of(self, parts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, ...]]:
-        leaves = self._nest.leaves
-        if not _are_adjacent(parts):
-            for index in parts:
-                places = torch.tensor(index)
-                yield tuple([leaf.index_select(0, places.to(leaf.device)) for leaf in leaves])
-            return
-        start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
+        start, stop, sizes = parts[0].start, parts[-1].stop, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
-        yield from zip(*[leaf[start:stop].split_with_sizes(sizes) for leaf in leaves], strict=True)
+        views = [leaf[start:stop].split_with_sizes(sizes) for leaf in self._nest.leaves]
+        for index, leaves in zip(parts, zip(*views, strict=True), strict=True):
+            yield Micro(build(iter(leaves)), index)
 
     def head(self, rows: int) -> "TensorBatch":
         """A batch of the first rows, as views."""
@@ -208,7 +199,7 @@ class SampleBatch(Batch):
         self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
         """Yield each part, collated."""
         for index in parts:
             yield Micro(self.collate([self.given[row] for row in index]), index)
@@ -235,18 +226,6 @@ class OpenBatch(Batch):
 
 def _copied(leaf: Tensor) -> Tensor:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
-def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
-    """All indices in order: a range where they follow each other."""
-    if parts and _are_adjacent(parts):
-        return range(parts[0][0], parts[-1][-1] + 1)
-    return tuple([row for part in parts for row in part])
-
-
-def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
-    stops = [part.stop if isinstance(part, range) and part.step == 1 else -1 for part in parts]
-    return min(stops) > 0 and all(part[0] == stop for part, stop in zip(parts[1:], stops, strict=False))
 
 
 def _common_rows(nest: tree.Nest, value: object) -> int:

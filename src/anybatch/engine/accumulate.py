@@ -81,7 +81,7 @@ class Accumulator:
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
         self._is_dry = is_dry
         # No closure over this object: a circle would keep its tensors until garbage is collected.
-        self.share: Callable[[Sequence[int]], Loss] = (
+        self.share: Callable[[range], Loss] = (
             partial(_same, self.loss) if window is None else partial(_shifted, window)
         )
         self._computing = task.computing(plan)
@@ -231,13 +231,16 @@ class Accumulator:
             division.is_apart = is_looked_into or len(banks) > 1 or not is_wide
         if not division.is_apart:
             return InPlace(parameters, banks[0])
+        return self._apart(banks)
+
+    def _apart(self, names: Sequence[str]) -> Apart:
         return Apart(
-            parameters,
-            dtype=chosen,
-            names=banks,
-            compensated=plan.compensated,
+            self.task.parameters,
+            dtype=self.plan.accumulation_dtype,
+            names=names,
+            compensated=self.plan.compensated,
             is_looked_at=self.is_guarded,
-            is_whole=self._window is not None or self.task.is_apart or plan.non_finite == "drop",
+            is_whole=self.is_in_window or self.task.is_apart or self.plan.non_finite == "drop",
             tell=self._tell if self.task.is_shown else None,
         )
 
@@ -299,14 +302,7 @@ class Accumulator:
     def _window_gradients(self) -> Apart:
         """The sums of a window, into which those of each `add` are merged."""
         if self.gradients is None:
-            self.gradients = Apart(
-                self.task.parameters,
-                dtype=self.plan.accumulation_dtype,
-                names=[*self._division.coefficients],
-                compensated=self.plan.compensated,
-                is_looked_at=False,
-                is_whole=True,
-            )
+            self.gradients = self._apart([*self._division.coefficients])
         assert isinstance(self.gradients, Apart)  # noqa: S101 - a window has no others
         return self.gradients
 
@@ -378,14 +374,14 @@ class Accumulator:
             self.gradients.close()
 
 
-def _same(loss: Loss, index: Sequence[int]) -> Loss:
+def _same(loss: Loss, index: range) -> Loss:
     return loss
 
 
-def _shifted(window: "Accumulator", index: Sequence[int]) -> Loss:
+def _shifted(window: "Accumulator", index: range) -> Loss:
     """The loss of rows of an `add`, counted from the first row of the window."""
     offset = sum(window.rows)
-    return window.share(range(offset + index[0], offset + index[-1] + 1))
+    return window.share(range(offset + index.start, offset + index.stop))
 
 
 def _kept(value: Number) -> Number:

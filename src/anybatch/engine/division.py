@@ -49,7 +49,7 @@ class Division:
         return Division(
             coefficients=dict.fromkeys(terms.sums, 1.0) | {**loss.coefficients},
             divisors=divisors,
-            provisional={name: power_of_two(_size(weight, rows)) for name, weight in weights.items()},
+            provisional={name: _stand_in(weight, rows) for name, weight in weights.items()},
             is_counted=loss.counted and divisors is not None,
             is_divided=loss.divided,
         )
@@ -101,25 +101,16 @@ class Division:
 UNDECIDED = Division(coefficients={}, divisors=None, provisional={}, is_counted=False, is_divided=False)
 
 
-def power_of_two(value: float) -> float:
-    """The power of two nearest a positive number; 1 for what is none.
-
-    Example:
-        >>> power_of_two(100.0), power_of_two(0.0)
-        (128.0, 1.0)
-    """
-    return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 1.0
-
-
 def to_host(weights: Mapping[str, Number]) -> dict[str, float]:
     """Weights as numbers."""
     return dict(zip(weights, map(float, weights.values()), strict=True))
 
 
-def _size(weight: Number, rows: int) -> float:
-    """A positive number near the weight of a micro-batch; its rows where a device would have to stop."""
+def _stand_in(weight: Number, rows: int) -> float:
+    """The power of two nearest a micro-batch's weight; nearest its rows where a device would have to stop."""
     is_far = isinstance(weight, Tensor) and weight.device.type != "cpu"
-    return rows if is_far else float(weight) or rows
+    size = rows if is_far else float(weight) or rows
+    return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
 
 
 def _cotangent(coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.batchnorm import frozen_batch_norms, names_of_batch_norms
+from anybatch.batchnorm import BatchNorm, frozen_batch_norms, names_of_batch_norms
 from anybatch.core import (
     AnybatchError,
     Batch,
@@ -230,16 +230,17 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
             f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
             "the model, or keep less: recompute, offload, a smaller optimizer state."
         )
+    must_restart = is_first_pass or sums.has_accepted or not is_complete
     if reason:  # once more, with caches freed
         sums.last_tries = sums.last_tries | {first}
-    half = rows if reason else -(-rows // 2)
-    is_tied = not is_first_pass and sums.share(schedule.left[0]).tied
+        if must_restart:
+            raise Restart(sums, [*sums.rows, *sizes])
+        return
+    half = -(-rows // 2)
     is_whole_loss = not (sums.is_in_window or plan.is_cut)  # another form of the loss than that of a part
-    if is_first_pass or sums.has_accepted or not is_complete or (not reason and (is_tied or is_whole_loss)):
-        sizes = [*sums.rows, *sizes] if reason else cut_sizes(batch.rows, half)
-        raise Restart(sums, sizes)
-    if not reason:
-        schedule.cut_smaller(half)
+    if must_restart or is_whole_loss or sums.share(schedule.left[0]).tied:
+        raise Restart(sums, cut_sizes(batch.rows, half))
+    schedule.cut_smaller(half)
 
 
 def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
@@ -331,7 +332,7 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
     """What holds throughout a step: switches of the arithmetic, frozen BatchNorms, policies of blocks."""
     norms = task.batch_norms if plan.batch_norm == "frozen" else ()
     if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
-        return _context(plan, task)
+        return _context(plan, task, norms)
     return _NOTHING
 
 
@@ -339,8 +340,7 @@ _NOTHING = nullcontext()
 
 
 @contextmanager
-def _context(plan: Plan, task: Task) -> Generator[None]:
-    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+def _context(plan: Plan, task: Task, norms: Sequence[BatchNorm]) -> Generator[None]:
     policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
     with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
         yield

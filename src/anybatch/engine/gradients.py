@@ -158,12 +158,10 @@ class Apart:
     the micro-batch is accepted.
 
     Args:
-        parameters: what the gradients are for.
         dtype: of the sums; None for float32 or the parameter's if wider.
         names: of the banks; one where all terms share a divisor.
         compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
             truncation errors"); costs one more buffer per parameter.
-        is_looked_at: refuse what is not finite.
         is_whole: hold the gradients of a micro-batch whatever their size.
         tell: called with the gradients of each micro-batch before they are added.
     """

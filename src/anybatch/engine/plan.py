@@ -183,12 +183,7 @@ def _parts(rows: int, micro_batch: int, sizes: tuple[int, ...]) -> Cut:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """A floating dtype by name, of at least two bytes: torch does not add narrower ones.
-
-    Example:
-        >>> parse_dtype("bfloat16")
-        torch.bfloat16
-    """
+    """A floating dtype by name, of at least two bytes: torch does not add narrower ones."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
         return dtype

@@ -58,15 +58,7 @@ def is_same(one: RandomState, other: RandomState) -> bool:
 
 @contextmanager
 def preserved() -> Generator[None]:
-    """Run something that may draw random numbers without moving the caller's streams.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> with preserved():
-        ...     _ = torch.rand(3)
-        >>> torch.equal(before, torch.get_rng_state())
-        True
-    """
+    """Run something that may draw random numbers without moving the caller's streams."""
     state = capture()
     try:
         yield
@@ -126,17 +118,7 @@ def restore_process(state: Mapping[str, Any]) -> None:
 
 
 def has_moved(since: Mapping[str, Any]) -> bool:
-    """Whether anything was drawn, from any of these streams, since `capture_process`.
-
-    Example:
-        >>> state = capture_process()
-        >>> has_moved(state)
-        False
-        >>> with preserved():
-        ...     _ = torch.rand(1)
-        ...     has_moved(state)
-        True
-    """
+    """Whether anything was drawn, from any of these streams, since `capture_process`."""
     now = capture_process()
     was = since["cpu"], *since["cuda"], *since.get("numpy", ())
     new = now["cpu"], *now["cuda"], *now.get("numpy", ())

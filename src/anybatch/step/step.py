@@ -81,7 +81,6 @@ class Step:
         guard: what must hold before a batch is cut.
         open_window: the window that is not yet over, or None.
         working: the precision, the float32 weights behind short ones (also `masters`) and the loss `scale`.
-        limits: what memory has taught about the size of micro-batches (`anybatch.step.limits`).
 
     Raises:
         PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once.
