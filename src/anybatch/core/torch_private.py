@@ -111,12 +111,7 @@ def saved(node: Any, name: str) -> Any:
 
 
 def is_packed(node: Any, name: str) -> bool:
-    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False.
-
-    Example:
-        >>> is_packed(torch.ones(2, requires_grad=True).exp().grad_fn, "result")
-        False
-    """
+    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
 
 
@@ -163,12 +158,6 @@ def version(tensor: Tensor) -> int:
     """How often a tensor was written to in place; 0 for inference tensors, which do not count. No substitute.
 
     Writes through `.data` and by fused kernels do not count.
-
-    Example:
-        >>> value = torch.ones(2)
-        >>> before = version(value)
-        >>> version(value.add_(1)) - before
-        1
     """
     return 0 if tensor.is_inference() else tensor._version
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -213,8 +213,7 @@ class Accumulator:
             is_window = self._window is not None or bool(self.task.add_rows)
             is_late = is_window or (self.plan.non_finite == "drop" and self.plan.is_cut)
             division = Division.decide(self.loss, OpenBatch() if is_late else self.batch, terms, rows)
-        if division.like is None:
-            division.like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
+        division.like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
         self.gradients = self._accumulation(division)
         self._division = division  # last: weights take memory, which may run out
 
@@ -354,10 +353,9 @@ class Accumulator:
         for name, weight in weights.items():
             sums = _all_to_host([sums[name] for sums in self._sums])
             if not all(map(math.isfinite, sums)) and weight and not self._is_dry:
-                _check_sums(sums, self.rows, name)
-            means[name] = (
-                math.fsum(sums) / (1 if self._division.is_divided else weight) if weight else math.nan
-            )
+                _refuse_sums(sums, self.rows, name)
+            divisor = 1 if self._division.is_divided else weight
+            means[name] = math.fsum(sums) / divisor if weight else math.nan
         return means
 
     def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
@@ -405,16 +403,15 @@ def _all_kept(values: Mapping[str, Number]) -> dict[str, Number]:
     return kept
 
 
-def _check_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> None:
+def _refuse_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> NoReturn:
     bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
-    if bad:
-        first = sum(rows[: bad[0]])
-        raise NonFiniteLossError(
-            f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
-            f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
-            "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
-            "a sum that overflows float16."
-        )
+    first = sum(rows[: bad[0]])
+    raise NonFiniteLossError(
+        f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
+        f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
+        "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
+        "a sum that overflows float16."
+    )
 
 
 def _check_weights(weights: Mapping[str, float], where: str) -> None:

@@ -38,7 +38,7 @@ class Division:
     is_counted: bool
     is_divided: bool
     is_apart: bool | None = None
-    like: Mapping[str, tuple[torch.dtype, torch.device]] | None = None
+    like: Mapping[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict[str, Any])
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod
@@ -57,7 +57,7 @@ class Division:
     def made_cotangents(self, scale: float) -> dict[str, Tensor]:
         """What flows into each sum at this loss scale; made once for each scale."""
         made: dict[str, Tensor] = {}
-        for name, (dtype, device) in (self.like or {}).items():
+        for name, (dtype, device) in self.like.items():
             if self.divisors is None:
                 made[name] = torch.full((), scale / self.provisional[name], dtype=dtype, device=device)
             else:

@@ -59,14 +59,7 @@ class Gradients:
         return Gradients(merged)
 
     def finish(self, factors: Mapping[str, float]) -> Sums:
-        """Multiply each bank once, in place, and add the banks up.
-
-        Args:
-            factors: coefficient / divisor of each bank; those without one stay as they are.
-
-        Returns:
-            The gradient of each parameter that got one, in the dtype of the sums.
-        """
+        """Multiply each bank once by its factor, in place, and add the banks up, in the dtype of the sums."""
         for name, factor in factors.items():
             if self.banks.get(name) and factor != 1.0:
                 private.foreach_mul_([*self.banks[name].values()], factor)
@@ -111,7 +104,7 @@ class InPlace:
         return awaited or private.versions(self._sums) != self._versions
 
     def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
-        """One backward: add J^T c of these scalars, each with its own cotangent. There is no scale here."""
+        """One backward: add J^T c of these scalars, each with its own cotangent; `unscale` is 1."""
         self._has_flowed = True
         private.run_backward(values, cotangents)
 

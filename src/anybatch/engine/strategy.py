@@ -23,12 +23,7 @@ class Strategy(Protocol):
 
 
 class Single:
-    """One process: nothing to add up.
-
-    Example:
-        >>> Single().close({"loss": 8.0})
-        {'loss': 8.0}
-    """
+    """One process: nothing to add up."""
 
     def close(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """The same."""

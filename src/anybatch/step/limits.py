@@ -47,12 +47,6 @@ class Limits:
             planned: rows of a micro-batch if there were no limit.
             largest: rows of the largest that went through.
             failed: rows of the smallest in which memory ran out; 0 where it never did.
-
-        Example:
-            >>> limits = Limits()
-            >>> limits.learn("rows", 32, largest=8, failed=16)
-            >>> limits.size("rows", 32)
-            8
         """
         old = self.known.get(like)
         if failed:

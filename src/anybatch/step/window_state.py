@@ -94,7 +94,7 @@ def _conditions(task: Task, settings: Plan, loss: object) -> dict[str, Any]:
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     return {
         "parameters": [
-            f"{names.get(one, 'not of the model')} {_word(one.dtype)} {tuple(one.shape)}"
+            f"{names.get(one, 'not of the model')} {str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}"
             for one in task.parameters
         ],
         "precision": str(settings.precision),
@@ -177,10 +177,6 @@ def _restore(state: Mapping[str, Any], sums: Accumulator, task: Task, settings: 
 
 def _scale(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"value": float(state["value"]), "clean": int(state["clean"])}
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- tensors
