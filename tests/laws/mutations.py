@@ -315,7 +315,7 @@ def masked_batches_update_too(patch: Patch) -> None:
 def scale_left_in_the_gradient(patch: Patch) -> None:
     add = Apart.add
 
-    def scaled(self: Apart, values: Any, cotangents: Any, *, unscale: float = 1.0) -> None:
+    def scaled(self: Apart, values: Any, cotangents: Any, unscale: float = 1.0) -> None:
         add(self, values, cotangents)
 
     patch.setattr(Apart, "add", scaled)
