@@ -53,16 +53,17 @@ def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments)
     if class_weight is None:
         return valid.sum()
     # As int64, because torch takes uint8 targets too, and an index of uint8 is a mask.
-    return _sum(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
+    return summed(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
 
 
 def _sum_of_weights(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     """With a `weight` for each element, `mse_loss` and `l1_loss` divide by its sum."""
-    return _sum(settings["weight"])
+    return summed(settings["weight"])
 
 
-def _sum(weights: Tensor) -> Tensor:
-    return weights.sum(dtype=torch.float32 if weights.dtype in SHORT_DTYPES else None)
+def summed(values: Tensor) -> Tensor:
+    """The sum, at least in float32."""
+    return values.sum(dtype=torch.float32 if values.dtype in SHORT_DTYPES else None)
 
 
 def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.errors import LossError
-from anybatch.losses.model.graph import Tail, adds_nothing, call_model, loss_of, names_of, read_tail
+from anybatch.losses.model.graph import Tail, adds_nothing, call_model, loss_of, numbered, read_tail
 
 MODEL = nn.Linear(2, 2)
 
@@ -106,5 +106,5 @@ def test_a_constant_zero_adds_nothing(output: Any, nothing: bool) -> None:
 
 
 def test_names_are_numbered_where_they_come_again() -> None:
-    assert names_of([], ["router"]) == ["loss"]
-    assert names_of([], ["a", "b", "a"]) == ["a", "b", "a 2"]
+    assert numbered(["router"]) == ["loss"]
+    assert numbered(["a", "b", "a"]) == ["a", "b", "a 2"]

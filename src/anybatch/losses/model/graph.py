@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,6 @@ WAYS_OUT = (
 
 class NoLossError(LossError):
     """A model returned no loss that could be minimised."""
-
-
-class Stop(Protocol):
-    """A value on the way to the loss: what is behind it is known."""
-
-    @property
-    def value(self) -> Tensor:
-        """What the model got."""
-        ...
-
-    @property
-    def node(self) -> Node | None:
-        """Its place in autograd's graph."""
-        ...
 
 
 class Tail(NamedTuple):
@@ -62,12 +48,6 @@ class Found:
         rows: how many it has; 0 where its tensors do not agree.
         divides: whether the loss divides what it is made of.
         padded: whether the model padded labels.
-
-    Example:
-        >>> Found(
-        ...     terms={}, routers={}, factors={}, leaves={}, rows=3, divides=False, padded=False
-        ... ).forgotten().rows
-        3
     """
 
     terms: Mapping[str, Reduction]
@@ -86,14 +66,7 @@ class Found:
 
 
 def call_model(model: nn.Module, micro: Any) -> Any:
-    """Call a model that computes its own loss on all that a micro-batch holds.
-
-    A mapping or a dataclass gives keyword arguments, a tuple or list positional ones, a tensor the only one.
-
-    Example:
-        >>> call_model(nn.Identity(), {"input": torch.ones(1)})
-        tensor([1.])
-    """
+    """Call a model that computes its own loss on all that a micro-batch holds; a dataclass gives keywords."""
     if is_dataclass(micro) and not isinstance(micro, Mapping):
         return call(model, {field.name: getattr(micro, field.name) for field in fields(micro)})
     return call(model, micro)
@@ -102,20 +75,8 @@ def call_model(model: nn.Module, micro: Any) -> Any:
 def loss_of(model: nn.Module, output: Any) -> Tensor:
     """The loss in what a model returned: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple.
 
-    Args:
-        model: named in the refusal.
-        output: what it returned.
-
-    Returns:
-        A real scalar that carries a graph.
-
     Raises:
-        LossError: no loss, or none that can be minimised.
-
-    Example:
-        >>> weight = torch.ones((), requires_grad=True)
-        >>> loss_of(nn.Identity(), (torch.ones(3), weight * 2)).item()
-        2.0
+        NoLossError: no loss, or none that can be minimised.
     """
     loss = _pick(output)
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and loss.requires_grad:
@@ -131,19 +92,14 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
 
 
 def adds_nothing(output: Any) -> bool:
-    """Whether a model returned a constant 0, as some do where every row is ignored.
-
-    Example:
-        >>> adds_nothing({"loss": torch.tensor(0.0)}), adds_nothing({"logits": torch.ones(2)})
-        (True, False)
-    """
+    """Whether a model returned a constant 0, as some do where every row is ignored."""
     loss = _pick(output)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         return False
     return not loss.requires_grad and loss.item() == 0
 
 
-def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
+def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Reduction | RouterLoss]) -> Tail:
     """Walk back from the loss to the means it is made of.
 
     Args:
@@ -153,14 +109,6 @@ def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
 
     Raises:
         LossError: the loss has a part that is none of these, or is not linear in them.
-
-    Example:
-        >>> class Mean(NamedTuple):
-        ...     value: Tensor
-        ...     node: Any
-        >>> mean = torch.ones(2, requires_grad=True).mean()
-        >>> read_tail(nn.Identity(), 0.5 * mean, [Mean(mean, mean.grad_fn)]).factors
-        {0: 0.5}
     """
     index_of = {stop.node: index for index, stop in enumerate(stops) if stop.node is not None}
     reached, nodes = _walk(model, loss, index_of)
@@ -186,21 +134,15 @@ def found_in(tail: Tail, watch: Watch, routers: Sequence[RouterLoss], leaves: Ma
         watch: what noted the reductions.
         routers: the router losses.
         leaves: the tensors of the micro-batch.
-
-    Example:
-        >>> found_in(Tail({}, divides=False), Watch(), [], {"x": torch.ones(3)}).rows
-        3
     """
-    parts = len(watch.found)
-    reached = {index: watch.found[index] for index in tail.factors if index < parts}
-    asked = {
-        index: routers[index - parts] for index in tail.factors if index >= parts and tail.factors[index]
-    }
-    names = names_of([*reached.values()], ["router"] * len(asked))
+    noted = len(watch.found)
+    indices = [index for index, factor in tail.factors.items() if index < noted or factor]
+    names = numbered([watch.found[index].name if index < noted else "router" for index in indices])
+    index_of = dict(zip(names, indices, strict=True))
     return Found(
-        terms=dict(zip(names, reached.values(), strict=False)),
-        routers=dict(zip(names[len(reached) :], asked.values(), strict=True)),
-        factors={name: tail.factors[index] for name, index in zip(names, [*reached, *asked], strict=True)},
+        terms={name: watch.found[index] for name, index in index_of.items() if index < noted},
+        routers={name: routers[index - noted] for name, index in index_of.items() if index >= noted},
+        factors={name: tail.factors[index] for name, index in index_of.items()},
         leaves=leaves,
         rows=rows_of(leaves.values()),
         divides=tail.divides,
@@ -208,14 +150,13 @@ def found_in(tail: Tail, watch: Watch, routers: Sequence[RouterLoss], leaves: Ma
     )
 
 
-def names_of(reductions: Sequence[Reduction], others: Sequence[str]) -> list[str]:
-    """`loss` where it is the only one; else the functions' names, numbered where they come again.
+def numbered(names: Sequence[str]) -> list[str]:
+    """`loss` for a single name; else the names, numbered where they come again.
 
     Example:
-        >>> names_of([], ["router", "router"])
+        >>> numbered(["router", "router"])
         ['router', 'router 2']
     """
-    names = [*(one.name for one in reductions), *others]
     if len(names) == 1:
         return ["loss"]
     nth = [names[: index + 1].count(name) for index, name in enumerate(names)]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +16,6 @@ from anybatch.integrations import (
     ROUTER_ADVICE,
     RouterLoss,
     WholeRouterLoss,
-    homes,
     recorded,
     wants_router_loss,
 )
@@ -29,7 +27,6 @@ from anybatch.losses.model.graph import (
     call_model,
     found_in,
     loss_of,
-    names_of,
     read_tail,
 )
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
@@ -86,15 +83,13 @@ class _Reader(Plain):
     counted = False
 
     def __init__(self) -> None:
-        self._reading: Reading | None = None  # of the model
+        self._reading = Reading(learns=False)  # of the model, once a step has begun
         self._form: Form | None = None  # what this step reads by; None where it is watched
-        self._files: list[ModuleType] | None = None  # that define a router loss
 
     def _open(self, model: nn.Module) -> None:
         """A step begins."""
         self._reading = reading_of(model)
-        self._form = None if self._reading is None else self._reading.begin()
-        self._files = None
+        self._form = self._reading.begin()
 
     def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
         """What is read of a loss.
@@ -106,18 +101,12 @@ class _Reader(Plain):
             return read(loss)
         except EvaluateAgain:
             self._form = None
-            if self._reading is not None:
-                self._reading.miss()
+            self._reading.miss()
             raise
-
-    def _router_files(self, model: nn.Module) -> list[ModuleType]:
-        if self._files is None:
-            self._files = homes(model) if self._reading is None else self._reading.files_of(model)
-        return self._files
 
     def _learn(self, model: nn.Module, found: Found) -> None:
         """Note the form of a loss that was watched, for the steps to come."""
-        if self._reading is not None and self._form is None:
+        if self._form is None:
             self._reading.learn(model, found)
 
 
@@ -149,7 +138,6 @@ class ModelTerms(_Reader):
         self._start = -1  # the first row of the micro-batch at hand; -1 where nobody says
         self._first: Found | None = None  # of the first micro-batch that has a loss
         self._first_start = -1  # where that one starts
-        self._rows = 0  # of that one
         self._matches: Mapping[str, list[Match]] = {}
         self._promised: Mapping[str, Number] = {}
         self._weights: dict[int, Mapping[str, Number]] = {}  # of each micro-batch, by its first row
@@ -170,7 +158,7 @@ class ModelTerms(_Reader):
         if self._first is None:
             self._look(model, found)
         else:
-            _refuse_others(model, self._first, self._rows, found)
+            _refuse_others(model, self._first, found)
         once: Number = int(is_first) if self._in_step or not found.rows else found.rows
         terms, factors = found.terms, found.factors
         sums = {name: _times(widened(one.sum), factors[name]) for name, one in terms.items()}
@@ -193,19 +181,18 @@ class ModelTerms(_Reader):
         if not batch.rows:
             return None
         leaves = {} if batch.whole is None else leaves_of(batch.whole)
-        found = dict[str, Number | None](dict.fromkeys(first.sums, 1))  # router losses and sums
-        for name in first.sums:
-            if name not in terms or terms[name].is_sum:
+        promised: dict[str, Number] = dict.fromkeys(first.sums, 1)  # router losses and sums
+        for name, one in terms.items():
+            if one.is_sum or name not in first.sums:
                 continue
-            if name in self._known:
-                found[name] = self._known[name]
-            else:
-                found[name] = _weigh_whole(terms[name], self._matches[name], batch.rows, first_rows, leaves)
-        known = {name: weight for name, weight in found.items() if weight is not None}
-        if len(known) < len(found):
-            return None
-        self._promised = known
-        return known
+            weight = self._known.get(name)
+            if weight is None:
+                weight = _weigh_whole(one, self._matches[name], batch.rows, first_rows, leaves)
+            if weight is None:
+                return None
+            promised[name] = weight
+        self._promised = promised
+        return promised
 
     def uncut(self) -> Loss:
         """The model's own loss, to the bit."""
@@ -222,7 +209,7 @@ class ModelTerms(_Reader):
         self._known, self._routers, self.tied = {}, {}, False
         self._open(model)
         self._begin()
-        if batch.rows and self._router_files(model) and wants_router_loss(model):
+        if batch.rows and self._reading.files_of(model) and wants_router_loss(model):
             self._form = None
             self._first_pass(first_pass_rows(batch, sizes), sizes, model, put_back)
         yield self._share
@@ -293,7 +280,7 @@ class ModelTerms(_Reader):
         """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too: the graph tells the terms
             micro = _outside_inference(micro)
-            with recorded(self._router_files(model)) as routers, Watch() as watch:
+            with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
                 output = call_model(model, micro)
             if adds_nothing(output):
                 return None
@@ -339,7 +326,7 @@ class ModelTerms(_Reader):
                 f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
             )
         self._learn(model, found)
-        self._first, self._first_start, self._rows = found.forgotten(), self._start, found.rows
+        self._first, self._first_start = found.forgotten(), self._start
 
 
 class OwnLoss(_Reader):
@@ -373,31 +360,16 @@ class OwnLoss(_Reader):
             tail = read_tail(model, loss, watch.found)
         except LossError:  # which a batch that is not cut need not care about
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
-        reached = [watch.found[index] for index in tail.factors]
-        names = names_of(reached, [])
-        terms = dict(zip(names, reached, strict=True))
-        factors = dict(zip(names, tail.factors.values(), strict=True))
-        self._learn(
-            model,
-            Found(
-                terms=terms,
-                routers={},
-                factors=factors,
-                leaves={},
-                rows=0,
-                divides=tail.divides,
-                padded=watch.padded,
-            ),
-        )
-        weights = {name: one.weight for name, one in terms.items()}
-        if len(names) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
-            empty = not any(weights.values())
-            return Evaluated(
-                {"loss": loss}, lambda: {"loss": 0 if empty else next(iter(weights.values())) or 1}
-            )
+        found = found_in(tail, watch, [], {})
+        self._learn(model, found)
+        weights = {name: one.weight for name, one in found.terms.items()}
+        if len(weights) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
+            weight = (next(iter(weights.values())) or 1) if any(weights.values()) else 0
+            return Evaluated({"loss": loss}, lambda: {"loss": weight})
         # All of the gradient flows through the first, the values are told apart.
-        values = [one.value.detach() * factors[name] for name, one in terms.items()]
-        sums = dict(zip(names, [loss + (values[0] - loss).detach(), *values[1:]], strict=True))
+        sums = {name: one.value.detach() * found.factors[name] for name, one in found.terms.items()}
+        first = next(iter(sums))
+        sums[first] = loss + (sums[first] - loss).detach()
         return Evaluated(sums, lambda: weights)
 
 
@@ -407,7 +379,7 @@ def _weigh_whole(
     """The weight of a mean in the whole batch, as far as the first micro-batch shows it."""
     if not leaves:
         return None
-    axis = one.origin.axis
+    axis = one.shape[0] if one.shape else 0
     if one.origin.counts_classes:
         return count(one.origin, matches, leaves)
     if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
@@ -421,7 +393,7 @@ def _times(value: Tensor, factor: float) -> Tensor:
     return value if factor == 1.0 else value * factor
 
 
-def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> None:
+def _refuse_others(model: nn.Module, first: Found, found: Found) -> None:
     """Refuse by name what is not made as in the first micro-batch."""
     if found.factors != first.factors:
         loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
@@ -442,10 +414,10 @@ def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> N
                 "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
                 "the model, or do not cut the batch."
             )
-        if rows and found.rows not in (0, rows) and _ignores_rows(old, one):
+        if first.rows and found.rows not in (0, first.rows) and _ignores_rows(old, one):
             raise LossError(
                 f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
-                f"{one.name} over {one.weight} elements from {found.rows} rows as from {rows}: "
+                f"{one.name} over {one.weight} elements from {found.rows} rows as from {first.rows}: "
                 f"rows have met before it. {WAYS_OUT}"
             )
 
