@@ -241,13 +241,12 @@ class ModelTerms(_Reader):
             if found is not None:
                 weights.append({name: one.weight for name, one in found.terms.items()})
                 calls.append({name: call.detached() for name, call in found.routers.items()})
-            del found
-        if all(row.keys() == weights[0].keys() for row in weights):  # others are refused on the way
-            self._known = {name: sum(row[name] for row in weights) for name in (weights or [{}])[0]}
-        if all(row.keys() == calls[0].keys() for row in calls):
-            names = (calls or [{}])[0]
-            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in names}
-            self.tied = bool(names)  # the scores were added up in the parts that are to come again
+            del found  # its graph
+        # Micro-batches that are made of other terms are refused in the second pass.
+        if weights and all(row.keys() == rows[0].keys() for rows in (weights, calls) for row in rows):
+            self._known = {name: sum(row[name] for row in weights) for name in weights[0]}
+            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in calls[0]}
+            self.tied = bool(self._routers)  # the scores were added up in the parts that are to come again
             starts = itertools.accumulate(sizes, initial=0)
             self._places = {start: index for index, start in enumerate(starts)}
         put_back()
