@@ -129,7 +129,8 @@ def _adds_up(
         return False
     except Exception:  # the step meets it again, and says what is to be said
         # Or it sends a gradient back through a graph of its own.
-        return not keeps and _keeps_graph(loss) and _adds_up(loss, model, modules, few, rows, keeps=True)
+        may_keep = not keeps and isinstance(loss, ModelTerms)
+        return may_keep and _adds_up(loss, model, modules, few, rows, keeps=True)
     if again != whole:  # the same rows twice are not the same: a state, or numbers of its own
         return False
     for name in _differing(whole, parts, model):
@@ -150,15 +151,10 @@ def _alone(loss: Loss) -> Loss:
     return ModelTerms() if isinstance(loss, ModelTerms) else loss
 
 
-def _keeps_graph(loss: Loss) -> bool:
-    """Whether it is evaluated with a graph, which tells what it is made of; others are without."""
-    return isinstance(loss, ModelTerms)
-
-
 @contextmanager
 def _nothing_kept(loss: Loss) -> Generator[None]:
-    """Forwards with a graph hold no more than those without: nobody sends a gradient back through it."""
-    if not _keeps_graph(loss):
+    """A model's own loss needs a graph, but no gradient flows back through it: nothing is held for that."""
+    if not isinstance(loss, ModelTerms):
         yield
         return
 

@@ -89,8 +89,8 @@ def linear_cross_entropy(
     losses = _losses_of(target != ignore_index, target, factors.to(_wide(dtype)), label_smoothing)
     # Inside a Function gradients are always off, so whether any are wanted has to be asked here.
     wanted = torch.is_grad_enabled()
-    rows_of_width = hidden.reshape(len(target), weight.shape[1])
-    summed: Any = _Blocks.apply(rows_of_width, weight, bias, losses, dtype, rows, wanted)
+    tokens = hidden.reshape(len(target), weight.shape[1])
+    summed: Any = _Blocks.apply(tokens, weight, bias, losses, dtype, rows, wanted)
     return Total(summed, divisor)
 
 
