@@ -190,7 +190,11 @@ class WholeBatch(Plain):
                 )
             value = torch.as_tensor(share.sum)
             for leaf, gradient in flows_of(value).items():
-                sums[leaf] = _added(sums.get(leaf), gradient)
+                if leaf in sums:
+                    sums[leaf] += gradient
+                else:  # a copy: autograd may hand out one that is expanded, or shares its memory
+                    wide = torch.promote_types(gradient.dtype, torch.float32)
+                    sums[leaf] = gradient.to(wide, copy=True)
             total += Total(value.detach(), share.weight)
         flows = {leaf: _no_wider(one / total.weight, leaf) for leaf, one in sums.items()}
         return torch.as_tensor(total.mean()), total.weight, flows
@@ -256,9 +260,3 @@ def _refuse_written(model: nn.Module, before: Sequence[int]) -> None:
 def _no_wider(gradient: Tensor, leaf: Tensor) -> Tensor:
     """As the leaf is; but what belongs to one in float16 stays wide, or it would vanish without its scale."""
     return gradient if leaf.dtype == torch.float16 else gradient.to(leaf.dtype)
-
-
-def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
-    if total is None:  # a copy: autograd may hand out one that is expanded, or shares its memory
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-    return total.add_(gradient)

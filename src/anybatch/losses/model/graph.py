@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,6 @@ WAYS_OUT = (
 
 class NoLossError(LossError):
     """A model returned no loss that could be minimised."""
-
-
-class Tail(NamedTuple):
-    """What stands between the loss and the means it is made of.
-
-    Attributes:
-        factors: the factor of each mean that the loss is made of, by its index among the stops.
-        divides: whether anything on the way divides.
-    """
-
-    factors: Mapping[int, float]
-    divides: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +87,13 @@ def adds_nothing(output: Any) -> bool:
     return not loss.requires_grad and loss.item() == 0
 
 
-def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Reduction | RouterLoss]) -> Tail:
+def factors_of(
+    model: nn.Module, loss: Tensor, stops: Sequence[Reduction | RouterLoss]
+) -> tuple[Mapping[int, float], bool]:
     """Walk back from the loss to the means it is made of.
 
-    Args:
-        model: named in refusals.
-        loss: what it returned.
-        stops: where the walk stops.
+    Returns:
+        The factor of each of these, by its index among the stops; and whether anything on the way divides.
 
     Raises:
         LossError: the loss has a part that is none of these, or is not linear in them.
@@ -114,7 +102,7 @@ def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Reduction | Router
     reached, nodes = _walk(model, loss, index_of)
     divides = any(node.name().startswith("Div") for node in nodes)
     if len(reached) == 1 and all(node.name() == "CloneBackward0" for node in nodes):  # the mean itself
-        return Tail({reached[0]: 1.0}, divides)
+        return {reached[0]: 1.0}, divides
     values = [stops[index].value for index in reached]
     factors = torch.autograd.grad(loss, values, create_graph=True)
     if any(factor.requires_grad for factor in factors):
@@ -123,29 +111,33 @@ def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Reduction | Router
             f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them: a function of the "
             f"whole batch's means is not one of the micro-batches' means. {WAYS_OUT}"
         )
-    return Tail({index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides)
+    return {index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides
 
 
-def found_in(tail: Tail, watch: Watch, routers: Sequence[RouterLoss], leaves: Mapping[str, Tensor]) -> Found:
+def found_in(
+    model: nn.Module,
+    loss: Tensor,
+    watch: Watch,
+    routers: Sequence[RouterLoss],
+    leaves: Mapping[str, Tensor],
+) -> Found:
     """What was noted while the model ran and is reached from its loss, by name.
 
-    Args:
-        tail: of the loss, over the reductions and then the router losses.
-        watch: what noted the reductions.
-        routers: the router losses.
-        leaves: the tensors of the micro-batch.
+    Raises:
+        LossError: see `factors_of`.
     """
+    factors, divides = factors_of(model, loss, [*watch.found, *routers])
     noted = len(watch.found)
-    indices = [index for index, factor in tail.factors.items() if index < noted or factor]
+    indices = [index for index, factor in factors.items() if index < noted or factor]
     names = numbered([watch.found[index].name if index < noted else "router" for index in indices])
     index_of = dict(zip(names, indices, strict=True))
     return Found(
         terms={name: watch.found[index] for name, index in index_of.items() if index < noted},
         routers={name: routers[index - noted] for name, index in index_of.items() if index >= noted},
-        factors={name: tail.factors[index] for name, index in index_of.items()},
+        factors={name: factors[index] for name, index in index_of.items()},
         leaves=leaves,
         rows=rows_of(leaves.values()),
-        divides=tail.divides,
+        divides=divides,
         padded=watch.padded,
     )
 

@@ -15,12 +15,11 @@ from torch.utils import checkpoint
 
 from anybatch.core import SHORT_DTYPES, Number
 from anybatch.core import torch_private as private
-from anybatch.losses.reductions import CLASSES, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind, summed
+from anybatch.losses.reductions import CLASSES, ELEMENTS, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind, summed
 
 MEANS = (torch.mean, Tensor.mean)
 SUMS = (torch.sum, Tensor.sum)
 _WATCHED = frozenset({*FUNCTIONS, *MEANS, *SUMS, F.pad})
-_ELEMENTS = Kind(weigh=lambda settings, arguments, targets: arguments[0].numel(), arguments=1)
 
 # Nodes of autograd that pick elements out, so that there may be any number of them, and how many nodes before
 # a mean they are looked for.
@@ -198,7 +197,7 @@ class Watch(TorchFunctionMode):
             weight=1 if is_sum else count,
             is_sum=is_sum,
             source=given.grad_fn,
-            origin=Origin(kind=_ELEMENTS, settings={}, target=None),
+            origin=Origin(kind=ELEMENTS, settings={}, target=None),
             fixed={},
             shape=tuple(given.shape),
             runs_again=_is_checkpointed(),

@@ -27,7 +27,6 @@ from anybatch.losses.model.graph import (
     call_model,
     found_in,
     loss_of,
-    read_tail,
 )
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
 from anybatch.losses.model.read import Form, Reading, reading_of, sum_of
@@ -35,7 +34,6 @@ from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
 from anybatch.state import rng
 
 _T = TypeVar("_T")
-_ONE: Mapping[str, float] = {"loss": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +101,6 @@ class _Reader(Plain):
             self._form = None
             self._reading.miss()
             raise
-
-    def _learn(self, model: nn.Module, found: Found) -> None:
-        """Note the form of a loss that was watched, for the steps to come."""
-        if self._form is None:
-            self._reading.learn(model, found)
 
 
 class ModelTerms(_Reader):
@@ -260,14 +253,14 @@ class ModelTerms(_Reader):
         if adds_nothing(output):
             return self._nothing(keep_graph=True)
         loss = loss_of(model, output)
-        if self._first is not None and form.counts_classes:  # there is no more to compare
+        if self._first is not None and form.term.origin.counts_classes:  # there is no more to compare
             weights = {"loss": self._by(form.weigh, loss)}
             return self._done_with(Evaluated({"loss": sum_of(loss, weights["loss"])}, lambda: weights))
         leaves = leaves_of(micro)
         found = Found(
             terms={"loss": self._by(form.read, loss)},
             routers={},
-            factors=_ONE,
+            factors={"loss": 1.0},
             leaves=leaves,
             rows=rows_of(leaves.values()),
             divides=False,
@@ -283,8 +276,7 @@ class ModelTerms(_Reader):
                 output = call_model(model, micro)
             if adds_nothing(output):
                 return None
-            tail = read_tail(model, loss_of(model, output), [*watch.found, *routers])
-        return found_in(tail, watch, routers, leaves_of(micro))
+            return found_in(model, loss_of(model, output), watch, routers, leaves_of(micro))
 
     def _nothing(self, *, keep_graph: bool) -> Evaluated:
         """The share of a micro-batch without a loss: 0 of every term."""
@@ -324,7 +316,8 @@ class ModelTerms(_Reader):
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
                 f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
             )
-        self._learn(model, found)
+        if self._form is None:
+            self._reading.learn(model, found)
         self._first, self._first_start = found.forgotten(), self._start
 
 
@@ -356,11 +349,10 @@ class OwnLoss(_Reader):
             output = call_model(model, micro)
         loss = loss_of(model, output)
         try:
-            tail = read_tail(model, loss, watch.found)
+            found = found_in(model, loss, watch, [], {})
         except LossError:  # which a batch that is not cut need not care about
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
-        found = found_in(tail, watch, [], {})
-        self._learn(model, found)
+        self._reading.learn(model, found)
         weights = {name: one.weight for name, one in found.terms.items()}
         if len(weights) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
             weight = (next(iter(weights.values())) or 1) if any(weights.values()) else 0

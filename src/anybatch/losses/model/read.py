@@ -54,11 +54,6 @@ class Form:
     before: str
     padded: bool
 
-    @property
-    def counts_classes(self) -> bool:
-        """Whether the weight depends on the values of integer targets."""
-        return self.term.origin.counts_classes
-
     def weigh(self, loss: Tensor) -> Number:
         """What the mean was divided by in another forward; a tensor where a device would have to stop.
 
@@ -79,7 +74,7 @@ class Form:
         fixed = self.term.fixed
         if not all(is_equal(_setting(node, name), fixed[name]) for name in names if name in fixed):
             raise EvaluateAgain
-        if not self.counts_classes:
+        if not self.term.origin.counts_classes:
             return private.saved(node, "self").numel()
         if private.saved(node, "target").numel() > _MOST_COUNTED:
             raise EvaluateAgain
@@ -97,7 +92,7 @@ class Form:
         weight, old = self.weigh(loss), self.term
         node: Any = loss.grad_fn
         source, shape, target, classes, pairs = node, (), None, 0, False
-        if self.counts_classes:
+        if old.origin.counts_classes:
             scores, target, source = private.saved(node, "self"), private.saved(node, "target"), None
             classes, pairs = classes_in((scores,)), pairs_rows(scores, target)
         elif self.before:
