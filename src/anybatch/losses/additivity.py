@@ -69,7 +69,7 @@ def refuse_what_does_not_add_up(
     # More rows tell more. Fewer fit where these do not, and three at least are needed for unequal parts.
     most = min(batch.rows, MOST_ROWS)
     fewer = min(most, max(LEAST_ROWS, micro_batch)) if micro_batch < most else most - 1
-    refusal: LossError | None = None
+    is_refused = False
     seen = 0  # looks
     for rows in dict.fromkeys([most, fewer, min(most, LEAST_ROWS)]):
         if rows < 2 or (seen and rows < fewer) or not fits(rows):
@@ -79,9 +79,9 @@ def refuse_what_does_not_add_up(
             if _adds_up(loss, model, modules, batch.head(rows), rows) and rows >= fewer:
                 return True  # fewer rows than a micro-batch has may only seem to
         except _RefusedError as error:  # by a model's loss, which another number of rows may show to be sound
-            if refusal is not None:
-                raise error.reason from None
-            refusal = error.reason
+            if is_refused and error.__cause__ is not None:
+                raise error.__cause__ from None
+            is_refused = True
     return False
 
 
@@ -96,11 +96,7 @@ def compare_cuts(loss: Loss, model: nn.Module, modules: Sequence[nn.Module], few
 
 
 class _RefusedError(Exception):
-    """A model's own loss was refused as such."""
-
-    def __init__(self, reason: LossError) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A model's own loss was refused as such; the cause says why."""
 
 
 def _adds_up(
@@ -125,7 +121,7 @@ def _adds_up(
         if isinstance(loss, ModelTerms) and whole:  # parts of unequal size are not made as the whole is
             raise
         if isinstance(loss, ModelTerms):
-            raise _RefusedError(error) from None
+            raise _RefusedError from error
         return False
     except Exception:  # the step meets it again, and says what is to be said
         # Or it sends a gradient back through a graph of its own.

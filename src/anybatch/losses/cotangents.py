@@ -1,12 +1,13 @@
 """Outputs of all rows, and what flows back into them, known before the pass that sends it."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from anybatch.core import LossError, Number, all_finite, ran_out_of_memory, tree
 from anybatch.core import torch_private as private
@@ -184,15 +185,9 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
 
     Where float16 is on the way it is taken at a scale at which nothing vanishes, and is float32 without it.
     """
-    nodes = [value.grad_fn] if value.grad_fn is not None else []
-    seen = set(nodes)
-    leaves: list[Tensor] = [] if nodes or not value.requires_grad else [value]
-    for node in nodes:  # which grows meanwhile
-        if hasattr(node, "variable"):
-            leaves.append(cast("Any", node).variable)
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        nodes += fresh
-        seen.update(fresh)
+    is_leaf = value.grad_fn is None and value.requires_grad
+    nodes: list[Any] = [node for node in nodes_behind(value.grad_fn) if hasattr(node, "variable")]
+    leaves: list[Tensor] = [value] if is_leaf else [node.variable for node in nodes]
     if not leaves:  # nothing flows; whether that may be is the step's to say
         return {}
     scale = FIRST_SCALE if _is_in_float16([value, *leaves]) else 1.0
@@ -206,6 +201,18 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
         del found  # before the next ones are made
         scale /= _FALL
     return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
+
+
+def nodes_behind(start: Node | None, stops: Container[Node] = ()) -> Iterator[Node]:
+    """Every node of autograd that a value comes from, once, the nearest first; none beyond the stops."""
+    nodes = [] if start is None else [start]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        yield node
+        if node not in stops:
+            fresh = {one: None for one, _ in node.next_functions if one is not None and one not in seen}
+            nodes += fresh
+            seen.update(fresh)
 
 
 def _is_in_float16(tensors: Sequence[Tensor]) -> bool:

@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from anybatch.core import LossError
 from anybatch.integrations import RouterLoss
+from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.inputs import call
 from anybatch.losses.model.intercept import Reduction, Watch
 from anybatch.losses.model.targets import rows_of
@@ -159,32 +160,27 @@ def _walk(
     model: nn.Module, loss: Tensor, index_of: Mapping[Node, int]
 ) -> tuple[Sequence[int], Sequence[Node]]:
     """The stops that are reached, in order, and the nodes before them."""
-    reached: set[int] = set()
-    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
-    tail: list[Node] = []
-    seen: set[Node] = set(nodes)
-    for node in nodes:  # which grows meanwhile
+    reached: list[int] = []
+    before: list[Node] = []
+    for node in nodes_behind(loss.grad_fn, index_of):
         if node in index_of:
-            reached.add(index_of[node])
-            continue
-        tail.append(node)
-        if hasattr(node, "variable"):
-            raise LossError(_around(model, cast("Any", node).variable))
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        nodes += fresh
-        seen.update(fresh)
+            reached.append(index_of[node])
+        elif hasattr(node, "variable"):
+            raise _around(model, cast("Any", node).variable)
+        else:
+            before.append(node)
     if not reached:
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be made of means that torch computes, got none "
             f"behind {loss.grad_fn.name() if loss.grad_fn else loss}. {WAYS_OUT}"
         )
-    return sorted(reached), tail
+    return sorted(reached), before
 
 
-def _around(model: nn.Module, leaf: Tensor) -> str:
+def _around(model: nn.Module, leaf: Tensor) -> LossError:
     named = [name for name, parameter in model.named_parameters() if parameter is leaf]
     what = f"parameter {named[0]!r}" if named else f"a tensor of shape {tuple(leaf.shape)}"
-    return (
+    return LossError(
         f"Expected the loss of {type(model).__name__} to reach its parameters only through means over rows "
         f"that torch's own functions compute, got a part that reaches {what} without one. Its sum and its "
         f"weight cannot be told apart. {WAYS_OUT}"

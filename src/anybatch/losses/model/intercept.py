@@ -1,9 +1,10 @@
 """Watches a model compute its own loss: every mean in it becomes a sum and a weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Signature, currentframe, signature
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils import checkpoint
 
 from anybatch.core import SHORT_DTYPES, Number
 from anybatch.core import torch_private as private
+from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.reductions import CLASSES, ELEMENTS, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind, summed
 
 MEANS = (torch.mean, Tensor.mean)
@@ -207,16 +209,13 @@ class Watch(TorchFunctionMode):
     def _is_of_losses(self, given: Tensor) -> bool:
         """Whether a mean is one of losses already reduced, as in `torch.stack(losses).mean()`."""
         noted = {one.node for one in self.found}
-        nodes = [given.grad_fn] if self.found and given.grad_fn is not None else []
-        ends: list[Node] = []
-        for node in nodes:  # which grows meanwhile
+        is_reached = False
+        for count, node in enumerate(nodes_behind(given.grad_fn if noted else None, noted)):
             if node in noted:
-                ends.append(node)
-            elif len(nodes) > _NEAR or hasattr(node, "variable"):
+                is_reached = True
+            elif count > _NEAR or hasattr(node, "variable"):
                 return False
-            else:
-                nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
-        return bool(ends)
+        return is_reached
 
     def _note(self, noted: Reduction) -> Tensor:
         self.found.append(noted)
@@ -289,12 +288,8 @@ def widened(value: Tensor) -> Tensor:
     return value.float() if value.device.type == "mps" else value.double()  # the one device without it
 
 
-def _near(source: Node | None) -> list[Node]:
-    nodes = [] if source is None else [source]
-    for node in nodes:  # which grows meanwhile
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in nodes]
-        nodes += fresh[: max(0, _NEAR - len(nodes))]
-    return nodes
+def _near(source: Node | None) -> Iterator[Node]:
+    return islice(nodes_behind(source), _NEAR)
 
 
 def _takes_one_each(node: Any) -> bool:

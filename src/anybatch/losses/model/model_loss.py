@@ -204,7 +204,7 @@ class ModelTerms(_Reader):
         self._begin()
         if batch.rows and self._reading.files_of(model) and wants_router_loss(model):
             self._form = None
-            self._first_pass(first_pass_rows(batch, sizes), sizes, model, put_back)
+            self._first_pass(batch, sizes, model, put_back)
         yield self._share
         for name, promised in self._promised.items():
             added = math.fsum(float(weights[name]) for weights in self._weights.values())
@@ -223,13 +223,13 @@ class ModelTerms(_Reader):
         return self
 
     def _first_pass(
-        self, micros: Iterable[Any], sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> None:
         """Weights and router's scores of all rows. With graph, which tells the terms apart."""
         before = rng.capture_process()
         weights: list[Mapping[str, Number]] = []
         calls: list[Mapping[str, RouterLoss]] = []
-        for micro in micros:
+        for micro in first_pass_rows(batch, sizes):
             found = self._watch(model, micro)
             if found is not None:
                 weights.append({name: one.weight for name, one in found.terms.items()})
