@@ -12,7 +12,15 @@ from anybatch.core import SHORT_DTYPES, Batch, LossError, Number
 from anybatch.core import torch_private as private
 from anybatch.losses.inputs import call_model, split_batch
 from anybatch.losses.loss import Evaluated, Loss, Plain, Share
-from anybatch.losses.reductions import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind, summed
+from anybatch.losses.reductions import (
+    FUNCTIONS,
+    MODULES,
+    WEIGHTED_FUNCTIONS,
+    Kind,
+    deprecated_in,
+    summed,
+    trained_in,
+)
 from anybatch.losses.terms import BARE_MEAN
 
 
@@ -177,7 +185,7 @@ def _from_module(loss: nn.Module) -> SummedLoss | None:
 
 def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callable[..., Tensor]) -> SummedLoss:
     reduction = settings.get("reduction", "mean")
-    deprecated = [key for key in ("size_average", "reduce") if settings.get(key) is not None]
+    deprecated = deprecated_in(settings)
     if deprecated:
         raise LossError(
             f"Expected {name} with reduction='mean' or 'sum', got the deprecated {' and '.join(deprecated)}. "
@@ -188,12 +196,10 @@ def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callabl
             f"Expected {name} with a reduction of {kind.reductions}, got {reduction!r}: a step needs one "
             "number to minimise. Choose one of them."
         )
-    for key in ("weight", "pos_weight"):
-        weight = settings.get(key)
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            raise LossError(
-                f"Expected `{key}` of {name} without gradient, got one that requires grad. Use .detach()."
-            )
+    for key in trained_in(settings):
+        raise LossError(
+            f"Expected `{key}` of {name} without gradient, got one that requires grad. Use .detach()."
+        )
     return SummedLoss(
         name=name,
         kind=kind,

@@ -17,7 +17,17 @@ from torch.utils import checkpoint
 from anybatch.core import SHORT_DTYPES, Number
 from anybatch.core import torch_private as private
 from anybatch.losses.cotangents import nodes_behind
-from anybatch.losses.reductions import CLASSES, ELEMENTS, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind, summed
+from anybatch.losses.reductions import (
+    CLASSES,
+    DEPRECATED,
+    ELEMENTS,
+    FUNCTIONS,
+    WEIGHTED_FUNCTIONS,
+    Kind,
+    deprecated_in,
+    summed,
+    trained_in,
+)
 
 MEANS = (torch.mean, Tensor.mean)
 SUMS = (torch.sum, Tensor.sum)
@@ -166,8 +176,8 @@ class Watch(TorchFunctionMode):
         bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         kind, settings = FUNCTIONS[func], dict(bound.arguments)
-        if settings["reduction"] not in kind.reductions or _is_unusual(settings):
-            return func(*args, **kwargs)
+        if settings["reduction"] not in kind.reductions or deprecated_in(settings) or trained_in(settings):
+            return func(*args, **kwargs)  # as it is, and refused later where it has a part in the loss
         if settings.get("weight") is not None:
             kind = WEIGHTED_FUNCTIONS.get(func, kind)
 
@@ -251,7 +261,7 @@ def _read(
         value = _divided(total, weight).to(value.dtype)
     # All but the tensors that are compared and the reduction.
     names = list(settings)[kind.arguments :]
-    kept = {name: settings[name] for name in names if name not in ("reduction", "size_average", "reduce")}
+    kept = {name: settings[name] for name in names if name not in ("reduction", *DEPRECATED)}
     return Reduction(
         name=name,
         value=value,
@@ -345,13 +355,6 @@ def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one.to(other.device), other)
     return type(one) is type(other) and one == other
-
-
-def _is_unusual(settings: Mapping[str, Any]) -> bool:
-    """Deprecated reductions, and weights that are trained: these stay as they are, and are refused later."""
-    weights = [settings.get(name) for name in ("weight", "pos_weight")]
-    trained = any(isinstance(weight, Tensor) and weight.requires_grad for weight in weights)
-    return trained or any(settings.get(name) is not None for name in ("size_average", "reduce"))
 
 
 @cache
