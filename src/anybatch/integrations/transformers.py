@@ -50,12 +50,7 @@ class RouterLoss:
 
 
 def homes(model: nn.Module) -> list[ModuleType]:
-    """The modeling files of a model that define a router loss.
-
-    Example:
-        >>> homes(nn.Linear(1, 1))
-        []
-    """
+    """The modeling files of a model that define a router loss."""
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds})
     files = [sys.modules[name] for name in names if name in sys.modules]
@@ -63,33 +58,18 @@ def homes(model: nn.Module) -> list[ModuleType]:
 
 
 def wants_router_loss(model: nn.Module) -> bool:
-    """Whether a config in the model asks for the router's scores, which its loss then contains.
-
-    Example:
-        >>> wants_router_loss(nn.Linear(1, 1))
-        False
-    """
+    """Whether a config in the model asks for the router's scores, which its loss then contains."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return any(getattr(config, "output_router_logits", False) is True for config in configs)
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether transformers marks this module as one of the layers that it can recompute.
-
-    Example:
-        >>> is_layer(nn.Linear(1, 1))
-        False
-    """
+    """Whether transformers marks this module as one of the layers that it can recompute."""
     return _descends(module, "transformers.modeling_layers", "GradientCheckpointingLayer")
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Whether transformers' own recompute is switched on in this module.
-
-    Example:
-        >>> recomputes_itself(nn.Linear(1, 1))
-        False
-    """
+    """Whether transformers' own recompute is switched on in this module."""
     return getattr(module, "gradient_checkpointing", False) is True
 
 
@@ -104,10 +84,6 @@ def with_empty_cache(
 
     Raises:
         PlanError: the cache holds tokens from before (a trained prefix), which the result depends on.
-
-    Example:
-        >>> with_empty_cache(nn.Linear(1, 1), (1,), {"use_cache": True})
-        ((1,), {'use_cache': True})
     """
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, dict(kwargs)
@@ -134,15 +110,10 @@ def with_empty_cache(
 def with_own_cache(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments for one run, which may write to its cache.
-
-    Example:
-        >>> with_own_cache((1,), {})
-        ((1,), {})
-    """
+    """The same arguments for one run, which may write to its cache."""
 
     def own(value: Any) -> Any:
-        return value.copied() if isinstance(value, OwnCache) else value
+        return deepcopy(value.cache, dict(value.others)) if isinstance(value, OwnCache) else value
 
     return tuple(map(own, args)), {name: own(one) for name, one in kwargs.items()}
 
@@ -158,10 +129,6 @@ class OwnCache:
 
     cache: Any
     others: Mapping[int, Any]
-
-    def copied(self) -> Any:
-        """For one run."""
-        return deepcopy(self.cache, dict(self.others))
 
 
 def _cache_layers(cache: Any) -> list[tuple[int, Any]]:
@@ -199,14 +166,7 @@ def _descends(value: object, module: str, name: str) -> bool:
 
 @contextmanager
 def recorded(files: Sequence[ModuleType]) -> Generator[list[RouterLoss]]:
-    """While this runs, calls of these files' router losses are noted; the values stay as they are.
-
-    Example:
-        >>> with recorded([]) as calls:
-        ...     pass
-        >>> calls
-        []
-    """
+    """While this runs, calls of these files' router losses are noted; the values stay as they are."""
     for file in files:
         _watch(file)
     calls: list[RouterLoss] = []
@@ -239,8 +199,8 @@ class WholeRouterLoss:
             )
         if len({part.mask is None for part in parts}) > 1:
             raise LossError(
-                f"Expected an attention mask in every micro-batch or in none, got {_masked(parts)}. "
-                f"{ROUTER_ADVICE}"
+                "Expected an attention mask in every micro-batch or in none, got "
+                f"{sum(part.mask is not None for part in parts)} of {len(parts)}. {ROUTER_ADVICE}"
             )
         self._sizes = [part.gates[0].shape[0] for part in parts]
         layers = zip(*[part.gates for part in parts], strict=True)
@@ -325,7 +285,3 @@ def _note(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value
     return RouterLoss(
         function=function, gates=gates, mask=mask, settings=settings, value=value, node=value.grad_fn
     )
-
-
-def _masked(parts: Sequence[RouterLoss]) -> str:
-    return f"{sum(part.mask is not None for part in parts)} of {len(parts)}"
