@@ -11,7 +11,7 @@ from anybatch.engine import Plan
 from anybatch.memory import Device
 from anybatch.planner.candidates import LOW, Candidates, Request, takes_single_rows
 from anybatch.planner.measure import seconds_per_row
-from anybatch.planner.mixture import KEEP, Mixture, as_choice, fastest, smallest
+from anybatch.planner.mixture import KEEP, Mixture, fastest, smallest
 from anybatch.planner.report import Option, PlanReport, refusal
 
 MEASURE_S = 2.0  # for all measured runs of one planning
@@ -31,9 +31,9 @@ _CHEAP_FIRST = ("offload", *RERUN)
 def choose(request: Request) -> PlanReport:
     """Answer a request.
 
-    Every size of the micro-batch that makes another number of them is considered; at each, the policies of
-    the blocks come from an integer program. The bytes are those of a few traced steps, composed; the plan
-    that is chosen is traced as it is, and the next one taken if it were over the budget. What cannot be
+    Every size of the micro-batch that makes another number of them is considered; at each, blocks free bytes
+    where that costs the fewest seconds per byte. The bytes are those of a few traced steps, composed. The
+    plan that is chosen is traced as it is, and the next one taken if it is over the budget. What cannot be
     traced is really run, and no run is made that is known beforehand to go over the budget.
 
     Raises:
@@ -131,7 +131,7 @@ class _Search:
         self, mixture: Mixture, size: int, choice: Mapping[str, str], foreach: bool | None = None
     ) -> Option:
         like = self._request.like
-        plan = replace(like, micro_batch=size, blocks=as_choice(choice) or like.blocks, foreach=foreach)
+        plan = replace(like, micro_batch=size, blocks=tuple(choice.items()) or like.blocks, foreach=foreach)
         peak, seconds = mixture.peak(choice), self._scale * mixture.seconds(choice)
         return Option(plan=plan, peak=peak, seconds=seconds, source="composed")
 
