@@ -143,7 +143,7 @@ class Meter(private.TorchDispatchMode):
             register_module_forward_pre_hook(self._timeline.enter_module),
             register_module_forward_hook(self._timeline.leave_module, always_call=True),
             *[one.register_step_pre_hook(self._timeline.begin_update) for one in self._optimizers],
-            *[one.register_step_post_hook(lambda *_: self._own_what_is_held()) for one in self._optimizers],
+            *[one.register_step_post_hook(self._own_what_is_held) for one in self._optimizers],
         ]
         self._take_off = [handle.remove for handle in handles]
         return cast("Meter", super().__enter__())
@@ -177,7 +177,7 @@ class Meter(private.TorchDispatchMode):
             line.moved += leaf.numel() * leaf.element_size()
         return result
 
-    def _own_what_is_held(self) -> None:
+    def _own_what_is_held(self, *_: object) -> None:
         """What `.grad` and the optimizers hold now."""
         for parameter, place in self._parameters.items():
             if parameter.grad is not None:

@@ -25,7 +25,6 @@ from anybatch.planner.trace import (
     make_state,
     quiet,
     roots_of,
-    rows_kept,
 )
 from anybatch.state import ObjectState, rng
 
@@ -109,8 +108,7 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
     update, state, made = trace_update(plan, task, idle, leaves_of(head))
     parameters, no_update = [*task.parameters, *task.others], NoUpdate(task.parameters)
     with (
-        rows_kept(head),
-        _weights_kept(parameters),
+        values_kept([*parameters, *tensors_in(head.given)]),
         undisturbed(parameters, task.modules, roots=roots_of(task, batch), is_real=True),
         dense_only(parameters),
     ):
@@ -150,17 +148,17 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
 
 
 @contextmanager
-def _weights_kept(parameters: Iterable[nn.Parameter]) -> Generator[None]:
-    """Afterwards parameters hold what they did, though a forward has written to them."""
+def values_kept(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Afterwards tensors hold what they did, though a forward has written to them."""
     # On the host, as what is measured has to fit beside them.
-    copies = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+    copies = [(one, one.detach().to("cpu", copy=True)) for one in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in copies:
-                if not torch.equal(parameter.cpu(), value):
-                    parameter.copy_(value)
+            for tensor, value in copies:
+                if not torch.equal(tensor.cpu(), value):
+                    tensor.copy_(value)
 
 
 # ---- seconds

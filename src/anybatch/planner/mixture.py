@@ -29,14 +29,7 @@ class Segment:
     others: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def with_others(self, wanted: Mapping[str, int]) -> "Segment":
-        """The segment when other blocks have other policies.
-
-        Example:
-            >>> own = Segment(block="b", place=("backward", 0), net=9, peak=9, others={"a": 4})
-            >>> alone = own.with_others({})
-            >>> alone.net, alone.peak
-            (5, 5)
-        """
+        """The segment when other blocks have other policies."""
         if wanted == self.others:
             return self
         come = sum(size for size in wanted.values() if size > 0)
@@ -86,12 +79,8 @@ class Mixture:
     blocks: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        kept = self.segments[KEEP]
-        places = [(segment.block, segment.place) for segment in kept]
-        for policy, segments in self.segments.items():
-            if [(segment.block, segment.place) for segment in segments] != places:
-                raise ValueError(f"Expected the segments of {KEEP!r}, got others for {policy!r}. Trace anew.")
-        object.__setattr__(self, "blocks", tuple(dict.fromkeys(s.block for s in kept if s.block)))
+        blocks = dict.fromkeys(segment.block for segment in self.segments[KEEP] if segment.block)
+        object.__setattr__(self, "blocks", tuple(blocks))
 
     @property
     def policies(self) -> tuple[str, ...]:

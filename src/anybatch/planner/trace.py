@@ -1,7 +1,6 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,19 +35,6 @@ from anybatch.state import Effects
 def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a batch, as far as they are there before it is cut."""
     return () if batch.whole is None else tree.flatten(batch.whole).leaves
-
-
-@contextmanager
-def rows_kept(batch: Batch) -> Generator[None]:
-    """Put the tensors of a batch or its samples back afterwards: a model may write to them."""
-    values = [(leaf, leaf.detach().clone()) for leaf in tree.tensors_in(batch.given)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for leaf, value in values:
-                if not (leaf.is_meta or torch.equal(leaf, value)):
-                    leaf.copy_(value)
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
