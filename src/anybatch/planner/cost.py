@@ -292,8 +292,8 @@ class PolicyRecordings:
 
     def __init__(self, recorded: Mapping[str, Recorded], update: Recorded | None = None) -> None:
         self._recorded, self._update = recorded, update
-        places = [part.place for part in recorded[KEEP].parts[0]]
-        if any([part.place for part in one.parts[0]] != places for one in recorded.values()):
+        self._places = [part.place for part in recorded[KEEP].parts[0]]  # the same under all policies
+        if any([part.place for part in one.parts[0]] != self._places for one in recorded.values()):
             raise ValueError("Expected recordings of the same step, got others. Trace each plan itself.")
         self._others: dict[str, dict[int, list[tuple[str, Allocation]]]] = {}  # by policy and stretch
         self._outputs = self._find_outputs()
@@ -341,7 +341,7 @@ class PolicyRecordings:
         allocations = {policy: one.allocations("forward") for policy, one in self._recorded.items()}
         found: dict[Shared, dict[str, Allocation]] = {}
         for made in allocations[KEEP]:
-            number, is_block = 0, bool(self._recorded[KEEP].parts[0][made].place.block)
+            number, is_block = 0, bool(self._places[made].block)
             made_here = {policy: one.get(made, []) for policy, one in allocations.items()}
             for alike in self._alike(made, made_here):
                 same = {policy: one for policy, one in alike.items() if one.ends != made}
@@ -385,9 +385,8 @@ class PolicyRecordings:
         kept = self._recorded[KEEP].allocations("backward")
         for policy, one in self._recorded.items() if kept else ():  # else nothing tells them from gradients
             for made, every in one.allocations("backward").items():
-                flows = Counter(
-                    [(alloc.bytes, alloc.ends) for alloc in kept.get(made, ()) if alloc.ends != made]
-                )
+                outlive = [alloc for alloc in kept.get(made, ()) if alloc.ends != made]
+                flows = Counter([(alloc.bytes, alloc.ends) for alloc in outlive])
                 unlike: list[Allocation] = []
                 for alloc in every:
                     if flows[alloc.bytes, alloc.ends] > 0:
@@ -398,7 +397,7 @@ class PolicyRecordings:
                 for alloc in unlike:
                     if left[alloc.bytes] > 0:  # a gradient that ends elsewhere is still one
                         left[alloc.bytes] -= 1
-                    elif alloc.ends < len(one.parts[0]):
+                    elif alloc.ends < len(self._places):
                         self._add_other(policy, made, alloc.ends, alloc)
 
     def _is_moved(self, same: Mapping[str, Allocation], policy: str) -> bool:
@@ -406,7 +405,7 @@ class PolicyRecordings:
 
         What more than one holds is not: how long they do depends on the policies of all of them.
         """
-        places = [part.place for part in self._recorded[KEEP].parts[0]]
+        places = self._places
         ends = {one.ends if one.ends < len(places) else -1 for other, one in same.items() if other != policy}
         last = same[policy].ends
         return (
@@ -419,35 +418,34 @@ class PolicyRecordings:
 
     def _add_other(self, policy: str, at: int, owner: int, crossing: Allocation) -> None:
         """In one stretch a storage comes or goes for the sake of the block of another stretch."""
-        block = self._recorded[KEEP].parts[0][owner].place.block
+        block = self._places[owner].block
         if block:
             self._others.setdefault(policy, {}).setdefault(at, []).append((block, crossing))
 
     def _is_own(self, shared: Shared, crossing: Allocation) -> bool:
         """Whether it ends in the backward of the block that made it."""
-        parts = self._recorded[KEEP].parts[0]
-        return crossing.ends < len(parts) and parts[crossing.ends].place.block == parts[shared[0]].place.block
+        places = self._places
+        return crossing.ends < len(places) and places[crossing.ends].block == places[shared[0]].block
 
     def _mixed_outputs(self, micro_batch: int, is_cut: bool) -> dict[Shared, Output]:
-        parts = self._recorded[KEEP].parts[0]
         share = self._recorded[KEEP].share(micro_batch)
         found: dict[Shared, Output] = {}
         for shared, crossings in self._outputs.items():
             others = {
                 policy: one
                 for policy, one in crossings.items()
-                if not self._is_own(shared, one) and one.ends < len(parts)
+                if not self._is_own(shared, one) and one.ends < len(self._places)
             }
             # Nor does it end elsewhere under a policy that does not make it at all.
             kept = [policy for policy in self._recorded if policy not in others]
-            place = parts[shared[0]].place
+            place = self._places[shared[0]]
             if others and (is_cut or place.micro_batch <= 0):
                 last = max(others.values(), key=lambda one: one.ends)
                 found[shared] = Output(
                     block=place.block,
                     bytes=last.bytes_at(share),
                     kept_by=frozenset(kept),
-                    user=parts[last.ends].place.block,
+                    user=self._places[last.ends].block,
                     ends={policy: one.ends for policy, one in others.items()},
                 )
         return found
