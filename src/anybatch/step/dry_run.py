@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from anybatch.core import Batch, Micro, SampleBatch, TensorBatch, tree
+from anybatch.core import Micro
 from anybatch.engine import Observer, admit, carry_out
+from anybatch.planner import copied, reached_by
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, ObjectState
+from anybatch.state import Effects
 
 See = Callable[[Tensor], object]
 
@@ -74,28 +75,14 @@ def show_gradients(
         step.task(), scale=fixed, effects=effects, schedulers=(), listeners=(), observers=(_Shown(see),)
     )
     effects.begin(task.modules)
-    logical = _copied(admit(batch, task, step.collate))
+    logical = copied(admit(batch, task, step.collate))
     size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
     settings = step.planning.settings
     plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision)
     if plan.is_cut:
         step.guard.refuse_meetings(task)
-    collate = () if step.collate is None else (step.collate,)
-    own = [tensor for module in task.modules for tensor in (*module.parameters(), *module.buffers())]
-    noted = ObjectState([task.model, task.loss, *task.modules, *collate], but_for=own)
+    noted = reached_by(task, logical)
     try:
         carry_out(plan, task, logical, is_dry=True)
     finally:
         noted.put_back()
-
-
-def _copied(batch: Batch) -> Batch:
-    """The same rows in memory of their own."""
-    if isinstance(batch, SampleBatch):
-        collate = batch.collate
-        return SampleBatch(batch.given, lambda samples: tree.map_leaves(_copy, collate(samples)))
-    return TensorBatch(tree.map_leaves(_copy, batch.whole))
-
-
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
