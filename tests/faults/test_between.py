@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import OutOfMemoryError, WindowError
+from anybatch.testing import relative_error, tolerance
 
 ROWS = torch.ones(4, 3), torch.ones(4, 1)
 
