@@ -96,6 +96,5 @@ def test_memory_that_runs_out_half_way_through_the_backward_of_a_later_add() -> 
 
     # After the first failure each add comes in halves.
     for fails_at in ({1}, {3}, {1, 6}, {1, 7}):
-        torch.testing.assert_close(
-            trained(fails_at, (4, 4, 4)), trained(set(), (12,)), rtol=1e-12, atol=1e-14
-        )
+        error = relative_error(trained(fails_at, (4, 4, 4)), trained(set(), (12,)))
+        assert error <= tolerance(torch.float64, 3)
