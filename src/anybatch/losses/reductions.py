@@ -29,6 +29,7 @@ class Kind:
         has_target: False where all of them come from the model.
         per_row: names of settings that may hold one entry per row, and are cut along with the batch then.
         reductions: those that give one number.
+        broadcasts: torch broadcasts the output and the target against each other.
     """
 
     weigh: Callable[[Settings, Arguments, Arguments], Number]
@@ -40,6 +41,7 @@ class Kind:
     has_target: bool = True
     per_row: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean", "sum")
+    broadcasts: bool = False
 
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
@@ -108,11 +110,11 @@ def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
 
 
 CLASSES = Kind(counted=True, weigh=_count_classes)
-ELEMENTS = Kind(weigh=_count_elements)
-WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",))
-DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"))
+ELEMENTS = Kind(weigh=_count_elements, broadcasts=True)
+WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",), broadcasts=True)
+DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"), broadcasts=True)
 BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"))
-GAUSSIANS = Kind(weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3)
+GAUSSIANS = Kind(weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3, broadcasts=True)
 PAIRS = Kind(weigh=_count_elements, arguments=3)
 VECTORS = Kind(weigh=_count_vectors)
 LABELS = Kind(weigh=_count_vectors, per_row=("weight",))
@@ -146,7 +148,9 @@ _LOSSES: tuple[tuple[Callable[..., Tensor], type[nn.Module], Kind], ...] = (
 )
 FUNCTIONS: dict[Callable[..., Tensor], Kind] = {function: kind for function, _, kind in _LOSSES}
 MODULES: dict[type[nn.Module], Kind] = {module: kind for _, module, kind in _LOSSES}
-FUNCTIONS[F.huber_loss] = Kind(weigh=_count_elements, per_row=("weight",))  # which the module does not have
+FUNCTIONS[F.huber_loss] = Kind(
+    weigh=_count_elements, per_row=("weight",), broadcasts=True
+)  # which the module does not have
 
 # Newer than the oldest torch we support: a linear layer and cross-entropy in one, without holding all logits.
 # The module holds the layer's weight; to the function the model hands it over, beside its output.

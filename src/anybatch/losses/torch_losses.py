@@ -69,6 +69,8 @@ class SummedLoss(Plain):
                 "loss as a function (model, micro) -> ab.Total."
             )
         arguments = kind.arrange(outputs, targets)
+        if kind.broadcasts and arguments[0].dim() != arguments[1].dim():
+            self._refuse_crossed_rows(arguments[0], arguments[1])
         if self.divided:
             value = _scalar(self.reduced(*arguments))
             count = 0 if kind.counted else self._weigh(arguments, targets)
@@ -112,6 +114,15 @@ class SummedLoss(Plain):
             return self._with({name: value[start:stop] for name, value in per_row.items()})
 
         return nullcontext(share if per_row else lambda start, stop: self)
+
+    def _refuse_crossed_rows(self, output: Tensor, target: Tensor) -> None:
+        """Broadcasting begins at the last axis: with fewer axes, rows of one meet all rows of the other."""
+        if output.dim() and target.dim():
+            raise LossError(
+                f"Expected output and target of {self.name} to have as many axes, got {tuple(output.shape)} "
+                f"and {tuple(target.shape)}, which torch would broadcast row against row. Reshape one of "
+                "them, as in target[:, None] or output.squeeze(-1)."
+            )
 
     def _check_count(self, losses: Tensor, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
         """A setting for all rows, left uncut, would repeat the losses of a single row."""
