@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from anybatch import Step, Total
 from anybatch.core import NonFinite
-from anybatch.engine import Apart, Gradients, accumulation_dtype
-from anybatch.engine.gradients import InPlace, hand_over
+from anybatch.engine import Apart, Gradients, accumulation_dtype, step_optimizers
+from anybatch.engine.gradients import InPlace
 from anybatch.testing import relative_error, tolerance
 
 Ways = InPlace | Apart
@@ -287,10 +287,10 @@ def test_hooks_are_taken_off() -> None:
     assert parameter.grad.item() == 2.0
 
 
-def test_hand_over_is_in_the_parameters_dtype() -> None:
+def test_gradients_are_handed_over_in_the_parameters_dtype() -> None:
     half, single = nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(()))
     ready = {half: torch.tensor(1 + 2.0**-20), single: torch.tensor(math.pi)}
-    hand_over(ready)
+    step_optimizers(ready, [])
     assert half.grad is not None
     assert (half.grad.dtype, half.grad.item()) == (torch.bfloat16, 1.0)
     assert single.grad is ready[single]

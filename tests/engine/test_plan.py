@@ -211,12 +211,6 @@ def test_where_each_micro_batch_is_looked_at(precision: str, policy: str, is_gua
     assert plan.is_guarded == is_guarded
 
 
-def test_what_may_be_left_out_is_looked_at_as_a_whole() -> None:
-    assert Plan(rows=8, micro_batch=4, non_finite="drop").bucket == math.inf
-    for policy in ("raise", "skip"):
-        assert Plan(rows=8, micro_batch=4, non_finite=policy).bucket == 64 << 20
-
-
 def test_a_plan_written_before_there_was_precision_is_read() -> None:
     text = '{"rows": 8, "micro_batch": 4, "clip_norm": null}'
     plan = Plan.from_json(text)

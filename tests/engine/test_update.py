@@ -14,15 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from anybatch import Step
 from anybatch.core.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
-from anybatch.engine import (
-    TornUpdateError,
-    check_optimizers,
-    check_schedulers,
-    clip,
-    owned,
-    step_optimizers,
-)
-from anybatch.engine.update import schedule_learning_rates
+from anybatch.engine import TornUpdateError, clip, owned, step_optimizers
+from anybatch.engine.update import check_optimizers, check_schedulers, schedule_learning_rates
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -129,13 +129,14 @@ def _after_opening(then: Callable[[Accumulator], None]) -> Mutation:
 
 
 def _forget_coefficients(sums: Accumulator) -> None:
-    sums._coefficients = dict.fromkeys(sums._coefficients, 1.0)
+    division = sums._division
+    division.coefficients = dict.fromkeys(division.coefficients, 1.0)
 
 
 def _halve_divisors(sums: Accumulator) -> None:
     if sums._window is not None:
-        sums._provisional = {name: value / 2 for name, value in sums._provisional.items()}
-        sums._cotangents = {}
+        halved = {name: value / 2 for name, value in sums._division.provisional.items()}
+        sums._division = replace(sums._division, provisional=halved, cotangents={})
 
 
 coefficients_forgotten = _after_opening(_forget_coefficients)
@@ -222,8 +223,8 @@ def kahan_with_the_wrong_sign(patch: Patch) -> None:
     compensate = Apart._compensate
 
     def wrong(self: Apart, parameter: Any, gradient: Tensor, name: str) -> Any:
-        if parameter in self._errors[name]:
-            self._errors[name][parameter].neg_()
+        if parameter in self.errors[name]:
+            self.errors[name][parameter].neg_()
         return compensate(self, parameter, gradient, name)
 
     patch.setattr(Apart, "_compensate", wrong)

@@ -241,7 +241,7 @@ class _WatchedBatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
         """Micro-batches of the batch inside."""
         micros = self._inner.micro_batches(parts)
         for index in parts:

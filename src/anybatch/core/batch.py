@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from anybatch.core import tree
@@ -17,10 +16,10 @@ _SHOWN = 4  # tensors in an error
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How rows are divided into micro-batches: the row indices of each, in the order in which they run.
+    """How rows are divided into micro-batches: the row indices of each, in order.
 
     Args:
-        parts: row indices of each micro-batch; a `range` where they follow each other.
+        parts: row indices of each micro-batch; each begins where the one before it ends.
 
     Example:
         >>> cut = Cut.even(10, 4)
@@ -28,7 +27,7 @@ class Cut:
         ((4, 4, 2), (range(4, 7), range(7, 10)))
     """
 
-    parts: tuple[Sequence[int], ...]
+    parts: tuple[range, ...]
 
     @staticmethod
     def even(rows: int, micro_batch: int) -> "Cut":
@@ -52,7 +51,7 @@ class Cut:
 
     def after(self, done: int, *, most: int) -> "Cut":
         """The rows that come after so many parts, in the same order, in parts of at most so many rows."""
-        rest = _joined(self.parts[done:])
+        rest = range(self.parts[done].start, self.parts[-1].stop)
         return Cut(tuple([rest[start : start + most] for start in range(0, len(rest), most)]))
 
 
@@ -65,48 +64,46 @@ class Micro(NamedTuple):
     """
 
     rows: Any
-    indices: Sequence[int]
+    indices: range
 
 
-class Batch(Protocol):
-    """All rows of one optimizer step, ready to be cut."""
+class Batch:
+    """All rows of one optimizer step, ready to be cut. What is not overridden is that of a batch of no rows.
 
-    @property
-    def rows(self) -> int:
-        """Number of rows, at least 1."""
-        ...
+    Attributes:
+        rows: number of rows.
+        given: what the caller handed over.
+        whole: all rows as nested tensors; None where they are collated only micro-batch by micro-batch.
+        draws: whether cutting may draw random numbers, as a `collate` may.
+    """
 
-    @property
-    def given(self) -> Any:
-        """What the caller handed over."""
-        ...
+    __slots__ = ()
 
-    @property
-    def whole(self) -> Any:
-        """All rows as nested tensors, or None where they are collated only micro-batch by micro-batch."""
-        ...
+    rows: int
+    given: Any
+    whole: Any
+    draws = False
 
     @property
     def like(self) -> Hashable:
         """What rows of the same kind have in common: the dtypes and sizes of one row, as far as known."""
-        ...
-
-    @property
-    def draws(self) -> bool:
-        """Whether cutting may draw random numbers, as a `collate` may."""
-        ...
+        return ()
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
-        ...
+        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield the rows of each part, with their indices."""
-        ...
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
+        """Yield the rows of each part, with their indices. Each part begins where the one before it ends."""
+        return iter(())
 
     def head(self, rows: int) -> "Batch":
         """A batch of the first rows."""
-        ...
+        return self
+
+    def copied(self) -> "Batch":
+        """The same rows in memory of their own: a model may work in place on its input."""
+        return self
 
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
@@ -120,7 +117,7 @@ def cut_sizes(rows: int, micro_batch: int) -> list[int]:
     return [micro_batch] * full + [rest] * (rest > 0)
 
 
-class TensorBatch:
+class TensorBatch(Batch):
     """A nested value whose tensors agree in their first axis; micro-batches are views, nothing is copied.
 
     Args:
@@ -138,8 +135,6 @@ class TensorBatch:
 
     __slots__ = ("_nest", "given", "rows", "whole")
 
-    draws = False
-
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
         self.rows = _common_rows(self._nest, value)
@@ -156,36 +151,28 @@ class TensorBatch:
         """The dtype of each leaf and its size in one row."""
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
 
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield nested values of views, `micro_batch` rows at a time; uncut, the very value that came in."""
-        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
-
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield views where rows follow each other, else copies; uncut, the very value that came in."""
-        if len(parts) == 1 and len(parts[0]) == self.rows and isinstance(parts[0], range):
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
+        """Yield views; uncut, the very value that came in."""
+        if len(parts) == 1 and len(parts[0]) == self.rows:
             yield Micro(self.whole, parts[0])
             return
         build = self._nest.build
-        for index, leaves in zip(parts, self._leaves_of(parts), strict=True):
-            yield Micro(build(iter(leaves)), index)
-
-    def _leaves_of(self, parts: Sequence[Sequence[int]]) -> Iterator[tuple[Tensor, ...]]:
-        leaves = self._nest.leaves
-        if not _are_adjacent(parts):
-            for index in parts:
-                places = torch.tensor(index)
-                yield tuple([leaf.index_select(0, places.to(leaf.device)) for leaf in leaves])
-            return
-        start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
+        start, stop, sizes = parts[0].start, parts[-1].stop, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
-        yield from zip(*[leaf[start:stop].split_with_sizes(sizes) for leaf in leaves], strict=True)
+        views = [leaf[start:stop].split_with_sizes(sizes) for leaf in self._nest.leaves]
+        for index, leaves in zip(parts, zip(*views, strict=True), strict=True):
+            yield Micro(build(iter(leaves)), index)
 
     def head(self, rows: int) -> "TensorBatch":
         """A batch of the first rows, as views."""
         return TensorBatch(self._nest.build(iter([leaf[:rows] for leaf in self._nest.leaves])))
 
+    def copied(self) -> "TensorBatch":
+        """Copies of all tensors."""
+        return TensorBatch(tree.map_leaves(_copied, self.whole))
 
-class SampleBatch:
+
+class SampleBatch(Batch):
     """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays short.
 
     Args:
@@ -204,7 +191,6 @@ class SampleBatch:
 
     __slots__ = ("collate", "given", "rows", "whole")
 
-    like = ()  # nobody knows before they are collated
     draws = True
 
     def __init__(self, samples: Sequence[Any], collate: Collate) -> None:
@@ -213,11 +199,7 @@ class SampleBatch:
         self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
 
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield collated micro-batches of `micro_batch` samples."""
-        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
-
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
         """Yield each part, collated."""
         for index in parts:
             yield Micro(self.collate([self.given[row] for row in index]), index)
@@ -226,8 +208,13 @@ class SampleBatch:
         """A batch of the first samples."""
         return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self.collate)
 
+    def copied(self) -> "SampleBatch":
+        """The same samples, whose tensors are copied once they are collated."""
+        collate = self.collate
+        return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)))
 
-class OpenBatch:
+
+class OpenBatch(Batch):
     """The null batch of a window: its rows come one micro-batch at a time, nothing is known of the whole."""
 
     __slots__ = ()
@@ -235,40 +222,15 @@ class OpenBatch:
     rows = 0
     given: Any = None
     whole: Any = None
-    like = ()
-    draws = False
-
-    def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield nothing: the caller brings the micro-batches."""
-        return iter(())
-
-    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield nothing."""
-        return iter(())
-
-    def head(self, rows: int) -> "OpenBatch":
-        """Itself: there are none."""
-        return self
 
 
-def _joined(parts: Sequence[Sequence[int]]) -> Sequence[int]:
-    """All indices in order: a range where they follow each other."""
-    if parts and _are_adjacent(parts):
-        return range(parts[0][0], parts[-1][-1] + 1)
-    return tuple([row for part in parts for row in part])
-
-
-def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
-    stops = [part.stop if isinstance(part, range) and part.step == 1 else -1 for part in parts]
-    return min(stops) > 0 and all(part[0] == stop for part, stop in zip(parts[1:], stops, strict=False))
+def _copied(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        raise BatchError(
-            f"Expected at least one tensor in the batch, got {len(nest.leaves)}. "
-            "Pass the tensors of all rows."
-        )
+        raise BatchError("Expected at least one tensor in the batch, got 0. Pass the tensors of all rows.")
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:

@@ -36,7 +36,7 @@ class NonFiniteLossError(LossError):
     """The loss of some micro-batch is NaN or infinite; no update was made.
 
     Attributes:
-        reached: where random streams had come to before they were put back: who skips goes on there.
+        reached: where random streams had come to, if they were put back since: who skips goes on there.
     """
 
     reached: "dict[str, object] | None" = None

@@ -79,10 +79,5 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether every number is finite; see `Look.are_finite`.
-
-    Example:
-        >>> all_finite([torch.ones(2), torch.zeros(1).half()]), all_finite([torch.tensor([1.0, torch.nan])])
-        (True, False)
-    """
+    """Whether every number is finite; see `Look.are_finite`."""
     return Look().are_finite(tensors)

@@ -84,11 +84,7 @@ def released(error: BaseException) -> str:
 
 
 def free_caches() -> None:
-    """Free what nobody holds any more: cycles, what autocast has cast, and the allocator's reserve.
-
-    Example:
-        >>> free_caches()
-    """
+    """Free what nobody holds any more: cycles, what autocast has cast, and the allocator's reserve."""
     torch.clear_autocast_cache()
     gc.collect()
     if torch.cuda.is_initialized():

@@ -3,47 +3,26 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 
 _MOVING: ContextVar[bool] = ContextVar("moving to the host", default=False)
 _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing a block", default=False)
 
 
-def is_moving() -> bool:
-    """Whether what is made just now is the copy on the host: a meter can book it there, not on the device.
-
-    Example:
-        >>> is_moving()
-        False
-    """
-    return _MOVING.get()
-
-
 @contextmanager
-def moving() -> Generator[None]:
-    """While a storage is copied to the host."""
-    token = _MOVING.set(True)
+def _during(phase: ContextVar[bool]) -> Generator[None]:
+    token = phase.set(True)
     try:
         yield
     finally:
-        _MOVING.reset(token)
+        phase.reset(token)
 
 
-def is_recomputing() -> bool:
-    """Whether a block is run again in backward just now.
+moving = partial(_during, _MOVING)
+"""While a storage is copied to the host: a meter can book the copy there, not on the device."""
 
-    Example:
-        >>> with recomputing():
-        ...     is_recomputing()
-        True
-    """
-    return _RECOMPUTING.get()
+recomputing = partial(_during, _RECOMPUTING)
+"""While a block is run again in backward."""
 
-
-@contextmanager
-def recomputing() -> Generator[None]:
-    """While a block is run again in backward."""
-    token = _RECOMPUTING.set(True)
-    try:
-        yield
-    finally:
-        _RECOMPUTING.reset(token)
+is_moving = _MOVING.get
+is_recomputing = _RECOMPUTING.get

@@ -32,7 +32,7 @@ from torch.utils import _python_dispatch as _modes
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# pyright: reportPrivateUsage=false
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 # Classes to inherit from and to recognise, and torch's own walk through nested values. No substitute.
 __all__ = [
@@ -105,33 +105,13 @@ _keeps_graph: Callable[[], bool] = getattr(
 )
 
 
-def saved_tensor_hooks() -> tuple[Any, Any] | None:
-    """The innermost hooks on what is saved for backward, (pack, unpack), or None. Before torch 2.8: None."""
-    return _top_hooks(True)
-
-
-_top_hooks: Callable[[bool], Any] = getattr(
-    getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", lambda _: None
-)
-
-
-def forward_class(node: Any) -> Any:
-    """The `torch.autograd.Function` behind a node of the graph, or None. Where missing: None."""
-    return getattr(node, "_forward_cls", None)
-
-
 def saved(node: Any, name: str) -> Any:
     """What a node of the graph saved under a name, such as "reduction". Where missing: None."""
     return getattr(node, f"_saved_{name}", None)
 
 
 def is_packed(node: Any, name: str) -> bool:
-    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False.
-
-    Example:
-        >>> is_packed(torch.ones(2, requires_grad=True).exp().grad_fn, "result")
-        False
-    """
+    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False."""
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
 
 
@@ -178,12 +158,6 @@ def version(tensor: Tensor) -> int:
     """How often a tensor was written to in place; 0 for inference tensors, which do not count. No substitute.
 
     Writes through `.data` and by fused kernels do not count.
-
-    Example:
-        >>> value = torch.ones(2)
-        >>> before = version(value)
-        >>> version(value.add_(1)) - before
-        1
     """
     return 0 if tensor.is_inference() else tensor._version
 
@@ -242,40 +216,24 @@ def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
 # ---- many tensors at once
 
 
-def _one_by_one(write: Callable[..., Any]) -> Callable[..., None]:
-    def each(totals: Sequence[Tensor], values: Sequence[Tensor] | float, **settings: Any) -> None:
-        for index, total in enumerate(totals):
-            write(total, values if isinstance(values, int | float) else values[index], **settings)
+foreach_add_: Callable[..., None] = torch._foreach_add_
+"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. No substitute."""
 
-    return each
-
-
-def _check_one_by_one(tensors: Sequence[Tensor], found: Tensor, one: Tensor) -> None:
-    for tensor in tensors:
-        if not tensor.isfinite().all():
-            found.fill_(1)
-
-
-foreach_add_: Callable[..., None] = getattr(torch, "_foreach_add_", None) or _one_by_one(Tensor.add_)
-"""`foreach_add_(totals, values, alpha=1.0)`: add alpha * value to each total. Where missing: a loop."""
-
-foreach_mul_: Callable[..., None] = getattr(torch, "_foreach_mul_", None) or _one_by_one(Tensor.mul_)
-"""`foreach_mul_(values, factor)`: multiply each value by one number. Where missing: a loop.
+foreach_mul_: Callable[..., None] = torch._foreach_mul_
+"""`foreach_mul_(values, factor)`: multiply each value by one number. No substitute.
 
 On the CPU torch rounds the factor to the dtype of the values first, which changes results in bfloat16;
-`Tensor.mul_` and the loop do not. Powers of two are exact.
+`Tensor.mul_` does not. Powers of two are exact.
 """
 
-foreach_copy_: Callable[..., None] = getattr(torch, "_foreach_copy_", None) or _one_by_one(Tensor.copy_)
-"""`foreach_copy_(targets, values)`: write each value into its target. Where missing: a loop."""
+foreach_copy_: Callable[..., None] = torch._foreach_copy_
+"""`foreach_copy_(targets, values)`: write each value into its target. No substitute."""
 
-check_finite_: Callable[[Sequence[Tensor], Tensor, Tensor], None] = getattr(
-    torch, "_amp_foreach_non_finite_check_and_unscale_", _check_one_by_one
-)
-"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite.
+check_finite_: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
+"""`check_finite_(tensors, found, one)`: set `found` to 1 if a number is not finite. No substitute.
 
 All must be on one device and of one dtype; `found` and `one` are float32 of shape (1,). The tensors are
-multiplied by `one`, which holds 1. Where missing: a loop.
+multiplied by `one`, which holds 1.
 """
 
 # ---- modules and optimizers

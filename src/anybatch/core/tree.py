@@ -86,14 +86,7 @@ def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
 
 
 def parts(node: object) -> list[Any] | None:
-    """What a container holds: items, values or fields, in their order; None for what is no container.
-
-    Example:
-        >>> parts({"x": 1, "y": [2]})
-        [1, [2]]
-        >>> parts("word") is None
-        True
-    """
+    """What a container holds: items, values or fields, in their order; None for what is no container."""
     if isinstance(node, tuple | list):
         return list(cast("Sequence[Any]", node))
     if isinstance(node, Mapping):

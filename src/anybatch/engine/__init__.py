@@ -4,7 +4,6 @@ from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.execute import (
     NotUndoneError,
     Restart,
-    Skipped,
     accumulate,
     carry_out,
     clear,
@@ -26,8 +25,6 @@ from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.task import Signature, Task, admit, check_parts, gather
 from anybatch.engine.update import (
     TornUpdateError,
-    check_optimizers,
-    check_schedulers,
     clip,
     owned,
     step_optimizers,
@@ -45,7 +42,6 @@ __all__ = [
     "Schedule",
     "Signature",
     "Single",
-    "Skipped",
     "Strategy",
     "Task",
     "TornUpdateError",
@@ -54,9 +50,7 @@ __all__ = [
     "admit",
     "carry_out",
     "check_micro_batch",
-    "check_optimizers",
     "check_parts",
-    "check_schedulers",
     "clear",
     "clip",
     "context",

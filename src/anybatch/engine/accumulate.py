@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from anybatch.core import (
     OpenBatch,
     all_finite,
 )
-from anybatch.engine.gradients import Apart, InPlace, Sums, accumulation_dtype, power_of_two
+from anybatch.engine.division import UNDECIDED, Division, to_host
+from anybatch.engine.gradients import Apart, InPlace, Sums, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.task import Task
 from anybatch.losses import Evaluated, Loss
@@ -41,11 +42,6 @@ class Redone:
 class Accumulator:
     """Sums, weights and gradients of the micro-batches of a step, or of a window.
 
-    Where the weight of the whole batch is known from the batch, it divides what flows back (early): with one
-    micro-batch that is torch's own arithmetic, bit for bit. Where it is not known before the end (late), a
-    power of two near the weight of the first micro-batch stands in for it, and `finish` multiplies by that
-    over the weight: powers of two change no digit, and float16 does not overflow.
-
     Args:
         plan: how rows are cut, and in which dtypes.
         task: on what.
@@ -58,12 +54,9 @@ class Accumulator:
         last_tries: first rows of micro-batches that were tried again, though they cannot be cut.
 
     Attributes:
-        loss: of a part of the batch, or of the whole.
         share: gives the loss of the rows of these indices.
-        is_in_window: whether the rows belong to a window.
         rows: rows of each micro-batch that was added or left out.
         dropped: rows of micro-batches that were left out.
-        gradients: how gradients are accumulated.
         is_updated: whether optimizers have written to parameters, which cannot be undone.
     """
 
@@ -88,7 +81,7 @@ class Accumulator:
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
         self._is_dry = is_dry
         # No closure over this object: a circle would keep its tensors until garbage is collected.
-        self.share: Callable[[Sequence[int]], Loss] = (
+        self.share: Callable[[range], Loss] = (
             partial(_same, self.loss) if window is None else partial(_shifted, window)
         )
         self._computing = task.computing(plan)
@@ -103,16 +96,8 @@ class Accumulator:
         self.last_tries = last_tries
         self._is_scaled = task.scale.value != 1.0
         self.is_updated = self._has_flowed = False
-        self._is_open = False
-        self._coefficients: Mapping[str, float] = {}
-        self._divisors: Mapping[str, Number] | None = None
-        self._provisional: dict[str, float] = {}
-        self._cotangents: dict[float, dict[str, Tensor]] = {}  # by loss scale
-        self._is_counted = False
-        self._is_apart: bool | None = None
+        self._division = UNDECIDED
         self._micro: Micro | None = None
-        self._is_divided = False
-        self._like: dict[str, tuple[torch.dtype, torch.device]] = {}
         self._values: Mapping[str, float] = {}
         self.gradients: InPlace | Apart | None = None
         self._beside: list[Tensor] = []  # stands for the sums of a window that is planned
@@ -123,9 +108,9 @@ class Accumulator:
         return 0 if self._window is None else sum(self._window.rows)
 
     @property
-    def number(self) -> int:
-        """Micro-batches of the window before these."""
-        return 0 if self._window is None else len(self._window.rows)
+    def count(self) -> int:
+        """Micro-batches that are done, those of the window before these among them."""
+        return len(self.rows) + (0 if self._window is None else len(self._window.rows))
 
     def begin(self, micro: Micro) -> None:
         """The next micro-batch: nothing of it is accepted yet."""
@@ -157,12 +142,13 @@ class Accumulator:
         else:
             with self._computing():
                 terms = loss.evaluate(self.task.model, micro.rows)
-        if not self._is_open:
+        if self._division is UNDECIDED:
             self._open(terms, len(micro.indices))
-        if terms.sums.keys() != self._coefficients.keys():
+        known = self._division.coefficients
+        if terms.sums.keys() != known.keys():
             raise LossError(
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
-                f"{sorted(self._coefficients)}. Return ab.Total.zero() for a term that has nothing to add."
+                f"{sorted(known)}. Return ab.Total.zero() for a term that has nothing to add."
             )
         return terms
 
@@ -172,12 +158,12 @@ class Accumulator:
         Raises:
             NonFinite: the loss or a gradient is not finite, and each micro-batch is looked at.
         """
-        sums = terms.sums
-        weights = None if self._is_counted else terms.weigh()
+        sums, division = terms.sums, self._division
+        weights = None if division.is_counted else terms.weigh()
         del terms  # and with it the model's outputs, as far as backward does not need them
         flowing: dict[str, Tensor] = {}
         for name, one in sums.items():
-            if one.requires_grad and self._coefficients[name]:
+            if one.requires_grad and division.coefficients[name]:
                 flowing[name] = one
         if self.is_guarded and len(flowing) < len(sums) and not all_finite(list(sums.values())):
             raise NonFinite("loss")
@@ -198,17 +184,13 @@ class Accumulator:
         self.rows.append(len(self._micro.indices) if self._micro is not None else 0)
 
     def _flow(self, flowing: Mapping[str, Tensor]) -> None:
-        gradients, scale = self.gradients, self.task.scale.value
+        gradients, division, scale = self.gradients, self._division, self.task.scale.value
         assert gradients is not None  # noqa: S101 - `evaluate` has opened them
-        cotangents = self._cotangents.get(scale) or self._made_cotangents(scale)
-        if isinstance(gradients, Apart) and self._divisors is None and len(cotangents) > 1:
+        cotangents = division.cotangents.get(scale) or division.made_cotangents(scale)
+        if isinstance(gradients, Apart) and division.divisors is None and len(cotangents) > 1:
             gradients.add_each(flowing, cotangents, 1 / scale)
-            return
-        values, flows = [*flowing.values()], [*map(cotangents.__getitem__, flowing)]
-        if isinstance(gradients, InPlace):
-            gradients.add(values, flows)
         else:
-            gradients.add(values, flows, unscale=1 / scale)
+            gradients.add([*flowing.values()], [*map(cotangents.__getitem__, flowing)], 1 / scale)
 
     def _hold_beside(self) -> None:
         """Take as much memory as the sums of a window do, beside those of an `add` that has its own.
@@ -223,65 +205,41 @@ class Accumulator:
                     copies = 2 if self.plan.compensated else 1  # the rounding errors
                     self._beside += [torch.empty_like(value) for _ in range(copies)]
 
-    def _made_cotangents(self, scale: float) -> dict[str, Tensor]:
-        """What flows into each sum at this loss scale; made once for each scale."""
-        made: dict[str, Tensor] = {}
-        for name, like in self._like.items():
-            if self._divisors is None:
-                made[name] = torch.full((), scale / self._provisional[name], dtype=like[0], device=like[1])
-            else:
-                divisor = 1 if self._is_divided else self._divisors[name]
-                cotangent = _cotangent(self._coefficients[name], divisor, *like)
-                made[name] = cotangent if scale == 1.0 else cotangent * scale
-        self._cotangents[scale] = made
-        return made
-
     def _open(self, terms: Evaluated, rows: int) -> None:
         """After the first forward: what divides which term, and when; how gradients are accumulated."""
-        names = list(terms.sums)
-        plan, loss = self.plan, self.loss
-        self._like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
-        self._is_divided = loss.divided
-        if self._window is not None and self._window._is_open:
-            self._go_on_like(self._window)
-        else:
-            self._coefficients = dict.fromkeys(names, 1.0) | {**loss.coefficients}
+        division = UNDECIDED if self._window is None else self._window._division
+        if division is UNDECIDED:
             # Where micro-batches may be left out nobody knows the weight of the rest before the end.
             is_window = self._window is not None or bool(self.task.add_rows)
-            is_late = is_window or (plan.non_finite == "drop" and plan.is_cut)
-            self._divisors = loss.divisors(OpenBatch() if is_late else self.batch, terms, rows)
-            self._is_counted = loss.counted and self._divisors is not None
-            if self._divisors is None:
-                weights = terms.weigh()
-                self._provisional = {name: power_of_two(_size(weights[name], rows)) for name in names}
-        self.gradients = self._accumulation(names)
-        self._is_open = True  # last: weights take memory, which may run out
+            is_late = is_window or (self.plan.non_finite == "drop" and self.plan.is_cut)
+            division = Division.decide(self.loss, OpenBatch() if is_late else self.batch, terms, rows)
+        division.like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
+        self.gradients = self._accumulation(division)
+        self._division = division  # last: weights take memory, which may run out
 
-    def _go_on_like(self, window: "Accumulator") -> None:
-        self._coefficients, self._divisors = window._coefficients, window._divisors
-        self._provisional, self._is_counted = window._provisional, window._is_counted
-        self._cotangents, self._is_apart = window._cotangents, window._is_apart
-
-    def _accumulation(self, names: Sequence[str]) -> InPlace | Apart:
+    def _accumulation(self, division: Division) -> InPlace | Apart:
         plan, parameters = self.plan, self.task.parameters
-        banks = names if self._divisors is None else names[:1]
+        banks = list(division.coefficients)
+        banks = banks if division.divisors is None else banks[:1]
         chosen = plan.accumulation_dtype
-        if self._is_apart is None:
-            self._is_apart = self.is_guarded or plan.compensated or len(banks) > 1 or self.task.is_apart
-            if chosen is None:
-                self._is_apart = self._is_apart or not self.task.is_wide
-            else:
-                wide = [accumulation_dtype(p.dtype, chosen) for p in parameters]
-                self._is_apart = self._is_apart or wide != [p.dtype for p in parameters]
-        if not self._is_apart:
+        if division.is_apart is None:
+            is_wide = self.task.is_wide
+            if chosen is not None:
+                is_wide = all(accumulation_dtype(p.dtype, chosen) == p.dtype for p in parameters)
+            is_looked_into = self.is_guarded or plan.compensated or self.task.is_apart
+            division.is_apart = is_looked_into or len(banks) > 1 or not is_wide
+        if not division.is_apart:
             return InPlace(parameters, banks[0])
+        return self._apart(banks)
+
+    def _apart(self, names: Sequence[str]) -> Apart:
         return Apart(
-            parameters,
-            dtype=chosen,
-            names=banks,
-            compensated=plan.compensated,
+            self.task.parameters,
+            dtype=self.plan.accumulation_dtype,
+            names=names,
+            compensated=self.plan.compensated,
             is_looked_at=self.is_guarded,
-            is_whole=self._window is not None or self.task.is_apart or plan.non_finite == "drop",
+            is_whole=self.is_in_window or self.task.is_apart or self.plan.non_finite == "drop",
             tell=self._tell if self.task.is_shown else None,
         )
 
@@ -310,9 +268,8 @@ class Accumulator:
         """Merge the micro-batches of one `add` into the sums of the window."""
         gradients = other.gradients
         if gradients is not None:
-            if not self._is_open:
-                self._is_open, self._is_divided = True, other._is_divided
-                self._go_on_like(other)
+            if self._division is UNDECIDED:
+                self._division = other._division
             if isinstance(gradients, InPlace):
                 self._window_gradients().absorb_in_place(gradients)
             else:
@@ -328,37 +285,23 @@ class Accumulator:
 
     def fold(self) -> dict[str, Any]:
         """Sums, weights and provisional divisors as plain values, for a checkpoint."""
-        return {
-            "coefficients": {name: float(value) for name, value in self._coefficients.items()},
-            "provisional": dict(self._provisional),
-            "divisors": None if self._divisors is None else _to_host(self._divisors),
-            "is_counted": self._is_counted,
-            "sums": [_to_host(sums) for sums in self._sums],
-            "weights": [_to_host(weights) for weights in self._weights],
-            "is_divided": self._is_divided,
+        return self._division.plain() | {
+            "sums": [to_host(sums) for sums in self._sums],
+            "weights": [to_host(weights) for weights in self._weights],
             "has_flowed": self._has_flowed,
         }
 
     def restore(self, fold: Mapping[str, Any], banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
         """Go on from what `fold` gave, and from sums of gradients."""
-        self._is_open = True
-        self._coefficients, self._provisional = dict(fold["coefficients"]), dict(fold["provisional"])
-        self._divisors, self._is_counted = fold["divisors"], bool(fold["is_counted"])
+        self._division = Division.of(fold)
         self._sums, self._weights = [*map(dict, fold["sums"])], [*map(dict, fold["weights"])]
-        self._is_divided, self._has_flowed = bool(fold["is_divided"]), bool(fold["has_flowed"])
+        self._has_flowed = bool(fold["has_flowed"])
         self._window_gradients().restore(banks, errors)
 
     def _window_gradients(self) -> Apart:
         """The sums of a window, into which those of each `add` are merged."""
         if self.gradients is None:
-            self.gradients = Apart(
-                self.task.parameters,
-                dtype=self.plan.accumulation_dtype,
-                names=[*self._coefficients],
-                compensated=self.plan.compensated,
-                is_looked_at=False,
-                is_whole=True,
-            )
+            self.gradients = self._apart([*self._division.coefficients])
         assert isinstance(self.gradients, Apart)  # noqa: S101 - a window has no others
         return self.gradients
 
@@ -366,12 +309,13 @@ class Accumulator:
         """The weight of each term over all micro-batches; promised and added-up weights must agree."""
         if not self._sums:  # all was left out
             return {}
-        known = {} if self._divisors is None else _to_host(self._divisors)
+        divisors = self._division.divisors
+        known = {} if divisors is None else to_host(divisors)
         if known:
             _check_weights(known, "the whole batch")
         if not self._weights:  # the loss has counted the whole batch already
             return known
-        hosted = [_to_host(weights) for weights in self._weights]
+        hosted = [to_host(weights) for weights in self._weights]
         for index, weights in enumerate(hosted):
             _check_weights(weights, f"micro-batch {index}")
         added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
@@ -402,20 +346,16 @@ class Accumulator:
         if self.gradients is None:
             return {}
         self.gradients.close()
-        factors: dict[str, float] = {}
-        if self._divisors is None:
-            for name, provisional in self._provisional.items():
-                weight = weights.get(name)
-                factors[name] = self._coefficients[name] * provisional / weight if weight else 0.0
-        return self.gradients.gradients().finish(factors)
+        return self.gradients.gradients().finish(self._division.factors(weights))
 
     def _means(self, weights: Mapping[str, float]) -> dict[str, float]:
         means: dict[str, float] = {}
         for name, weight in weights.items():
             sums = _all_to_host([sums[name] for sums in self._sums])
             if not all(map(math.isfinite, sums)) and weight and not self._is_dry:
-                _check_sums(sums, self.rows, name)
-            means[name] = math.fsum(sums) / (1 if self._is_divided else weight) if weight else math.nan
+                _refuse_sums(sums, self.rows, name)
+            divisor = 1 if self._division.is_divided else weight
+            means[name] = math.fsum(sums) / divisor if weight else math.nan
         return means
 
     def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
@@ -423,7 +363,7 @@ class Accumulator:
         used: list[float] = []
         for name, value in self._values.items():
             if weights.get(name):
-                used.append(self._coefficients[name] * value)
+                used.append(self._division.coefficients[name] * value)
         return (math.fsum(used) if used else math.nan), self._values
 
     def close(self) -> None:
@@ -432,30 +372,14 @@ class Accumulator:
             self.gradients.close()
 
 
-def _same(loss: Loss, index: Sequence[int]) -> Loss:
+def _same(loss: Loss, index: range) -> Loss:
     return loss
 
 
-def _shifted(window: "Accumulator", index: Sequence[int]) -> Loss:
+def _shifted(window: "Accumulator", index: range) -> Loss:
     """The loss of rows of an `add`, counted from the first row of the window."""
     offset = sum(window.rows)
-    return window.share(range(offset + index[0], offset + index[-1] + 1))
-
-
-def _size(weight: Number, rows: int) -> float:
-    """A positive number near the weight of a micro-batch; its rows where a device would have to stop."""
-    is_far = isinstance(weight, Tensor) and weight.device.type != "cpu"
-    return rows if is_far else float(weight) or rows
-
-
-def _cotangent(coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
-    if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
-        divisor = divisor.item()  # no device has to stop for it
-    if not isinstance(divisor, Tensor):
-        return torch.full((), coefficient / divisor if divisor else 0.0, dtype=dtype, device=device)
-    divisor = divisor.to(device, dtype)
-    return torch.where(divisor == 0, 0, coefficient / divisor)
+    return window.share(range(offset + index.start, offset + index.stop))
 
 
 def _kept(value: Number) -> Number:
@@ -479,16 +403,15 @@ def _all_kept(values: Mapping[str, Number]) -> dict[str, Number]:
     return kept
 
 
-def _check_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> None:
+def _refuse_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> NoReturn:
     bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
-    if bad:
-        first = sum(rows[: bad[0]])
-        raise NonFiniteLossError(
-            f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
-            f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
-            "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
-            "a sum that overflows float16."
-        )
+    first = sum(rows[: bad[0]])
+    raise NonFiniteLossError(
+        f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
+        f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
+        "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
+        "a sum that overflows float16."
+    )
 
 
 def _check_weights(weights: Mapping[str, float], where: str) -> None:
@@ -506,7 +429,3 @@ def _all_to_host(values: Sequence[Number]) -> list[float]:
     if device is None:
         return [*map(float, values)]
     return torch.stack([torch.as_tensor(value).to(device) for value in values]).tolist()
-
-
-def _to_host(weights: Mapping[str, Number]) -> dict[str, float]:
-    return dict(zip(weights, map(float, weights.values()), strict=True))

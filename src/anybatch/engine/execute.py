@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.batchnorm import frozen_batch_norms, names_of_batch_norms
+from anybatch.batchnorm import BatchNorm, frozen_batch_norms, names_of_batch_norms
 from anybatch.core import (
     AnybatchError,
     Batch,
@@ -38,13 +38,7 @@ from anybatch.state import Snapshot, rng
 
 
 class Restart(Exception):  # noqa: N818
-    """The step is to begin again; all is as before it, and only time was lost.
-
-    Attributes:
-        plan: how: with another cut, or the same.
-        again: for the next `Accumulator`: micro-batches undone so far, whether each is to be looked at, and
-            the largest loss scale.
-    """
+    """The step is to begin again, under `plan`, with an `Accumulator` that is given `again`."""
 
     def __init__(
         self, sums: Accumulator, sizes: Sequence[int], *, is_guarded: bool = False, scale: float = math.inf
@@ -61,18 +55,6 @@ class Restart(Exception):  # noqa: N818
 
 class NotUndoneError(NonFiniteLossError):
     """Values were not finite, and the forward has changed what cannot be put back: that is never skipped."""
-
-
-class Skipped(Exception):  # noqa: N818
-    """No update is to be made: values were not finite, and that is what was asked for then.
-
-    Attributes:
-        reached: where random streams had come to.
-    """
-
-    def __init__(self, reached: Mapping[str, Any]) -> None:
-        super().__init__("not finite")
-        self.reached = reached
 
 
 def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> StepReport:
@@ -97,19 +79,11 @@ def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> 
                 f"allow a cut: {error}"
             ) from error
         else:
-            for listener in task.listeners:
-                listener(report)
+            task.tell(report)
             return report
 
 
-def execute(
-    plan: Plan,
-    task: Task,
-    batch: Batch,
-    *,
-    is_dry: bool = False,
-    **again: Any,
-) -> StepReport:
+def execute(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False, **again: Any) -> StepReport:
     """Carry out one logical step; on any failure before the update everything is put back.
 
     Args:
@@ -118,9 +92,6 @@ def execute(
         batch: the rows.
         is_dry: show the gradients to observers, make no update, and put everything back.
         again: what a `Restart` said.
-
-    Raises:
-        Restart: the step is to begin again, with another cut or looking at each micro-batch.
     """
     with context(plan, task):
         before = snapshot(task, batch)
@@ -138,8 +109,8 @@ def execute(
             report = update(gradient, weights, sums, before)
             finish(sums, before)
             return report
-        except (Skipped, NonFiniteLossError) as error:
-            reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
+        except NonFiniteLossError as error:
+            reached = error.reached or rng.capture_process()
             put_back(before, sums, error)
             if plan.non_finite != "skip" or isinstance(error, NotUndoneError):
                 raise
@@ -172,7 +143,7 @@ def accumulate(schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
                 schedule.done()
                 before.look()
                 for listener in listeners:
-                    listener(MicroBatchDone(index=sums.number + len(sums.rows) - 1, rows=len(micro.indices)))
+                    listener(MicroBatchDone(index=sums.count - 1, rows=len(micro.indices)))
         except Exception as error:
             recover(error, schedule, sums, before)
 
@@ -232,8 +203,6 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
             raise Restart(sums, [*sums.rows, *map(len, schedule.left)])
     elif isinstance(error, NonFinite):
         _recover_from_overflow(error.where, schedule, sums, before)
-    elif isinstance(error, NonFiniteLossError) and sums.plan.non_finite == "skip":
-        raise Skipped(error.reached or rng.capture_process()) from None
     elif not isinstance(error, AnybatchError) and ran_out_of_memory(error):
         said = released(error)
         free_caches()  # before anything is put back, which takes memory
@@ -251,7 +220,7 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
     sizes = [*map(len, schedule.left)]
     rows = max(sizes) if is_first_pass else sizes[0]
     is_complete = _undo(before, task, said, OutOfMemoryError)
-    task.tell(MicroBatchRedone(index=sums.number + len(sums.rows), rows=rows, reason=said))
+    task.tell(MicroBatchRedone(index=sums.count, rows=rows, reason=said))
     reason = why_not_cut(sums, rows)
     sums.redone.append(Redone(rows, may_be_cut=not reason))
     first = -1 if is_first_pass else schedule.left[0][0]
@@ -261,16 +230,17 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
             f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
             "the model, or keep less: recompute, offload, a smaller optimizer state."
         )
+    must_restart = is_first_pass or sums.has_accepted or not is_complete
     if reason:  # once more, with caches freed
         sums.last_tries = sums.last_tries | {first}
-    half = rows if reason else -(-rows // 2)
-    is_tied = not is_first_pass and sums.share(schedule.left[0]).tied
+        if must_restart:
+            raise Restart(sums, [*sums.rows, *sizes])
+        return
+    half = -(-rows // 2)
     is_whole_loss = not (sums.is_in_window or plan.is_cut)  # another form of the loss than that of a part
-    if is_first_pass or sums.has_accepted or not is_complete or (not reason and (is_tied or is_whole_loss)):
-        sizes = [*sums.rows, *sizes] if reason else cut_sizes(batch.rows, half)
-        raise Restart(sums, sizes)
-    if not reason:
-        schedule.cut_smaller(half)
+    if must_restart or is_whole_loss or sums.share(schedule.left[0]).tied:
+        raise Restart(sums, cut_sizes(batch.rows, half))
+    schedule.cut_smaller(half)
 
 
 def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
@@ -283,7 +253,7 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
     schedule.scale_before = schedule.scale_before or scale.state()
     same = [*sums.rows, *map(len, schedule.left)]
     if where == "gradient" and scale.give_way():
-        task.tell(MicroBatchRedone(index=sums.number + len(sums.rows), rows=len(rows), reason=said))
+        task.tell(MicroBatchRedone(index=sums.count, rows=len(rows), reason=said))
         sums.redone.append(Redone(len(rows), may_be_cut=False))
         if sums.has_accepted or not is_complete:
             raise Restart(sums, same, scale=scale.value)
@@ -291,8 +261,6 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
         return
     scale.load(schedule.scale_before)  # it was not at fault, and would take many updates to come back
     is_tied = sums.share(rows).tied
-    if plan.non_finite == "skip":
-        raise Skipped(reached)
     if plan.non_finite == "drop" and not is_tied:
         if not is_complete:
             raise Restart(sums, same)
@@ -302,12 +270,14 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
         return
     meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
     place = sums.offset + rows[0]
-    raise NonFiniteLossError(
-        f"Expected a finite {where}, got NaN or infinity in micro-batch {sums.number + len(sums.rows)} "
+    failed = NonFiniteLossError(
+        f"Expected a finite {where}, got NaN or infinity in micro-batch {sums.count} "
         f"(rows {place} to {place + len(rows) - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
         "was made. Look for bad data in these rows, a division by zero (a mean over no valid target), or "
         'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
     )
+    failed.reached = reached
+    raise failed
 
 
 def _undo(before: Snapshot, task: Task, said: str, kind: type[AnybatchError]) -> bool:
@@ -362,7 +332,7 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
     """What holds throughout a step: switches of the arithmetic, frozen BatchNorms, policies of blocks."""
     norms = task.batch_norms if plan.batch_norm == "frozen" else ()
     if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
-        return _context(plan, task)
+        return _context(plan, task, norms)
     return _NOTHING
 
 
@@ -370,8 +340,7 @@ _NOTHING = nullcontext()
 
 
 @contextmanager
-def _context(plan: Plan, task: Task) -> Generator[None]:
-    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+def _context(plan: Plan, task: Task, norms: Sequence[BatchNorm]) -> Generator[None]:
     policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
     with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
         yield
@@ -416,12 +385,7 @@ def report_of(
 
 
 def too_large(redone: Sequence[Redone]) -> int:
-    """Rows of the smallest micro-batch that is to be smaller from now on; 0 where there is none.
-
-    Example:
-        >>> too_large([Redone(8, may_be_cut=True), Redone(4, may_be_cut=True), Redone(2, may_be_cut=False)])
-        4
-    """
+    """Rows of the smallest micro-batch that is to be smaller from now on; 0 where there is none."""
     return min([one.rows for one in redone if one.may_be_cut], default=0) if redone else 0
 
 

@@ -1,6 +1,5 @@
 """The gradient fold: sums over micro-batches, merged and divided once; and the ways to accumulate them."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -60,14 +59,7 @@ class Gradients:
         return Gradients(merged)
 
     def finish(self, factors: Mapping[str, float]) -> Sums:
-        """Multiply each bank once, in place, and add the banks up.
-
-        Args:
-            factors: coefficient / divisor of each bank; those without one stay as they are.
-
-        Returns:
-            The gradient of each parameter that got one, in the dtype of the sums.
-        """
+        """Multiply each bank once by its factor, in place, and add the banks up, in the dtype of the sums."""
         for name, factor in factors.items():
             if self.banks.get(name) and factor != 1.0:
                 private.foreach_mul_([*self.banks[name].values()], factor)
@@ -111,8 +103,8 @@ class InPlace:
         awaited = any(parameter.grad is not None for parameter in self._awaited)
         return awaited or private.versions(self._sums) != self._versions
 
-    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor]) -> None:
-        """One backward: add J^T c of these scalars, each with its own cotangent."""
+    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
+        """One backward: add J^T c of these scalars, each with its own cotangent; `unscale` is 1."""
         self._has_flowed = True
         private.run_backward(values, cotangents)
 
@@ -159,12 +151,10 @@ class Apart:
     the micro-batch is accepted.
 
     Args:
-        parameters: what the gradients are for.
         dtype: of the sums; None for float32 or the parameter's if wider.
         names: of the banks; one where all terms share a divisor.
         compensated: carry the rounding error of each addition along (Kahan 1965, "Further remarks on reducing
             truncation errors"); costs one more buffer per parameter.
-        is_looked_at: refuse what is not finite.
         is_whole: hold the gradients of a micro-batch whatever their size.
         tell: called with the gradients of each micro-batch before they are added.
     """
@@ -184,7 +174,7 @@ class Apart:
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
         self._banks: dict[str, Sums] = {name: {} for name in names}
         self._tell = tell
-        self._errors: dict[str, Sums] = {name: {} for name in names}  # rounding errors carried along
+        self.errors: dict[str, Sums] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
         self._look = Look()
@@ -203,7 +193,7 @@ class Apart:
         self.has_accepted = False
         self._waiting, self._nbytes = {}, 0
 
-    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], *, unscale: float = 1.0) -> None:
+    def add(self, values: Sequence[Tensor], cotangents: Sequence[Tensor], unscale: float = 1.0) -> None:
         """One backward into the first bank; its gradients are multiplied by `unscale`, a power of two.
 
         Raises:
@@ -242,15 +232,11 @@ class Apart:
 
     taken = gradients
 
-    def errors(self) -> Mapping[str, Sums]:
-        """The rounding errors of compensated sums, by bank."""
-        return self._errors
-
     def restore(self, banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
         """Go on from sums that were saved."""
         for name in self._banks:
             self._banks[name].update(banks.get(name, {}))
-            self._errors[name].update(errors.get(name, {}))
+            self.errors[name].update(errors.get(name, {}))
 
     def absorb(self, other: "Gradients") -> None:
         """Merge sums into these, in place; their memory may become ours."""
@@ -306,7 +292,7 @@ class Apart:
 
     def _add(self, name: str, bank: Mapping[nn.Parameter, Tensor]) -> None:
         """Add gradients at once; first comes what takes memory, so that a failure changes nothing."""
-        sums, errors = self._banks[name], self._errors[name]
+        sums, errors = self._banks[name], self.errors[name]
         if not self._compensated and _add_together(sums, bank, [*bank.values()], self._unscale):
             self.has_accepted = True
             return
@@ -339,7 +325,7 @@ class Apart:
         return (value if self._unscale == 1.0 else value.mul_(self._unscale)).to(dtype)
 
     def _compensate(self, parameter: nn.Parameter, gradient: Tensor, name: str) -> tuple[Tensor, Tensor]:
-        total, error = self._banks[name][parameter], self._errors[name].get(parameter)
+        total, error = self._banks[name][parameter], self.errors[name].get(parameter)
         value = gradient.to(torch.promote_types(gradient.dtype, total.dtype))
         value = (value if self._unscale == 1.0 else value * self._unscale).to(total.dtype)
         value = value if error is None else value - error
@@ -376,22 +362,6 @@ def _kind(tensor: Tensor | None) -> object:
 _PLAIN = frozenset(
     (dtype, torch.strided) for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 )
-
-
-def hand_over(gradients: Mapping[nn.Parameter, Tensor]) -> None:
-    """Put each gradient where optimizers look for it, in the parameter's own dtype."""
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
-
-
-def power_of_two(value: float) -> float:
-    """The power of two nearest a positive number; 1 for what is none.
-
-    Example:
-        >>> power_of_two(100.0), power_of_two(0.0)
-        (128.0, 1.0)
-    """
-    return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else 1.0
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -15,7 +15,6 @@ from anybatch.core import Cut, PlanError, cut_sizes
 from anybatch.precision import NAMED, Precision, check_non_finite
 
 FLOAT32 = NAMED["float32"]
-_BUCKET = 64 << 20  # bytes of gradients that are looked at together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +121,6 @@ class Plan:
         """Whether each micro-batch is looked at before it is added."""
         return self.precision.loss_scale is not None or self.non_finite != "raise"
 
-    @property
-    def bucket(self) -> float:
-        """Bytes of gradients that are looked at together; all of a micro-batch where it may be left out."""
-        return math.inf if self.non_finite == "drop" else _BUCKET
-
     def to_json(self) -> str:
         """The plan as one JSON object; no clipping is null, because JSON knows no infinity."""
         values = dataclasses.asdict(self)
@@ -189,12 +183,7 @@ def _parts(rows: int, micro_batch: int, sizes: tuple[int, ...]) -> Cut:
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """A floating dtype by name, of at least two bytes: torch does not add narrower ones.
-
-    Example:
-        >>> parse_dtype("bfloat16")
-        torch.bfloat16
-    """
+    """A floating dtype by name, of at least two bytes: torch does not add narrower ones."""
     dtype = getattr(torch, name, None)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2:
         return dtype

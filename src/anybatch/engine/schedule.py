@@ -15,13 +15,7 @@ class Schedule:
 
     A loss in which rows meet makes its first pass when the first micro-batch is asked for.
 
-    Args:
-        plan: how the rows are cut.
-        sums: what the micro-batches are added to.
-        before: the state before the first one.
-
     Attributes:
-        left: row indices of the micro-batches that are still to be done.
         is_open: whether the first pass is over.
         scale_before: the loss scale before the micro-batch at hand made it give way.
     """
@@ -35,7 +29,7 @@ class Schedule:
         self.scale_before: dict[str, float] | None = None
 
     @property
-    def left(self) -> Sequence[Sequence[int]]:
+    def left(self) -> Sequence[range]:
         """Row indices of the micro-batches that are still to be done, the one at hand first."""
         return self._cut.parts[self._done :]
 
@@ -62,7 +56,7 @@ class Schedule:
         with sums.plan.precision.computing(task.kinds):
             along = sums.loss.along(sums.batch, self._cut.sizes, task.model, self._before.put_buffers_back)
             share = stack.enter_context(along)
-        sums.share = lambda index: share(index[0], index[-1] + 1)
+        sums.share = lambda index: share(index.start, index.stop)
         self.is_open = True
 
     def done(self) -> None:

@@ -9,10 +9,6 @@ from torch import Tensor, nn
 class Strategy(Protocol):
     """How the partial sums of several processes become one. All call each method in one order."""
 
-    def gather(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The outputs of the rows of all processes, for a loss in which rows meet."""
-        ...
-
     def close(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """All micro-batches are done: the weight of each term, added up over all processes."""
         ...
@@ -21,26 +17,13 @@ class Strategy(Protocol):
         """The gradients, added up over all processes."""
         ...
 
-    def norm(self, squared: Tensor) -> Tensor:
-        """The squared norm of a gradient of which each process may hold a part."""
-        ...
-
     def abandon(self, error: BaseException) -> None:
         """This process has failed: let the others know, once. Does nothing after `close`."""
         ...
 
 
 class Single:
-    """One process: nothing to add up.
-
-    Example:
-        >>> Single().close({"loss": 8.0})
-        {'loss': 8.0}
-    """
-
-    def gather(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The same."""
-        return outputs
+    """One process: nothing to add up."""
 
     def close(self, weights: Mapping[str, float]) -> Mapping[str, float]:
         """The same."""
@@ -49,10 +32,6 @@ class Single:
     def reduce(self, gradients: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
         """The same."""
         return gradients
-
-    def norm(self, squared: Tensor) -> Tensor:
-        """The same."""
-        return squared
 
     def abandon(self, error: BaseException) -> None:
         """Nobody waits."""

@@ -35,7 +35,7 @@ from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.state import Effects, ModuleState
 
-Guard = Callable[["Task", Batch, int], None]
+BeforeCut = Callable[["Task", Batch, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,9 +43,7 @@ class Task:
     """What a plan is carried out on.
 
     Attributes:
-        model: called on micro-batches.
         modules: the modules of the model and of the loss.
-        loss: the loss, resolved.
         optimizers: updated in this order.
         schedulers: stepped once per update, after the optimizers.
         parameters: the trainable parameters of the optimizers.
@@ -53,14 +51,10 @@ class Task:
             part in the update and is left alone.
         batch_norms: modules in which rows meet, as they stand.
         devices: where the parameters of the model are.
-        listeners: called with every event.
         before_cut: called with this task, the batch and a number of rows that may fit, before a batch that
             was not to be cut is cut after all; raises where that would change the result.
         effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
-        scale: what the loss is multiplied by in backward.
-        strategy: many processes, or one.
-        observers: look at gradients, and change nothing.
         add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
         state: of the modules, which a step notes before it begins.
     """
@@ -75,7 +69,7 @@ class Task:
     batch_norms: Sequence[BatchNorm]
     devices: Set[torch.device]
     listeners: Sequence[Listener]
-    before_cut: Guard = lambda task, batch, rows: None
+    before_cut: BeforeCut = lambda task, batch, rows: None
     effects: Effects = field(default_factory=Effects)
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
@@ -143,7 +137,7 @@ def gather(
     schedulers: Sequence[LRScheduler],
     listeners: Sequence[Listener],
     *,
-    before_cut: Guard,
+    before_cut: BeforeCut,
     effects: Effects,
     working: Working,
     strategy: Strategy,
@@ -189,12 +183,7 @@ class Signature:
     """What a gathered task was read from, by identity: cheap to compare, so that nothing is read in vain.
 
     Noticed are other submodules, parameters, attributes' counts, trained parameters, dtypes, devices, modes
-    of BatchNorm, settings of the loss. Looking steps gather anew in any case.
-
-    Args:
-        task: as gathered.
-        loss: as the caller gave it.
-        parts: all that the caller may put in the place of what was there, the loss among them.
+    of BatchNorm, settings of the loss, and other `parts` of the step. Looking steps gather anew in any case.
     """
 
     def __init__(self, task: Task, loss: object, parts: Sequence[object]) -> None:
@@ -234,13 +223,7 @@ _wants = attrgetter("requires_grad")
 
 
 def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:
-    """Check a batch, before anything is touched.
-
-    Args:
-        batch: what the caller hands over.
-        task: what it is for.
-        collate: builds tensors of samples, if that is what the batch holds.
-        anywhere: it need not be on the device of the model, because only its shapes matter.
+    """Check a batch, before anything is touched; `anywhere` where only its shapes matter, not its device.
 
     Raises:
         BatchError: it cannot be cut, or is not where the model is.
@@ -251,17 +234,19 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         strange = {leaf.device for leaf in logical.leaves} - task.devices
-        if strange and any(device.type == "meta" for device in task.devices):
-            raise BatchError(
-                f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. To "
-                'plan, name the device to plan for, as in device="cuda" or --device cuda; to run the model, '
-                "give it real weights, as in model.to_empty(device=...)."
-            )
         if strange and task.devices:
+            advice = (
+                "Move the batch there with .to(device), or write the loss as a function (model, micro) that "
+                "moves each micro-batch."
+            )
+            if any(device.type == "meta" for device in task.devices):
+                advice = (
+                    'To plan, name the device to plan for, as in device="cuda" or --device cuda; to run the '
+                    "model, give it real weights, as in model.to_empty(device=...)."
+                )
             raise BatchError(
                 f"Expected the batch on the model's device {_names(task.devices)}, got {_names(strange)}. "
-                "Move the batch there with .to(device), or write the loss as a function (model, micro) "
-                "that moves each micro-batch."
+                f"{advice}"
             )
     return logical
 

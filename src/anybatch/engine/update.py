@@ -21,7 +21,6 @@ from anybatch.core import (
     released,
 )
 from anybatch.core import torch_private as private
-from anybatch.engine.gradients import hand_over
 
 _TORN = "Some parameters may be updated and others not, which cannot be undone: go on from a checkpoint."
 _UNKNOWN = (
@@ -35,21 +34,11 @@ def clip(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> float:
 
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_`, in the accumulator's dtype.
 
-    Args:
-        gradients: the finished gradients.
-        max_norm: the largest norm; infinity leaves the gradient as it is.
-
     Returns:
         The norm before clipping; NaN where none was asked for.
 
     Raises:
         NonFiniteLossError: the norm is NaN or infinite, so there is nothing sound to scale.
-
-    Example:
-        >>> p = nn.Parameter(torch.zeros(2))
-        >>> gradient = torch.tensor([3.0, 4.0])
-        >>> clip({p: gradient}, 1.0), gradient
-        (5.0, tensor([0.6000, 0.8000]))
     """
     if math.isinf(max_norm):
         return math.nan
@@ -70,18 +59,14 @@ def clip(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> float:
 def step_optimizers(
     gradients: Mapping[nn.Parameter, Tensor], optimizers: Iterable[Optimizer], foreach: bool | None = None
 ) -> None:
-    """Hand the gradients over, then one step of each optimizer.
-
-    Args:
-        gradients: the finished gradients.
-        optimizers: stepped in their order.
-        foreach: whether each updates all parameters in common operations; None for what it is set to.
+    """Hand the gradients over, then one step of each optimizer; `foreach` as in a `Plan`.
 
     Raises:
         TornUpdateError: an optimizer failed after it may have written to parameters.
         OutOfMemoryError: memory ran out before anything was written.
     """
-    hand_over(gradients)
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
     for index, optimizer in enumerate(optimizers):
         noted = _Noted(optimizer)
         try:
@@ -198,11 +183,7 @@ def owned(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
 
 
 def check_optimizers(optimizer: object, known: Iterable[nn.Parameter]) -> tuple[Optimizer, ...]:
-    """One optimizer or a sequence of them, as a tuple.
-
-    Args:
-        optimizer: what the caller handed over.
-        known: the parameters of the model and the loss.
+    """One optimizer or a sequence of them, as a tuple; `known` are parameters of the model and the loss.
 
     Raises:
         OptimizerError: none at all, no torch optimizer, LBFGS, one without any known parameter, or two that

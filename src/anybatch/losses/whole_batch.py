@@ -118,7 +118,7 @@ class WholeBatch(Plain):
             yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
         except BaseException as error:
             if isinstance(error, NonFiniteLossError):
-                error.reached = rng.capture_process()
+                error.reached = error.reached or rng.capture_process()
             rng.restore_process(before)
             raise
         rng.restore_process(after)

@@ -2,7 +2,7 @@
 
 from anybatch.planner.cache import Budget, enforced, find_plan
 from anybatch.planner.candidates import Request
-from anybatch.planner.measure import copied, reached_by
+from anybatch.planner.measure import reached_by
 from anybatch.planner.report import PlanReport, single_rows
 from anybatch.planner.trace import CUDA_GRANULE, device_of, quiet, roots_of, run_on_fakes
 
@@ -11,7 +11,6 @@ __all__ = [
     "Budget",
     "PlanReport",
     "Request",
-    "copied",
     "device_of",
     "enforced",
     "find_plan",

@@ -212,7 +212,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
 
 def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
     rows = min(plan.rows, 2 * plan.micro_batch)
-    few = copied(repeated(batch, rows))
+    few = repeated(batch, rows).copied()
     short = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
     before, random = snapshot(task, few), rng.capture_process()
     try:
@@ -232,18 +232,6 @@ def reached_by(task: Task, batch: Batch) -> ObjectState:
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
     return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
-
-
-def copied(batch: Batch) -> Batch:
-    """The same rows in memory of their own: a model may work in place on its input."""
-    if isinstance(batch, SampleBatch):
-        collate = batch.collate
-        return SampleBatch(batch.given, lambda samples: tree.map_leaves(_copy, collate(samples)))
-    return TensorBatch(tree.map_leaves(_copy, batch.whole))
-
-
-def _copy(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _wait(task: Task) -> None:

@@ -103,10 +103,6 @@ class Reachable:
         values: tensors and arrays; of a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         caches: functions under `functools.lru_cache`.
-
-    Example:
-        >>> len(Reachable([nn.Sequential(nn.Dropout())]).modules)
-        2
     """
 
     def __init__(self, roots: Iterable[object], *, is_block: bool = False) -> None:
@@ -149,7 +145,7 @@ class Reachable:
             self._tensor(value)
         elif kind is FunctionType or kind in _PARTS:
             self._code(value, kind)
-        elif _is_generator(kind):
+        elif is_generator(kind):
             self.generators.append(value)
         elif issubclass(kind, _of_numpy("ndarray")):
             self.values.append(value)
@@ -214,10 +210,7 @@ class Reachable:
 
 
 class Contents:
-    """What containers hold, noted so that it can be put back.
-
-    Args:
-        containers: lists, dicts, sets and deques.
+    """What lists, dicts, sets and deques hold, noted so that it can be put back.
 
     Example:
         >>> found = [1]
@@ -233,22 +226,17 @@ class Contents:
 
     def keep_what_changed(self) -> None:
         """Forget those that hold what they held."""
-        self._noted = [pair for pair in self._noted if not _holds(*pair)]
+        self._noted = [pair for pair in self._noted if not holds(*pair)]
 
     def put_back(self) -> None:
         """Write to those that hold something else."""
         for container, content in self._noted:
-            if not _holds(container, content):
-                _fill(container, content)
+            if not holds(container, content):
+                fill(container, content)
 
 
 def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How to read where a generator stands, and how to set it.
-
-    Example:
-        >>> read, put = ways(random.Random(0))
-        >>> put(read())
-    """
+    """How to read where a generator stands, and how to set it."""
     if isinstance(generator, random.Random):
         return generator.getstate, generator.setstate
     if hasattr(generator, "bit_generator"):
@@ -257,7 +245,8 @@ def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
     return generator.get_state, generator.set_state
 
 
-def _is_generator(kind: type) -> bool:
+def is_generator(kind: type) -> bool:
+    """Whether it is a class of random generators: torch's, NumPy's or Python's."""
     if issubclass(kind, random.Random):
         return not issubclass(kind, random.SystemRandom)
     return issubclass(
@@ -327,7 +316,8 @@ def _content(container: Any) -> Any:
     return set(items) if base is set else list(items)
 
 
-def _holds(container: Any, content: Any) -> bool:
+def holds(container: Any, content: Any) -> bool:
+    """Whether a container still holds the very same."""
     now = container if type(container) in (dict, list) else _content(container)
     if isinstance(content, set):
         return now == content
@@ -340,7 +330,8 @@ def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
 
 
-def _fill(container: Any, content: Any) -> None:
+def fill(container: Any, content: Any) -> None:
+    """Let a container hold this, in this order."""
     base = _base(container)
     if not isinstance(content, dict):
         base.clear(container)

@@ -47,33 +47,18 @@ def restore(state: RandomState) -> None:
 
 
 def is_same(one: RandomState, other: RandomState) -> bool:
-    """Whether the streams stand at the same place.
-
-    Example:
-        >>> state = capture()
-        >>> is_same(state, capture())
-        True
-    """
+    """Whether the streams stand at the same place."""
     if len(one.cuda) != len(other.cuda):  # CUDA has come into use
         return False
     pairs = zip((one.cpu, *one.cuda), (other.cpu, *other.cuda), strict=True)
-    with (
-        private.disable_current_modes()
-    ):  # these are values, also where a step is traced, and no bytes of the step
+    # These are values, also where a step is traced, and no bytes of the step.
+    with private.disable_current_modes():
         return all(torch.equal(a, b) for a, b in pairs)
 
 
 @contextmanager
 def preserved() -> Generator[None]:
-    """Run something that may draw random numbers without moving the caller's streams.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> with preserved():
-        ...     _ = torch.rand(3)
-        >>> torch.equal(before, torch.get_rng_state())
-        True
-    """
+    """Run something that may draw random numbers without moving the caller's streams."""
     state = capture()
     try:
         yield
@@ -133,17 +118,7 @@ def restore_process(state: Mapping[str, Any]) -> None:
 
 
 def has_moved(since: Mapping[str, Any]) -> bool:
-    """Whether anything was drawn, from any of these streams, since `capture_process`.
-
-    Example:
-        >>> state = capture_process()
-        >>> has_moved(state)
-        False
-        >>> with preserved():
-        ...     _ = torch.rand(1)
-        ...     has_moved(state)
-        True
-    """
+    """Whether anything was drawn, from any of these streams, since `capture_process`."""
     now = capture_process()
     was = since["cpu"], *since["cuda"], *since.get("numpy", ())
     new = now["cpu"], *now["cuda"], *now.get("numpy", ())

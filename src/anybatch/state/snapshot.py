@@ -2,10 +2,9 @@
 
 import random
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, is_not
 from typing import Any, cast
@@ -17,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.core import ran_out_of_memory
 from anybatch.core import torch_private as private
 from anybatch.state import rng
+from anybatch.state.objects import fill, holds, is_generator, ways
 
 #: How to read where a stream stands, and how to set it.
 Stream = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -71,22 +71,17 @@ class Effects:
 
     Attributes:
         is_looking: whether this step is one of those that compare.
+        looks_next: whether the next one is.
         draws: whether a forward draws from torch's random streams.
         draws_process: whether one draws from Python's or NumPy's.
         attributes: whether one changes attributes of modules.
         buffers: those that a forward changes.
         parameters: those that a forward writes to, as a momentum encoder's or an embedding's with a largest
             norm.
-
-    Example:
-        >>> effects = Effects()
-        >>> effects.begin([nn.Linear(2, 1)])
-        >>> effects.is_looking, effects.draws
-        (True, False)
     """
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps, self.looks_next = 0, True
         self.is_looking = self.draws = self.draws_process = self.attributes = False
         self.buffers: tuple[Tensor, ...] = ()
         self.parameters: tuple[Tensor, ...] = ()
@@ -97,16 +92,12 @@ class Effects:
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
         """The next step."""
-        self.is_looking = self._steps < FIRST or self._steps % EVERY == 0
+        self.is_looking = self.looks_next
         self._steps += 1
+        self.looks_next = self._steps < FIRST or self._steps % EVERY == 0
         if self._steps == 1:  # the one case of torch's own
             embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
             self.writes([one.weight for one in embeddings if one.max_norm is not None])
-
-    @property
-    def looks_next(self) -> bool:
-        """Whether the next step is one of those that compare."""
-        return self._steps < FIRST or self._steps % EVERY == 0
 
     def changes(self, buffers: Iterable[Tensor]) -> None:
         """A forward changes these."""
@@ -126,7 +117,6 @@ class Snapshot:
         parameters: whose gradients are noted by reference.
         rows: tensors of the batch: a forward should not write to them.
         draws: whether making a micro-batch may draw random numbers, as a `collate` may.
-        always: whether random streams are noted before each micro-batch in any case.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -171,17 +161,14 @@ class Snapshot:
         """The next micro-batch: note what its forward is known to change."""
         if self._notes:
             self._micro = None  # lets the copies go that were made before the last one
-            self._micro = self._noted()
-
-    def _noted(self) -> "_Micro":
-        effects = self._effects
-        is_random = self._draws or effects.is_looking or effects.draws
-        return _Micro(
-            rng.capture() if is_random else None,
-            [(stream, stream[0]()) for stream, _ in self._streams],
-            _copied((*effects.buffers, *effects.parameters)),
-            _Attributes(self._state) if effects.attributes or effects.is_looking else None,
-        )
+            effects = self._effects
+            is_random = self._draws or effects.is_looking or effects.draws
+            self._micro = _Micro(
+                rng.capture() if is_random else None,
+                [(stream, stream[0]()) for stream, _ in self._streams],
+                _copied((*effects.buffers, *effects.parameters)),
+                _Attributes(self._state) if effects.attributes or effects.is_looking else None,
+            )
 
     def look(self) -> None:
         """In a looking step, after a micro-batch: what its forward has changed is noted from now on."""
@@ -276,7 +263,7 @@ class Snapshot:
 
     def _are_slots_moved(self) -> bool:
         noted = {id(slots): found for slots, found in self._slots}
-        return any(_differ(slots, noted.get(id(slots), {})) for slots in self._state.buffers)
+        return not all(holds(slots, noted.get(id(slots), {})) for slots in self._state.buffers)
 
 
 class _Attributes:
@@ -290,31 +277,22 @@ class _Attributes:
         # A model that says in an attribute that its hooks are set must not be left with one of the two.
         self._hooks = {id(table): table.copy() for table in state.hooks if table} if any(state.hooks) else {}
 
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Every table and container, and what it held."""
+        yield from zip(self._state.attributes, self.values, strict=True)
+        yield from zip(self._containers, self._items, strict=True)
+        for table in self._state.hooks:
+            yield table, self._hooks.get(id(table), {})
+
     def are_moved(self) -> bool:
         """Whether any is another one now."""
-        pairs = zip(self._state.attributes, self.values, strict=True)
-        containers = zip(self._containers, self._items, strict=True)
-        return (
-            any(_differ(*pair) for pair in pairs)
-            or any(_are_items_moved(*pair) for pair in containers)
-            or any(_differ(table, self._hooks.get(id(table), {})) for table in self._state.hooks)
-        )
+        return not all(holds(container, found) for container, found in self._pairs())
 
     def put_back(self) -> None:
         """Put them back."""
-        for current, found in zip(self._state.attributes, self.values, strict=True):
-            if _differ(current, found):
-                current.clear()
-                current.update(found)
-        for container, found in zip(self._containers, self._items, strict=True):
-            if _are_items_moved(container, found):
-                container.clear()
-                container.extend(found) if isinstance(container, list) else container.update(found)
-        for table in self._state.hooks:
-            found = self._hooks.get(id(table), {})
-            if _differ(table, found):
-                table.clear()
-                table.update(found)
+        for container, found in self._pairs():
+            if not holds(container, found):
+                fill(container, found)
 
 
 @dataclass(slots=True)
@@ -332,27 +310,11 @@ _gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
 _CONTAINERS = (list, dict, set)
 
 
-def _own_attributes(module: nn.Module) -> Iterable[Any]:
-    return [value for name, value in vars(module).items() if name not in _OF_MODULES]
-
-
 def _items_of(value: Any) -> Iterable[Any]:
     """The items of a list, dict or set."""
     if type(value) not in _CONTAINERS:
         return ()
     return cast("Any", value).values() if isinstance(value, dict) else value
-
-
-def _differ(current: Mapping[Any, Any], found: Mapping[Any, Any]) -> bool:
-    return current.keys() != found.keys() or any(map(is_not, current.values(), map(found.get, current)))
-
-
-def _are_items_moved(container: Any, found: Any) -> bool:
-    if isinstance(container, set):
-        return container != found
-    if isinstance(container, dict):
-        return _differ(cast("Any", container), found)
-    return len(container) != len(found) or any(map(is_not, container, found))
 
 
 def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
@@ -383,55 +345,22 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def of_process() -> tuple[Stream, ...]:
-    """Python's and, where it is loaded, NumPy's.
-
-    Example:
-        >>> read, put = of_process()[0]
-        >>> state, first = read(), random.random()
-        >>> put(state)
-        >>> random.random() == first
-        True
-    """
+    """Python's and, where it is loaded, NumPy's."""
     return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
 
 
 def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
-    """The generators of torch, NumPy and Python that modules hold, also in lists, tuples and dicts.
-
-    Example:
-        >>> model = nn.Dropout()
-        >>> model.generator = torch.Generator()
-        >>> len(held([model]))
-        1
-    """
+    """The generators of torch, NumPy and Python that modules hold, also in lists, tuples and dicts."""
     found: list[Stream] = []
     for module in modules:
-        for value in _own_attributes(module):
-            if type(value) in _PLAIN:
+        for name, value in vars(module).items():
+            if name in _OF_MODULES or type(value) in _PLAIN:
                 continue
             if isinstance(value, dict):
                 value = [*cast("dict[Any, Any]", value).values()]
             inner = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
-            found += [stream for one in inner if type(one) not in _PLAIN for stream in _stream(one)]
+            found += [ways(one) for one in inner if type(one) not in _PLAIN and is_generator(type(one))]
     return tuple(found)
-
-
-def _stream(value: Any) -> list[Stream]:
-    """How to read and set it, if it is a generator."""
-    if isinstance(value, torch.Generator):
-        return [(value.get_state, value.set_state)]
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return [(value.getstate, value.setstate)]
-    return _stream_of_numpy(value, sys.modules["numpy"].random) if "numpy" in sys.modules else []
-
-
-def _stream_of_numpy(value: Any, numpy_random: Any) -> list[Stream]:
-    if isinstance(value, numpy_random.Generator):
-        bits = value.bit_generator
-        return [(partial(getattr, bits, "state"), partial(setattr, bits, "state"))]
-    if isinstance(value, numpy_random.RandomState):
-        return [(partial(value.get_state, legacy=False), value.set_state)]
-    return []
 
 
 def _numpy_state() -> tuple[Any, ...]:
@@ -458,17 +387,6 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
 
     That is modes, buffers, gradients, and the random streams of torch, Python and NumPy. The modes are set as
     such, not by `eval()`, which some models use to change their weights.
-
-    Args:
-        modules: all of a model's and a loss's modules.
-
-    Example:
-        >>> model = nn.Dropout()
-        >>> with evaluating([model]):
-        ...     model(torch.ones(2))
-        tensor([1., 1.])
-        >>> model.training
-        True
     """
     everything = Snapshot(
         ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]

@@ -1,4 +1,4 @@
-"""How a step's batches are cut: as asked, as memory has taught, or as fits a budget."""
+"""How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
-from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan, single_rows
+from anybatch.losses import refuse_what_does_not_add_up
+from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
 from anybatch.precision import Precision
 from anybatch.recompute import choose_blocks, find_blocks
 from anybatch.step.limits import Limits
@@ -26,17 +28,7 @@ class Planning:
     """What a step decides about its batches, and remembers.
 
     Args:
-        model: whose blocks may be rebuilt.
-        micro_batch: as for `anybatch.Step`; so are memory, recompute, clip_norm, accumulate, compensated,
-            batch_norm and non_finite.
-        memory: see there.
-        recompute: see there.
-        clip_norm: see there.
-        accumulate: see there.
-        compensated: see there.
-        batch_norm: see there.
-        precision: in which dtypes.
-        non_finite: see there.
+        model: whose blocks may be rebuilt; the others are those of `anybatch.Step`.
 
     Attributes:
         settings: a plan without rows that holds all that does not depend on the batch.
@@ -148,15 +140,7 @@ class Planning:
     def learn(
         self, batch: Batch, plan: Plan, *, failed: int, seconds: float = 0.0, in_window: bool = False
     ) -> None:
-        """What came of a plan.
-
-        Args:
-            batch: that was carried out.
-            plan: how.
-            failed: rows of the smallest micro-batch in which memory ran out, 0 where it never did.
-            seconds: that it took.
-            in_window: whether it was a micro-batch of a window.
-        """
+        """What came of a plan: `failed` rows were too many, 0 where memory never ran out."""
         if self.budget is not None and not failed and not in_window:
             self.budget.record(plan, seconds)
         if not (failed or self.limits.known):
@@ -166,12 +150,7 @@ class Planning:
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
 
     def distrust(self, block: str, plan: Plan) -> bool:
-        """Never choose again what made a block run again in another way; whether it was chosen here.
-
-        Args:
-            block: its name.
-            plan: under which it did.
-        """
+        """Never choose again what made a block run again in another way; whether it was chosen here."""
         found = block, dict(plan.blocks).get(block, "")
         if self.budget is None or not self._may_choose_blocks or found in self._distrusted:
             return False
@@ -186,10 +165,6 @@ class Planning:
     def enforced(self, task: Task) -> AbstractContextManager[None]:
         """While a step runs: on CUDA the allocator itself keeps to the budget."""
         return _NOTHING if self.budget is None else enforced(self.budget.memory, task)
-
-    def ledger(self, task: Task, batch: Batch) -> object:
-        """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
-        return single_rows(task, batch, self.settings)
 
     def foresee(
         self,
@@ -220,13 +195,7 @@ class Planning:
         return find_plan(request, memory, device, measure=measure)
 
     def _within(self, request: Request, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
-        """The plan; where the result depends on the cut, a cut is the last way out.
-
-        Args:
-            request: what is to be planned.
-            budget: that it is to keep to.
-            whole: what makes the same request one about rows that are not cut.
-        """
+        """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""
         return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
@@ -248,6 +217,39 @@ class Planning:
     def _size(self, rows: int) -> int:
         micro_batch = rows if self.micro_batch is None else self.micro_batch
         return rows if rows < micro_batch <= self.most_rows else micro_batch
+
+
+class Guard:
+    """What must hold before a batch is cut: no meeting that was not allowed, and a loss that adds up.
+
+    Args:
+        batch_norm: what a step does with BatchNorm in training mode; None for nothing.
+        check: whether a loss of the caller's own is looked at before the first update.
+        has_budget: whether that look takes no more rows than a micro-batch has.
+    """
+
+    def __init__(self, *, batch_norm: str | None, check: bool, has_budget: bool) -> None:
+        self.batch_norm, self._has_budget = batch_norm, has_budget
+        self._looks = 3 if check else 0  # some batches tell nothing
+
+    def before_cut(self, task: Task, batch: Batch, micro_batch: int) -> None:
+        """Refuse what would change the result."""
+        self.refuse_meetings(task)
+        self.check_loss(task, batch, micro_batch)
+
+    def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
+        """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
+        if self._looks:
+            most = micro_batch if self._has_budget else batch.rows
+            said = refuse_what_does_not_add_up(
+                task.loss, task.model, task.modules, batch, micro_batch, most=most
+            )
+            self._looks = 0 if said else self._looks - 1
+
+    def refuse_meetings(self, task: Task) -> None:
+        """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
+        if self.batch_norm is None:
+            refuse_batch_norms(task.model, task.batch_norms)
 
 
 _NOTHING = nullcontext()

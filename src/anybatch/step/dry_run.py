@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anybatch.core import Micro
 from anybatch.engine import Observer, admit, carry_out
-from anybatch.planner import copied, reached_by
+from anybatch.planner import reached_by
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects
 
@@ -75,7 +75,7 @@ def show_gradients(
         step.task(), scale=fixed, effects=effects, schedulers=(), listeners=(), observers=(_Shown(see),)
     )
     effects.begin(task.modules)
-    logical = copied(admit(batch, task, step.collate))
+    logical = admit(batch, task, step.collate).copied()
     size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
     settings = step.planning.settings
     plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision)

@@ -12,6 +12,7 @@ from anybatch.core import Collate
 from anybatch.core import torch_private as private
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, find_precision
+from anybatch.state import Contents
 from anybatch.step.step import Step
 
 
@@ -43,24 +44,15 @@ def plan(
     model, optimizer and random streams are as before.
 
     Args:
-        model: as for `anybatch.Step`; so are loss, optimizer, micro_batch, recompute, clip_norm, collate,
-            accumulate, compensated, batch_norm and precision.
-        loss: see there.
-        optimizer: see there.
+        model: as for `anybatch.Step`, and so is all that is not named here. Without `micro_batch` or
+            `recompute` the plan chooses.
         batch: rows of the form that the step will see; only shapes and dtypes matter, if nothing is measured.
         memory: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or bytes; None for no limit:
             then nothing is chosen, and the plan is that of `micro_batch` and `recompute`.
         rows: of the logical batch; None for those of `batch`.
         device: "cpu", "cuda", or a card that need not be here, such as "cuda:a100"; None for where the model
             is.
-        micro_batch: see there; None for a choice.
-        recompute: see there; None for a choice.
-        clip_norm: see there.
-        collate: see there.
-        accumulate: see there.
-        compensated: see there.
-        batch_norm: see there.
-        precision: see there; a true one is planned for, and the model stays as it is.
+        precision: as for a step; a true one is planned for, and the model stays as it is.
         measure: race the fastest plans, rather than estimating their seconds from the device's figures.
 
     Raises:
@@ -104,12 +96,10 @@ def _as_it_was(model: nn.Module, optimizers: Iterable[Any]) -> Generator[None]:
     tables += map(private.children_of, modules)
     tables += [getattr(one, name) for one in optimizers for name in private.LOAD_HOOKS if hasattr(one, name)]
     tables += [slots for one in optimizers if isinstance(one, Optimizer) for slots in one.state.values()]
-    found = [(table, table.copy()) for table in tables]
+    noted = Contents(tables)
     try:
         yield
     finally:
         for parameter, data in weights:
             parameter.data = data
-        for table, content in found:
-            table.clear()
-            table.update(content)
+        noted.put_back()

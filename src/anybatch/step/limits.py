@@ -29,13 +29,7 @@ class Limit:
 
 
 class Limits:
-    """The limits met so far, by kind of row. After each failure it takes twice as long until more is tried.
-
-    Example:
-        >>> limits = Limits()
-        >>> limits.size("short rows", 32)
-        32
-    """
+    """The limits met so far, by kind of row. After each failure more is tried half as often."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Limit] = {}
@@ -46,19 +40,13 @@ class Limits:
         return planned if limit is None else limit.size(planned)
 
     def learn(self, like: Hashable, planned: int, *, largest: int, failed: int) -> None:
-        """What came of it.
+        """What came of micro-batches that were planned to have so many rows.
 
         Args:
             like: the kind of row.
             planned: rows of a micro-batch if there were no limit.
-            largest: rows of the largest micro-batch that went through.
+            largest: rows of the largest that went through.
             failed: rows of the smallest in which memory ran out; 0 where it never did.
-
-        Example:
-            >>> limits = Limits()
-            >>> limits.learn("rows", 32, largest=8, failed=16)
-            >>> limits.size("rows", 32)
-            8
         """
         old = self.known.get(like)
         if failed:

@@ -23,12 +23,11 @@ from anybatch.engine import (
     gather,
 )
 from anybatch.losses import module_of, resolve
-from anybatch.planner import PlanReport
+from anybatch.planner import PlanReport, single_rows
 from anybatch.precision import Precision, at_work, find_precision
 from anybatch.state import Effects
-from anybatch.step.decide import Planning
+from anybatch.step.decide import Guard, Planning
 from anybatch.step.dry_run import show_gradients
-from anybatch.step.guard import Guard
 from anybatch.step.window import Window
 
 
@@ -82,7 +81,6 @@ class Step:
         guard: what must hold before a batch is cut.
         open_window: the window that is not yet over, or None.
         working: the precision, the float32 weights behind short ones (also `masters`) and the loss `scale`.
-        limits: what memory has taught about the size of micro-batches (`anybatch.step.limits`).
 
     Raises:
         PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once.
@@ -178,7 +176,7 @@ class Step:
             except BaseException as error:
                 self.strategy.abandon(error)
                 if isinstance(error, OutOfMemoryError):
-                    error.ledger = error.ledger or self.planning.ledger(task, logical)
+                    error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
             seconds = time.perf_counter() - start
             self.planning.learn(logical, plan, failed=report.too_large, seconds=seconds)

@@ -26,7 +26,6 @@ from anybatch.engine import (
     Plan,
     Restart,
     Schedule,
-    Skipped,
     Task,
     TornUpdateError,
     accumulate,
@@ -43,8 +42,7 @@ from anybatch.engine import (
 )
 from anybatch.state import Snapshot, rng
 from anybatch.step import window_state
-from anybatch.step.decide import Planning
-from anybatch.step.guard import Guard
+from anybatch.step.decide import Guard, Planning
 
 
 class Opener(Protocol):
@@ -84,19 +82,18 @@ class Window:
         settings = step.planning.settings
         with task.loss.along(OpenBatch(), (), task.model, lambda: None) as share:
             pass  # refused is a loss that needs the whole batch
-        found = None if state is None else window_state.read(state, task, settings, step.loss)
         self._step, self._task = step, task
         self._before: Snapshot = snapshot(task, OpenBatch())
         self._sums = Accumulator(settings, task, OpenBatch())
-        self._sums.share = lambda index: share(index[0], index[-1] + 1)
+        self._sums.share = lambda index: share(index.start, index.stop)
         self._trained = [*map(_is_trained, task.everyone)]
         self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"
         self._is_skipped = False
         self.rows = 0
-        if found is not None:
-            found.into(self._sums, task)
-            self.rows, self._is_skipped = found.rows, found.is_skipped
+        if state is not None:
+            restored = window_state.restore(state, self._sums, task, settings, step.loss)
+            self.rows, self._is_skipped = restored
         clear(task.parameters)
 
     def add(self, micro: Any) -> None:
@@ -156,8 +153,8 @@ class Window:
                 accumulate(Schedule(plan, part, before), part, before)
                 if task.reached:
                     before.put_gradients_back(task.reached)
-            except (Skipped, NonFiniteLossError) as error:
-                reached = error.reached if isinstance(error, Skipped) else rng.capture_process()
+            except NonFiniteLossError as error:
+                reached = error.reached or rng.capture_process()
                 self._undo(before, part, error)
                 if plan.non_finite != "skip" or isinstance(error, NotUndoneError):
                     raise
@@ -235,8 +232,7 @@ class Window:
                 raise failed from None
             raise
         self._phase = "updated"
-        for listener in self._task.listeners:
-            listener(report)
+        self._task.tell(report)
         return report
 
     def _update(self) -> StepReport:

@@ -4,7 +4,6 @@
 # pyright: reportPrivateUsage=false
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -21,16 +20,7 @@ _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, Runt
 def write(
     sums: Accumulator, task: Task, settings: Plan, loss: object, *, rows: int, is_skipped: bool
 ) -> dict[str, Any]:
-    """All that a window needs to go on elsewhere: copies on the host, as a checkpoint can hold them.
-
-    Args:
-        sums: of the window.
-        task: what it is carried out on.
-        settings: what was decided without looking at the rows.
-        loss: as the caller gave it.
-        rows: added so far.
-        is_skipped: whether no update is to be made.
-    """
+    """All that a window needs to go on elsewhere: copies on the host, as a checkpoint can hold them."""
     return {
         "format": FORMAT,
         "made": _conditions(task, settings, loss),
@@ -47,46 +37,21 @@ def write(
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SavedWindow:
-    """A state that was read and found to fit; nothing has been touched yet.
+def restore(
+    state: Mapping[str, Any], sums: Accumulator, task: Task, settings: Plan, loss: object
+) -> tuple[int, bool]:
+    """Let the sums of a window that has just begun go on from what `write` gave, for the same step.
 
-    Attributes:
-        rows: added so far.
-        is_skipped: whether no update is to be made.
-        counts: attributes of the sums that are plain values.
-        fold: sums, weights and provisional divisors; empty where nothing was added.
-        banks: the gradient sums of each term, by parameter.
-        errors: their rounding errors, where sums are compensated.
-        scale: the loss scale.
-    """
-
-    rows: int
-    is_skipped: bool
-    counts: Mapping[str, Any]
-    fold: Mapping[str, Any]
-    banks: Mapping[str, dict[nn.Parameter, Tensor]]
-    errors: Mapping[str, dict[nn.Parameter, Tensor]]
-    scale: Mapping[str, Any]
-
-    def into(self, sums: Accumulator, task: Task) -> None:
-        """Let the sums of a window that has just begun go on from here."""
-        for name, value in self.counts.items():
-            setattr(sums, name, value)
-        if self.fold:
-            sums.restore(self.fold, self.banks, self.errors)
-        task.scale.load(dict(self.scale))
-
-
-def read(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -> SavedWindow:
-    """Read what `write` gave, for the same step; nothing is touched, and the state stays as it is.
+    Returns:
+        The rows added so far, and whether no update is to be made.
 
     Raises:
-        CheckpointError: it is something else, or of a step that differs in what the sums depend on.
+        CheckpointError: the state is something else, or of a step that differs in what the sums depend on;
+            nothing was changed.
     """
     try:
         _check(state, task, settings, loss)
-        return _read(state, task, settings)
+        return _restore(state, sums, task, settings)
     except _UNREADABLE as error:
         if isinstance(error, CheckpointError):
             raise
@@ -129,7 +94,7 @@ def _conditions(task: Task, settings: Plan, loss: object) -> dict[str, Any]:
     names = {parameter: name for name, parameter in task.model.named_parameters()}
     return {
         "parameters": [
-            f"{names.get(one, 'not of the model')} {_word(one.dtype)} {tuple(one.shape)}"
+            f"{names.get(one, 'not of the model')} {str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}"
             for one in task.parameters
         ],
         "precision": str(settings.precision),
@@ -181,42 +146,37 @@ def _gradients(sums: Accumulator) -> dict[str, Any]:
             for name, bank in banks.items()
         }
 
-    return {"banks": plain(sums.gradients.gradients().banks), "errors": plain(sums.gradients.errors())}
+    return {"banks": plain(sums.gradients.gradients().banks), "errors": plain(sums.gradients.errors)}
 
 
-def _read(state: Mapping[str, Any], task: Task, settings: Plan) -> SavedWindow:
+def _restore(state: Mapping[str, Any], sums: Accumulator, task: Task, settings: Plan) -> tuple[int, bool]:
+    """Read all of it first, then write."""
     fold = dict(state["fold"])
     found = state["gradients"] if fold else {"banks": {}, "errors": {}}
     if list(found["banks"]) != list(fold.get("coefficients", ())):
         raise ValueError(f"gradients of {list(found['banks'])}, not of {list(fold.get('coefficients', ()))}")
 
-    def sums(values: Mapping[int, Any]) -> dict[nn.Parameter, Tensor]:
+    def by_parameter(values: Mapping[int, Any]) -> dict[nn.Parameter, Tensor]:
         pairs = [(task.parameters[int(position)], value) for position, value in values.items()]
         chosen = settings.accumulation_dtype
         return {p: _tensor(value, p, accumulation_dtype(p.dtype, chosen)) for p, value in pairs}
 
-    return SavedWindow(
-        rows=int(state["rows"]),
-        is_skipped=bool(state["is_skipped"]),
-        counts={
-            "rows": [int(rows) for rows in state["cut"]],
-            "redone": [Redone(int(rows), may_be_cut=bool(may)) for rows, may in state["redone"]],
-            "dropped": int(state["dropped"]),
-            "scale_before": _scale(state["scale_before"]),
-        },
-        fold=fold,
-        banks={name: sums(values) for name, values in found["banks"].items()},
-        errors={name: sums(values) for name, values in found["errors"].items()},
-        scale=_scale(state["scale"]),
+    banks, errors = (
+        {name: by_parameter(values) for name, values in found[kind].items()} for kind in ("banks", "errors")
     )
+    counts = int(state["rows"]), bool(state["is_skipped"])
+    cut, dropped = [int(rows) for rows in state["cut"]], int(state["dropped"])
+    redone = [Redone(int(rows), may_be_cut=bool(may)) for rows, may in state["redone"]]
+    scale_before, scale = _scale(state["scale_before"]), _scale(state["scale"])
+    if fold:
+        sums.restore(fold, banks, errors)
+    sums.rows, sums.dropped, sums.redone, sums.scale_before = cut, dropped, redone, scale_before
+    task.scale.load(scale)
+    return counts
 
 
 def _scale(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"value": float(state["value"]), "clean": int(state["clean"])}
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # ---- tensors
