@@ -24,7 +24,6 @@ from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
 from anybatch.check.modules import ModuleSearch
-from anybatch.check.outputs import mark_replayable
 from anybatch.check.padding import Padding, find_padding, first_difference, refilled, trimmed
 from anybatch.check.passes import Calls
 from anybatch.check.prepare import Prepared, prepare
@@ -279,14 +278,13 @@ def explain(
     worst = worst_of(comparison, verdicts)
     parts, outermost = worst.cut.parts, comparison.outermost
     is_sound = rows_agree(comparison, comparison.reference.calls, worst.result.calls, parts)
-    mark_replayable(comparison, worst)
     terms: list[Finding] = []
     found: list[Finding] = []
     pooled: list[Finding] = []
     draws = comparison.bench.draws
     try:
         with draws.until(deadline):
-            terms = _terms(comparison, verdicts, loss_name, deadline, is_sound=is_sound)
+            terms = _terms(comparison, verdicts, loss_name, is_sound=is_sound)
             if terms and is_sound:
                 return terms  # to take a sound model apart costs the most
             norms = _batch_norms(comparison, "; with running statistics the same cuts agree.")
@@ -310,7 +308,7 @@ def explain(
 
 
 def _terms(
-    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, deadline: float, *, is_sound: bool
+    comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, *, is_sound: bool
 ) -> list[Finding]:
     whole = comparison.whole
     sizes = cut_sizes_to_try(len(whole.part.rows), None)
@@ -328,7 +326,6 @@ def _terms(
             name=loss_name,
             bare=comparison.reference.bare,
             pooled=not is_sound,
-            deadline=deadline,
         )
         found = term_test.find(cuts)
         if found:

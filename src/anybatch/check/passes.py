@@ -75,32 +75,6 @@ def _is_scalar(value: object) -> bool:
 Key = tuple[str, int]  # a module's name, and which of its calls
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Returned:
-    """What a call gave back, but for the numbers."""
-
-    leaves: Sequence[Any]  # what was given back, taken apart, with None in the place of tensors
-    form: Any  # how that is put together again
-    places: Sequence[int]  # where among them the tensors stand
-    flows: Sequence[bool]  # for each tensor, whether a gradient flows into it
-    state: rng.RandomState  # where the random streams stood afterwards
-
-    @staticmethod
-    def of(outputs: Any) -> "Returned":
-        """Of the outputs of a call that has just ended."""
-        leaves, form = private.pytree.tree_flatten(outputs)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], rng.capture())
-
-    def join(self, outputs: Sequence[Tensor]) -> Any:
-        """The same with these tensors."""
-        leaves = list(self.leaves)
-        for place, value in zip(self.places, outputs, strict=True):
-            leaves[place] = value
-        return private.pytree.tree_unflatten(leaves, self.form)
-
-
 class Call:
     """One call of a module."""
 
@@ -110,9 +84,6 @@ class Call:
         self.state = state  # where the random streams stood
         self.outputs: list[Tensor] = []
         self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
-        self.returned: Returned | None = None  # what is needed to return the same without running the module
-        # On which axes rows lie in inputs and outputs, where that is certain.
-        self.axes: tuple[Sequence[Axis | None], Sequence[Axis | None]] | None = None
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -178,8 +149,6 @@ class Calls:
             return
         call = self._open.pop()
         call.outputs.extend(value.detach().clone() for value in tensors(outputs))
-        if not self._open:
-            call.returned = Returned.of(outputs)
         (self._open[-1].inner if self._open else self._outermost).append(call)
 
 
@@ -204,7 +173,6 @@ class PassResult:
     scale: float = 0.0  # what its terms come to without their signs: an error of the loss is held against it
     # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
     largest: float = 0.0
-    means: Mapping[str, float] = field(default_factory=dict[str, float])  # the value of each term
     calls: Any = None  # what watched it
     unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
     # terms of which the loss returned means that have lost their denominators
@@ -307,7 +275,6 @@ class Bench:
             scale=scale,
             # The sum may have been divided only at the end.
             largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
-            means=report.terms,
             calls=watch,
             unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
