@@ -155,7 +155,15 @@ def check(
             comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
         findings: list[Finding] = []
         notes = list(prepared.notes)
-        if comparison.reference.bare or _differ(comparison, verdicts):
+        if comparison.doubt:
+            notes.append(comparison.doubt)
+        if comparison.doubt and _differ(comparison, verdicts) and not comparison.reference.bare:
+            what = f"Split and whole differ, perhaps by rounding: {comparison.doubt}."
+            way_out = "Hand over rows that the model does not fit yet."
+            findings.append(
+                Finding(kind="unexplained", culprit=name_of(loss), what=what, ways_out=(way_out,))
+            )
+        elif comparison.reference.bare or _differ(comparison, verdicts):
             findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
         try:
             with comparison.bench.draws.until(start + CHECK_S):
@@ -237,7 +245,7 @@ def _try_padding(
 ) -> tuple[list[Verdict], list[Finding]]:
     """The same cut with as little padding as its rows need: as `collate` makes it, or cut off."""
     sound = [verdict for verdict in verdicts if verdict.result.error is None and verdict.cut.part.is_whole]
-    if not sound or prepared.whole.collate is not None:
+    if not sound or comparison.doubt or prepared.whole.collate is not None:
         return [], []
     padded = sound[-1] if prepared.samples is None else sound[0]
     size = padded.cut.micro_batch

@@ -20,7 +20,7 @@ from anybatch.losses import Terms, resolve
 # dtypes have nothing to give.
 _SLACK = {torch.float64: 16, torch.float32: 16}
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
-# A smaller gradient is rounding of numbers that cancel inside of the model or the loss, as in a perfect fit.
+# A smaller gradient may be rounding of numbers that cancel inside of the model or the loss, as in a perfect fit.
 _TINY = 1e-6
 _TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -106,9 +106,6 @@ class Comparison:
         if max(error, loss_error) > self.limit and not is_plain:
             # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
             error, loss_error = self._errors(result, reference, self._scale)
-        if max(error, loss_error) > self.limit and size < min(self.limit, _TINY):
-            least = max(1.0, self._scale[0]), max(1.0, self._scale[1])
-            error, loss_error = self._errors(result, reference, least)
         if max(error, loss_error) <= self.limit and not reference.bare:
             result = replace(result, calls=Calls())  # nobody will ask for them, and they are large
         return Verdict(cut=cut, result=result, error=error, loss_error=loss_error, words=words)
@@ -124,6 +121,15 @@ class Comparison:
         if math.isnan(result.loss) and math.isnan(wanted.loss):
             loss_apart = 0.0
         return _ratio(apart, size), _ratio(loss_apart, loss_size)
+
+    @cached_property
+    def doubt(self) -> str:
+        """Says so where the gradient of all rows, and that of either half, is next to nothing."""
+        tiny = min(self.limit, _TINY)
+        size = norm(self.reference.gradients.values())
+        if size >= tiny or max(size, self._scale[0]) >= tiny:
+            return ""
+        return f"the gradient of these rows is so small (norm {size:.1g}) that comparing it says little"
 
     @cached_property
     def _scale(self) -> tuple[float, float]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.check.copies import Subject
+from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws, plain_kernels
-from anybatch.check.rows import Axis, Cut, Part
+from anybatch.check.rows import Cut, Part
 from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import carry_out
@@ -226,7 +226,7 @@ class _WatchedBatch:
 class Bench:
     """Where passes are made: all on the same model, from the same random state."""
 
-    subject: Subject  # the model and the loss
+    subject: Copied  # the model and the loss
     draws: Draws  # what is drawn
     batch_norm: str | None = "micro"  # as for `anybatch.Step`
 
@@ -237,7 +237,8 @@ class Bench:
         if self.subject.dtype is not None:
             torch.set_default_dtype(self.subject.dtype)  # for what the model makes itself: states, masks
         try:
-            with self.subject.fresh() as (model, loss), torch.enable_grad(), plain_kernels(), self.draws:
+            model, loss = self.subject.fresh()
+            with torch.enable_grad(), plain_kernels(), self.draws:
                 yield model, observe(loss)
         finally:
             torch.set_default_dtype(default)
