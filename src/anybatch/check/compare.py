@@ -20,7 +20,7 @@ from anybatch.losses import Terms, resolve
 # dtypes have nothing to give.
 _SLACK = {torch.float64: 16, torch.float32: 16}
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
-# A smaller gradient may be rounding of numbers that cancel inside of the model or the loss, as in a perfect fit.
+# A smaller gradient may be rounding of numbers that cancel inside of the model, as in a perfect fit.
 _TINY = 1e-6
 _TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
