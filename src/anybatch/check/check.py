@@ -25,7 +25,6 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
 from anybatch.check.modules import ModuleSearch
 from anybatch.check.padding import Padding, find_padding, first_difference, refilled, trimmed
-from anybatch.check.passes import Calls
 from anybatch.check.prepare import Prepared, prepare
 from anybatch.check.terms import TermTest
 from anybatch.core import BatchError, Collate, PlanError
@@ -208,7 +207,7 @@ def _compare_cuts(
     prepared: Prepared, micro_batch: int | None, start: float
 ) -> tuple[Comparison, list[Verdict]]:
     bench, whole = prepared.bench, prepared.whole
-    reference = prepared.probed or bench.run(whole, Calls())
+    reference = prepared.probed or bench.run(whole)
     rows = range(len(whole.part.rows))
     if reference.error is not None:
         raise reference.error
@@ -381,9 +380,8 @@ def explain_padding(
     padding: Padding | None = None,
 ) -> Finding:
     """Which module, or else the loss, looks at padded places."""
-    long_calls, short_calls = Calls(), Calls()
-    comparison.bench.run(padded.cut, long_calls)
-    comparison.bench.run(short.cut, short_calls)
+    long_calls = comparison.bench.run(padded.cut).calls
+    short_calls = comparison.bench.run(short.cut).calls
     found = first_difference(padded.cut.parts, long_calls, short_calls, 10 * comparison.limit, padding)
     error = short.result.error
     apart = (

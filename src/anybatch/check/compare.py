@@ -96,7 +96,7 @@ class Comparison:
 
     def compare(self, cut: Cut, reference: PassResult, words: str = "") -> Verdict:
         """Any cut, held against any reference."""
-        result = self.bench.run(cut, Calls())
+        result = self.bench.run(cut)
         words = words or cut.words
         if result.error is not None or reference.error is not None:
             return Verdict(cut=cut, result=result, error=math.inf, loss_error=math.inf, words=words)
@@ -183,16 +183,16 @@ def agree_in_forward(comparison: Comparison, cut: Cut, *, frozen: bool = False) 
     return rows_agree(comparison, whole_calls, cut_calls, cut.parts)
 
 
-def _forward(bench: Bench, cut: Cut, watch: Calls, *, frozen: bool) -> None:
+def _forward(bench: Bench, cut: Cut, calls: Calls, *, frozen: bool) -> None:
     """Run model and loss over each part, without gradients."""
     batch = cut.batch(bench.subject.dtype)
     with bench.fresh() as (model, loss), torch.no_grad():
         norms = find_batch_norms(model.modules()) if frozen else []
-        begin_part = watch(model)
+        calls.watch(model)
         with frozen_batch_norms(norms):
             for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
                 bench.draws.begin(part)
-                begin_part(part)
+                calls.begin(part)
                 resolve(loss).evaluate(model, micro)
 
 

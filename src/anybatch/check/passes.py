@@ -117,18 +117,18 @@ class Calls:
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []
 
-    def __call__(self, model: nn.Module) -> Callable[[Part], None]:
-        """Watch a model; what comes back is told when a part begins."""
+    def watch(self, model: nn.Module) -> None:
+        """Note the calls of a model from now on."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            module.register_forward_hook(self._after, always_call=False)
-        return self._begin
+            module.register_forward_hook(self._after)
 
     def table(self, part: Part) -> dict[Key, Call]:
         """All calls of a part by their key, innermost first."""
         return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
 
-    def _begin(self, part: Part) -> None:
+    def begin(self, part: Part) -> None:
+        """A micro-batch of these rows begins."""
         self._open, self._counts, self._outermost = [], {}, []
         self.parts[part] = self._outermost
 
@@ -160,9 +160,6 @@ def tensors(value: Any) -> list[Tensor]:
 # ---- passes
 
 
-Watch = Callable[[nn.Module], "Callable[[Part], None]"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassResult:
     """What a pass came to."""
@@ -173,7 +170,7 @@ class PassResult:
     scale: float = 0.0  # what its terms come to without their signs: an error of the loss is held against it
     # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
     largest: float = 0.0
-    calls: Any = None  # what watched it
+    calls: Calls = field(default_factory=Calls)  # of its modules
     unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
     # terms of which the loss returned means that have lost their denominators
     bare: frozenset[str] = frozenset()
@@ -201,10 +198,10 @@ class Recorder(Optimizer):
 
 
 class _WatchedBatch:
-    """A batch that tells when each micro-batch is taken."""
+    """A batch that tells draws and calls when each micro-batch is taken."""
 
-    def __init__(self, inner: Batch, part: Part, draws: Draws, notify: Callable[[Part], None]) -> None:
-        self._inner, self._part, self._draws, self._notify = inner, part, draws, notify
+    def __init__(self, inner: Batch, part: Part, draws: Draws, calls: Calls) -> None:
+        self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -218,7 +215,7 @@ class _WatchedBatch:
             micro = next(micros)
             self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
             self._draws.begin(part)
-            self._notify(part)
+            self._calls.begin(part)
             yield micro
 
 
@@ -243,12 +240,14 @@ class Bench:
         finally:
             torch.set_default_dtype(default)
 
-    def run(self, cut: Cut, watch: Watch = lambda model: lambda part: None) -> PassResult:
+    def run(self, cut: Cut) -> PassResult:
         """Make a pass."""
         batch = cut.batch(self.subject.dtype)
+        calls = Calls()
         with self.fresh() as (model, loss):
+            calls.watch(model)
             recorder = Recorder(self.subject.named)
-            watched: Any = _WatchedBatch(batch, cut.part, self.draws, watch(model))
+            watched: Any = _WatchedBatch(batch, cut.part, self.draws, calls)
             sizes: list[float] = []
 
             def measure(event: Event) -> None:
@@ -266,7 +265,7 @@ class Bench:
                 )
                 report = carry_out(step.plan(batch.rows), step.task(), watched)
             except Exception as error:  # the user's code may raise anything
-                return PassResult(error=error, calls=watch)
+                return PassResult(error=error, calls=calls)
         used = [name for name, weight in report.weights.items() if weight]
         scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
         return PassResult(
@@ -276,7 +275,7 @@ class Bench:
             scale=scale,
             # The sum may have been divided only at the end.
             largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
-            calls=watch,
+            calls=calls,
             unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
         )

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, Calls, PassResult
+from anybatch.check.passes import Bench, PassResult
 from anybatch.check.rows import Cut, Part, choose, rows_of, signatures, subset
 from anybatch.core import BatchError, Collate, PlanError, TensorBatch, tree
 
@@ -142,7 +142,7 @@ def _first_that_runs(
             start = time.perf_counter()
             bench = Bench(subject=subject, draws=Draws(seed, is_wide=is_wide), batch_norm=batch_norm)
             with bench.draws.until(start + seconds):
-                result = bench.run(cut, Calls())
+                result = bench.run(cut)
             if result.error is None:
                 taken = time.perf_counter() - start
                 return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
