@@ -356,7 +356,7 @@ def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], 
     Its numbers go to other rows where a model sorts them, or packs them, and puts them back.
     """
     draws, worst = comparison.bench.draws, worst_of(comparison, verdicts)
-    if draws.guessed:
+    if draws.has_packed:
         return True
     if not draws.has_dropout or rows_agree(
         comparison, comparison.reference.calls, worst.result.calls, worst.cut.parts

@@ -49,7 +49,7 @@ class Draws(private.TorchDispatchMode):
     Attributes:
         count: draws since `begin`.
         unreplayed: those of them that are not replayed.
-        guessed: whether it was a guess which entries of a draw belong to which row.
+        has_packed: whether there was a draw of which nobody can tell what belongs to which row.
         has_dropout: whether there were Bernoulli draws, which `without_dropout` switches off.
         dtypes: floating dtypes that were computed in.
     """
@@ -70,9 +70,8 @@ class Draws(private.TorchDispatchMode):
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
-        self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
         self.count = self.unreplayed = 0
-        self.guessed = self.has_dropout = False
+        self.has_packed = self.has_dropout = False
         self.dtypes: set[torch.dtype] = set()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
@@ -90,8 +89,6 @@ class Draws(private.TorchDispatchMode):
         rng.restore_process(self._start)
         if state is not None:
             rng.restore(state)
-        if part.is_whole or part.rows[:1] == (0,):
-            self._packed.clear()
         self._part = part
         now = rng.capture()
         self._next = {"cpu": bytes(now.cpu.tolist())}
@@ -143,7 +140,7 @@ class Draws(private.TorchDispatchMode):
         key = (str(device), bytes(before.tolist()))
         draw = None if own else self._drawn.get(key)
         if draw is not None:
-            value = self._answer(key, draw, func, args, kwargs)
+            value = self._answer(draw, func, args, kwargs)
             stream.set_state(draw.after)
             return value
         result = func(*args, **kwargs)
@@ -155,13 +152,11 @@ class Draws(private.TorchDispatchMode):
         self._next[key[0]] = bytes(after.tolist())
         return result
 
-    def _answer(
-        self, key: Place, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _answer(self, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The rows of a draw, in the form in which this operation returns it."""
         result: Any = func(*args, **kwargs)
         like = _numbers(func, args, result)
-        value = self._rows_of(key, draw, like.shape)
+        value = self._rows_of(draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
             pass  # an order of other things than the whole's
         elif value is None:
@@ -176,7 +171,7 @@ class Draws(private.TorchDispatchMode):
             like.copy_(value)
         return result
 
-    def _rows_of(self, key: Place, draw: _Draw, shape: torch.Size) -> Tensor | None:
+    def _rows_of(self, draw: _Draw, shape: torch.Size) -> Tensor | None:
         part, value = self._part, draw.value
         if part.is_whole:
             return value if value.shape == shape else None
@@ -185,11 +180,8 @@ class Draws(private.TorchDispatchMode):
             return select(value, draw.axis, part)
         if shape == value.shape or find_axis(value.shape, shape, part):
             return take(value, shape, part)
-        self.guessed = True
-        start = self._packed.get(key, 0)  # rows one after the other, each with entries of its own number
-        self._packed[key] = start + shape[0]
-        fits = shape[1:] == value.shape[1:] and start + shape[0] <= value.shape[0]
-        return value[start : start + shape[0]] if fits else None
+        self.has_packed = True
+        return None
 
 
 class _Uncompiled(Draws):
