@@ -13,11 +13,11 @@ from anybatch.batchnorm import find_batch_norms
 from anybatch.check.compare import (
     Comparison,
     Verdict,
-    agree_in_forward,
     before_the_model,
     cut_sizes_to_try,
     name_of,
     rows_agree,
+    rows_agree_on,
     worst_of,
 )
 from anybatch.check.copies import untouched
@@ -295,7 +295,8 @@ def explain(
             if terms and is_sound:
                 return terms  # to take a sound model apart costs the most
             norms = _batch_norms(comparison, "; with running statistics the same cuts agree.")
-            if norms and not is_sound and agree_in_forward(comparison, worst.cut, frozen=True):
+            frozen = replace(comparison.bench, batch_norm="frozen")
+            if norms and not is_sound and rows_agree_on(frozen, comparison, worst.cut):
                 found = norms
         if not found:
             search = ModuleSearch(
@@ -363,10 +364,9 @@ def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], 
     ):
         return False
     bench = replace(comparison.bench, draws=draws.restarted(without_dropout=True))
-    without_dropout = Comparison(bench=bench, whole=comparison.whole, reference=comparison.reference)
     try:
-        with without_dropout.bench.draws.until(deadline):
-            return agree_in_forward(without_dropout, worst.cut)
+        with bench.draws.until(deadline):
+            return rows_agree_on(bench, comparison, worst.cut)
     except OutOfTime:
         return False
 

@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from anybatch.batchnorm import find_batch_norms, frozen_batch_norms
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
 from anybatch.check.rows import Cut, Part, agree
 from anybatch.check.tolerance import tolerance
-from anybatch.losses import Terms, resolve
+from anybatch.losses import Terms
 
 # Deep networks lose more than the table's few layers; what a wrong denominator does is larger by far. Short
 # dtypes have nothing to give.
@@ -172,28 +171,11 @@ def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequen
     return True
 
 
-def agree_in_forward(comparison: Comparison, cut: Cut, *, frozen: bool = False) -> bool:
-    """Whether the model gives each row the same, cut or not, in forwards made for this."""
-    whole_calls, cut_calls = Calls(), Calls()
-    try:
-        _forward(comparison.bench, comparison.whole, whole_calls, frozen=frozen)
-        _forward(comparison.bench, cut, cut_calls, frozen=frozen)
-    except Exception:  # the user's code may raise anything
-        return False
-    return rows_agree(comparison, whole_calls, cut_calls, cut.parts)
-
-
-def _forward(bench: Bench, cut: Cut, calls: Calls, *, frozen: bool) -> None:
-    """Run model and loss over each part, without gradients."""
-    batch = cut.batch(bench.subject.dtype)
-    with bench.fresh() as (model, loss), torch.no_grad():
-        norms = find_batch_norms(model.modules()) if frozen else []
-        calls.watch(model)
-        with frozen_batch_norms(norms):
-            for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
-                bench.draws.begin(part)
-                calls.begin(part)
-                resolve(loss).evaluate(model, micro)
+def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
+    """Whether the model gives each row the same, cut or not, in passes that are made for this on a bench."""
+    whole, parted = bench.run(comparison.whole), bench.run(cut)
+    failed = whole.error or parted.error
+    return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
 
 
 def before_the_model(
