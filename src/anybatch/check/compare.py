@@ -1,13 +1,12 @@
 """Cuts compared with the whole batch: the error of each, and whether the model gives each row the same."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
@@ -113,8 +112,9 @@ class Comparison:
         self, result: PassResult, wanted: PassResult, least: tuple[float, float]
     ) -> tuple[float, float]:
         size = max(norm(wanted.gradients.values()), least[0])
-        names = result.gradients.keys() | wanted.gradients.keys()
-        apart = norm(_difference(result.gradients, wanted.gradients, name) for name in sorted(names))
+        names = sorted(result.gradients.keys() | wanted.gradients.keys())
+        none = torch.zeros(())
+        apart = norm(result.gradients.get(name, none) - wanted.gradients.get(name, none) for name in names)
         loss_size = max(abs(wanted.loss), wanted.scale, least[1])
         loss_apart = abs(result.loss - wanted.loss)
         if math.isnan(result.loss) and math.isnan(wanted.loss):
@@ -139,12 +139,6 @@ class Comparison:
         sound = [half for half in halves if half.error is None and half.weighed]
         size = max((norm(half.gradients.values()) for half in sound), default=0.0)
         return size, max((half.scale for half in sound), default=0.0)
-
-
-def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in one:
-        return other[name]
-    return one[name] - other[name] if name in other else one[name]
 
 
 def _ratio(difference: float, size: float) -> float:

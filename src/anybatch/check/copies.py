@@ -22,15 +22,8 @@ _COPIED = (Tensor, nn.Module, FunctionType, partial, list, dict, set)
 class Copied:
     """A deep copy of model and loss; each pass takes a copy of it that shares the parameters.
 
-    So what one pass leaves behind (buffers, attributes) is not seen by the next.
-
-    Args:
-        model: left alone.
-        loss: left alone; what a function closes over is copied too.
-        dtype: what floating tensors of the copy and of a batch are turned into; None for their own.
-
-    Raises:
-        PlanError: they cannot be copied.
+    So what one pass leaves behind (buffers, attributes) is not seen by the next. Floating tensors of the copy
+    are turned into `dtype`, if there is one.
     """
 
     def __init__(self, model: nn.Module, loss: object, dtype: torch.dtype | None) -> None:
@@ -68,15 +61,7 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def untouched(model: nn.Module, loss: object) -> Generator[None]:
-    """Afterwards model, loss and every random stream are as before.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> with untouched(nn.Identity(), nn.MSELoss()):
-        ...     _ = torch.rand(1)
-        >>> torch.equal(before, torch.get_rng_state())
-        True
-    """
+    """Afterwards model, loss and random streams are as before: a copy may share what it writes to."""
     modules = model, module_of(loss)
     streams = rng.capture_process()
     objects = ObjectState(modules)  # all but the values of tensors

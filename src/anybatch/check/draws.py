@@ -43,15 +43,8 @@ class Draws(private.TorchDispatchMode):
     Args:
         seed: where all streams start in every pass: torch's, Python's and NumPy's.
         without_dropout: whether Bernoulli draws return their expected value, which switches dropout off.
-        is_wide: whether what the model turns into float32 stays in, or becomes, float64: its copy computes in
-            that, and one sum in float32 would hide all that is smaller.
-
-    Attributes:
-        count: draws since `begin`.
-        unreplayed: those of them that are not replayed.
-        has_packed: whether there was a draw of which nobody can tell what belongs to which row.
-        has_dropout: whether there were Bernoulli draws, which `without_dropout` switches off.
-        dtypes: floating dtypes that were computed in.
+        is_wide: whether what the model turns into float32 becomes float64: one sum in float32 would hide all
+            that is smaller.
     """
 
     def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:
@@ -70,9 +63,10 @@ class Draws(private.TorchDispatchMode):
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
-        self.count = self.unreplayed = 0
-        self.has_packed = self.has_dropout = False
-        self.dtypes: set[torch.dtype] = set()
+        self.count = self.unreplayed = 0  # draws since `begin`, and those of them that are not replayed
+        self.has_packed = False  # whether nobody can tell of some draw what belongs to which row
+        self.has_dropout = False  # whether there were draws that `without_dropout` switches off
+        self.dtypes: set[torch.dtype] = set()  # floating dtypes that were computed in
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
         """Of the class that keeps torch's compiler out, where it has been loaded."""

@@ -38,11 +38,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """The terms of each micro-batch of these cuts, one after the other on one copy of model and loss.
 
-    Args:
-        bench: where the loss is run.
-        outermost: the calls of the model in a pass over the whole batch.
-        cuts: what is evaluated.
-        pooled: whether outputs are given too that belong to no row, such as a loss that the model computes.
+    The model's outputs are those of `outermost`, its calls in a pass over the whole batch.
     """
     found: list[Evaluation] = []
     batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
@@ -69,10 +65,7 @@ def evaluate(
 class Stub:
     """Puts the outputs of a pass over the whole batch in place of what the model's outermost modules return.
 
-    Args:
-        model: gets hooks for this.
-        outermost: the calls of the pass.
-        pooled: whether outputs that belong to no row are replaced too.
+    With `pooled`, outputs that belong to no row (a loss that the model computes) are replaced too.
     """
 
     def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:

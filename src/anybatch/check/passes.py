@@ -24,21 +24,12 @@ _NAME = "loss"  # of a term that comes without one
 
 
 class Observed(nn.Module):
-    """A user's function, whose totals are noted; a bare mean counts as a total of weight 1.
-
-    That is what a loop that adds up means makes of it.
-
-    Args:
-        function: `(model, micro)` to totals or bare scalars.
-
-    Attributes:
-        bare: terms that came as bare means.
-    """
+    """A user's function; a bare mean counts as a total of weight 1, as in a loop that adds up means."""
 
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.function = function
-        self.bare: frozenset[str] = frozenset()
+        self.bare: frozenset[str] = frozenset()  # terms that came as bare means
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
         """The function's totals."""
@@ -105,14 +96,10 @@ class Call:
 
 
 class Calls:
-    """Notes calls by hooks: of each part of a batch those of its last forward.
-
-    Attributes:
-        parts: the outermost calls of each part, in their order.
-    """
+    """Notes calls by hooks: of each part of a batch those of its last forward."""
 
     def __init__(self) -> None:
-        self.parts: dict[Part, list[Call]] = {}
+        self.parts: dict[Part, list[Call]] = {}  # the outermost calls of each, in their order
         self._open: list[Call] = []
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []

@@ -55,13 +55,7 @@ def prepare(
     seed: int,
     start: float,
 ) -> Prepared:
-    """Choose rows, and find the best copy of the model that runs on them.
-
-    Raises:
-        BatchError: fewer than two rows.
-        PlanError: a model that cannot be watched or copied, or that has nothing to train.
-        Exception: whatever the model or the loss raises on these rows.
-    """
+    """Choose rows, and find the best copy of the model that runs on them."""
     _refuse(model, loss)
     total = rows_of(batch, collate)
     if total < 2 or (rows is not None and rows < 2):

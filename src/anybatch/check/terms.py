@@ -41,18 +41,17 @@ class TermTest:
         with self.bench.fresh() as (_, loss):
             if not isinstance(resolve(loss), Terms | SummedLoss):
                 return []
-        try:
-            reference = self.evaluate([self.whole])[0]
-        except Exception:  # the pass over all rows came to its end, so this one has outputs that do not fit
+        reference = self._try(self.whole)
+        if not reference:
             return []
         parted = [evaluations for cut in cuts if (evaluations := self._try(cut))]
-        found = [self._check_term(name, reference, parted) for name in reference.sums]
+        found = [self._check_term(name, reference[0], parted) for name in reference[0].sums]
         return [finding for finding in found if finding is not None]
 
     def _try(self, cut: Cut) -> list[Evaluation]:
         try:
             return self.evaluate([cut])
-        except Exception:  # rows that a loss refuses to take alone
+        except Exception:  # rows that a loss refuses to take alone, or outputs that do not fit
             return []
 
     def evaluate(self, cuts: Sequence[Cut]) -> list[Evaluation]:
