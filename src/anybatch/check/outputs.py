@@ -1,7 +1,7 @@
 """A loss by itself: evaluated on the outputs of the whole batch, so that only the loss can differ."""
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,9 @@ class Stub:
 
     def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
         self._pooled = pooled
-        self._known = {call.key: call.outputs for call in outermost}
+        self._known: defaultdict[str, list[list[Tensor]]] = defaultdict(list)
+        for call in outermost:
+            self._known[call.key[0]].append(call.outputs)
         self.begin(Part.whole(1))
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._enter)
@@ -99,9 +101,9 @@ class Stub:
             self._depth -= 1
             if self._depth:
                 return output
-            known = self._known.get((name, self._counts[name]))
-            self._counts[name] += 1
-            return output if known is None else self._replace(output, known)
+            known, count = self._known[name], self._counts[name]
+            self._counts[name] += 1  # of the outermost calls; a key counts inner ones too
+            return self._replace(output, known[count]) if count < len(known) else output
 
         return hook
 
