@@ -103,7 +103,11 @@ class Subject:
         self._run(self.plan(2, 1))
 
     def measure(self, plan: Plan) -> Peak:
-        """The peak of a real step: of tensors on the CPU, of the allocator on a card."""
+        """The peak of a real step: of tensors on the CPU, of the allocator on a card.
+
+        Of the second one: the first step of a policy keeps the outputs of its blocks to compare them.
+        """
+        self._run(plan)
         gc.collect()
         if self.device.type == "cuda":
             batch = self.batch(plan.rows)

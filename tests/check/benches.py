@@ -25,10 +25,8 @@ def cut(given: Any, micro_batch: int = 3) -> Cut:
 
 def comparison(model: nn.Module, loss: object, given: Any) -> Comparison:
     ours, whole = bench(model, loss), cut(given, ROWS)
-    return Comparison(bench=ours, whole=whole, reference=ours.run(whole, Calls()))
+    return Comparison(bench=ours, whole=whole, reference=ours.run(whole))
 
 
 def calls(bench: Bench, cut: Cut) -> Calls:
-    found = Calls()
-    bench.run(cut, found)
-    return found
+    return bench.run(cut).calls

@@ -1,13 +1,14 @@
 """Cuts compared with the whole batch, and whether the model gives each row the same."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from anybatch.check.compare import agree_in_forward, before_the_model, cut_sizes_to_try, limit_of, rows_agree
+from anybatch.check.compare import before_the_model, cut_sizes_to_try, limit_of, rows_agree, rows_agree_on
 from anybatch.core.total import Total
 from anybatch.testing import Perceptron
 from tests.check.benches import ROWS, calls, comparison, cut
@@ -78,8 +79,8 @@ def test_rows_agree_where_no_batch_norm_looks_at_them() -> None:
     ours = comparison(nn.Sequential(nn.BatchNorm1d(4), Perceptron(4, 1)), nn.MSELoss(), LABELLED)
     parted = calls(ours.bench, cut(LABELLED))
     assert not rows_agree(ours, ours.reference.calls, parted, cut(LABELLED).parts)
-    assert not agree_in_forward(ours, cut(LABELLED))
-    assert agree_in_forward(ours, cut(LABELLED), frozen=True)
+    assert not rows_agree_on(ours.bench, ours, cut(LABELLED))
+    assert rows_agree_on(replace(ours.bench, batch_norm="frozen"), ours, cut(LABELLED))
 
 
 def test_loss_that_changes_what_goes_into_the_model_is_told() -> None:

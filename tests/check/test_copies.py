@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.check.copies import Copied, Itself, kept, named_parameters
+from anybatch.check.copies import Copied, named_parameters, untouched
 from anybatch.core.total import Total
 from anybatch.losses.terms import Terms
 
@@ -35,13 +35,13 @@ class Counting(nn.Module):
 def test_passes_share_parameters_and_nothing_else() -> None:
     model = Counting()
     copied = Copied(model, nn.MSELoss(), torch.float64)
-    with copied.fresh() as (one, _):
-        one(torch.ones(2, 3))
-    with copied.fresh() as (two, _):
-        assert two.weight is one.weight is copied.named["weight"]
-        assert two.weight is not model.weight
-        assert two.weight.dtype == two.plain.dtype == two.seen.dtype == torch.float64
-        assert (float(one.seen), float(two.seen), one.calls, two.calls) == (1, 0, [2], [])
+    one, _ = copied.fresh()
+    one(torch.ones(2, 3))
+    two, _ = copied.fresh()
+    assert two.weight is one.weight is copied.named["weight"]
+    assert two.weight is not model.weight
+    assert two.weight.dtype == two.plain.dtype == two.seen.dtype == torch.float64
+    assert (float(one.seen), float(two.seen), one.calls, two.calls) == (1, 0, [2], [])
     assert model.weight.dtype == torch.float32
     assert model.calls == []
 
@@ -55,10 +55,10 @@ def test_functions_are_copied_with_what_they_hold() -> None:
 
     for wrapped in (loss, partial(loss, kept=weight), Terms(loss)):
         copied = Copied(model, wrapped, torch.float64)
-        with copied.fresh() as (twin, own):
-            function = own.function if isinstance(own, Terms) else own
-            total = function(twin, torch.ones(2, 3, dtype=torch.float64))
-            total.sum.backward()
+        twin, own = copied.fresh()
+        function = own.function if isinstance(own, Terms) else own
+        total = function(twin, torch.ones(2, 3, dtype=torch.float64))
+        total.sum.backward()
         assert log == []
         assert model.weight.grad is None
         assert copied.named["weight"].grad is not None  # both through the argument and through the cell
@@ -66,22 +66,11 @@ def test_functions_are_copied_with_what_they_hold() -> None:
 
 def test_tensors_of_a_partial_loss_are_widened() -> None:
     copied = Copied(nn.Linear(1, 1), partial(F.cross_entropy, weight=torch.ones(3)), torch.float64)
-    with copied.fresh() as (_, loss):
-        assert loss.keywords["weight"].dtype == torch.float64
+    _, loss = copied.fresh()
+    assert loss.keywords["weight"].dtype == torch.float64
 
 
-def test_the_model_itself_is_put_back() -> None:
-    model = Counting()
-    itself = Itself(model, nn.MSELoss())
-    with itself.fresh() as (same, _):
-        same(torch.ones(2, 3))
-        assert same is model
-        assert float(model.seen) == 1
-    assert float(model.seen) == 0
-    assert model.calls == []
-
-
-def test_kept_puts_everything_back() -> None:
+def test_everything_is_put_back() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     gradient = model[0].weight.grad = torch.ones(2, 2)
     values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -97,7 +86,7 @@ def test_kept_puts_everything_back() -> None:
         model[0].weight.grad = None
         raise RuntimeError("afterwards")
 
-    with pytest.raises(RuntimeError, match="afterwards"), kept(model):
+    with pytest.raises(RuntimeError, match="afterwards"), untouched(model, nn.MSELoss()):
         disturb()
     assert all(value.equal(values[name]) for name, value in model.state_dict().items())
     assert model.training

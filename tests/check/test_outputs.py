@@ -51,3 +51,25 @@ def test_without_given_outputs_the_model_would_count() -> None:
     whole = evaluate(ours, [], [cut(BATCH, ROWS)], pooled=True)[0]
     parts = evaluate(ours, [], [cut(BATCH)], pooled=True)
     assert relative_error(sum(part.sums["rows"] for part in parts), whole.sums["rows"]) > LIMIT
+
+
+def test_module_that_runs_inside_another_before_it_is_called_by_the_loss() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(4, 4), Outputs())
+            self.first = self.body[0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Never called: the loss calls its parts."""
+            raise NotImplementedError
+
+    def by_parts(model: nn.Module, micro: Any) -> Total:
+        by_row = model.body(micro[0])[0] + model.first(micro[0])
+        return Total(by_row.square().sum(), len(by_row))
+
+    ours, whole = bench(Tied(), by_parts), cut(BATCH, ROWS)
+    outermost = calls(ours, whole).parts[whole.part]
+    assert [call.key for call in outermost] == [("body", 0), ("body.0", 1)]
+    parts = evaluate(ours, outermost, [cut(BATCH)], pooled=False)
+    assert len(parts[0].gradients["loss"]) == 2

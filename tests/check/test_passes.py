@@ -94,7 +94,8 @@ class Twice(nn.Module):
 
 def test_calls_are_noted_as_they_ended() -> None:
     model, calls, part = Twice(), Calls(), Part.whole(3)
-    calls(model)(part)
+    calls.watch(model)
+    calls.begin(part)
     model(torch.ones(3, 2), flag=True)
     (outer,) = calls.parts[part]
     names = ["inner.0", "inner.1", "inner"] * 2 + [""]
@@ -106,7 +107,8 @@ def test_calls_are_noted_as_they_ended() -> None:
 
 def test_call_can_be_repeated_with_other_tensors() -> None:
     model, calls, part = Twice(), Calls(), Part.whole(3)
-    calls(model)(part)
+    calls.watch(model)
+    calls.begin(part)
     model(torch.ones(3, 2), flag=True)
     call = calls.table(part)["inner", 0]
     again = call.repeat(model.inner, [torch.zeros(5, 2)])
@@ -123,7 +125,8 @@ def test_what_is_computed_anew_in_backward_is_not_noted_twice() -> None:
             return checkpoint(self.inner, x, use_reentrant=False)
 
     model, calls, part = Saving(), Calls(), Part.whole(3)
-    calls(model)(part)
+    calls.watch(model)
+    calls.begin(part)
     model(torch.ones(3, 2)).sum().backward()
     assert list(calls.table(part)) == [("inner", 0), ("", 0)]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from anybatch.check import prepare as prepare_module
-from anybatch.check.copies import Copied, Itself
+from anybatch.check.copies import Copied
 from anybatch.check.prepare import Prepared, prepare
 from anybatch.core.errors import BatchError, PlanError
 from anybatch.testing import Perceptron
@@ -52,12 +52,11 @@ def test_a_model_that_cannot_be_widened_is_copied_as_it_is() -> None:
     assert "float32 only" in found.notes[0]
 
 
-def test_a_model_that_cannot_be_copied_is_run_itself() -> None:
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model = Perceptron(4, 1)
     model.last = model(torch.ones(1, 4))  # type: ignore[assignment]
-    found = ready(model, nn.MSELoss(), rows())
-    assert isinstance(found.bench.subject, Itself)
-    assert found.notes
+    with pytest.raises(PlanError, match=r"copy\.deepcopy can copy, got RuntimeError: Only Tensors created"):
+        ready(model, nn.MSELoss(), rows())
 
 
 @pytest.mark.parametrize(

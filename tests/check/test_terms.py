@@ -1,6 +1,5 @@
 """Terms that do not add up: which, why, and by what they are to be divided."""
 
-import math
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def right(model: nn.Module, micro: Any) -> Total:
     return Total(losses(model, micro, reduction="sum"), (micro[1] != -100).sum())
 
 
-def term_test(loss: Any, *, bare: frozenset[str] = frozenset(), deadline: float = math.inf) -> list[Finding]:
+def term_test(loss: Any, *, bare: frozenset[str] = frozenset()) -> list[Finding]:
     model = Perceptron(4, 3)
     ours, whole = bench(model, loss), cut(BATCH, ROWS)
     outermost = calls(ours, whole).parts[whole.part]
@@ -47,7 +46,6 @@ def term_test(loss: Any, *, bare: frozenset[str] = frozenset(), deadline: float 
         name="mine",
         bare=bare,
         pooled=True,
-        deadline=deadline,
     )
     return found.find([cut(BATCH), cut(BATCH, 5), cut(BATCH, 1)])
 
@@ -135,11 +133,6 @@ def dice(model: nn.Module, micro: Any) -> Total:
 @pytest.mark.parametrize("loss", [unlisted_mean, root, over_largest, dice])
 def test_what_no_candidate_divides_is_told_as_a_meeting(loss: Any) -> None:
     assert [finding.kind for finding in term_test(loss)] == ["meeting"]
-
-
-def test_rows_are_looked_at_one_by_one_only_before_the_deadline() -> None:
-    assert [finding.kind for finding in term_test(skips_few)] == ["dropped rows"]
-    assert [finding.kind for finding in term_test(skips_few, deadline=0.0)] != ["dropped rows"]
 
 
 def test_bare_mean_is_found_even_where_it_adds_up() -> None:

@@ -21,6 +21,7 @@ OUT: list[BaseException] = [
     RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
     RuntimeError("XPU out of memory."),
     RuntimeError("could not create a memory object"),
+    RuntimeError("could not create a primitive"),
     OSError(12, "Cannot allocate memory"),
     RuntimeError("Unable to allocate 1.00 GiB for an array with shape (2,)"),
 ]

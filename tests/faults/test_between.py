@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import OutOfMemoryError, WindowError
+from anybatch.testing import relative_error, tolerance
 
 ROWS = torch.ones(4, 3), torch.ones(4, 1)
 
@@ -72,3 +73,28 @@ def test_gradients_found_come_back_unclipped_where_the_update_fails() -> None:
     with pytest.raises(RuntimeError, match="sparse"):
         step((torch.tensor([0, 1, 2, 3]), torch.ones(4, 1)))
     assert model.extra.grad.tolist() == [5.0, 5.0, 5.0]
+
+
+def test_memory_that_runs_out_half_way_through_the_backward_of_a_later_add() -> None:
+    def trained(fails_at: set[int], sizes: tuple[int, ...]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+        rows = torch.randn(12, 3).double(), torch.randn(12, 1).double()
+        backwards = [0]
+
+        def fail(gradient: Tensor) -> None:  # the last layer has its gradient by now
+            backwards[0] += 1
+            if backwards[0] in fails_at:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        step = make(model)
+        with step.window() as window:
+            model[0].weight.register_hook(fail)
+            for x, y in zip(rows[0].split(sizes), rows[1].split(sizes), strict=True):
+                window.add((x, y))
+        return [p.detach() for p in model.parameters()]
+
+    # After the first failure each add comes in halves.
+    for fails_at in ({1}, {3}, {1, 6}, {1, 7}):
+        error = relative_error(trained(fails_at, (4, 4, 4)), trained(set(), (12,)))
+        assert error <= tolerance(torch.float64, 3)

@@ -31,7 +31,17 @@ LOSSES: dict[str, Any] = {
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_all_questions_are_answered(loss: Any) -> None:
-    assert ASKED == ["divided", "counted", "tied", "coefficients", "evaluate", "divisors", "uncut", "along"]
+    assert ASKED == [
+        "divided",
+        "counted",
+        "tied",
+        "is_plain",
+        "coefficients",
+        "evaluate",
+        "divisors",
+        "uncut",
+        "along",
+    ]
     assert all(hasattr(resolve(loss), name) for name in ASKED)
     assert all(hasattr(resolve(loss).uncut(), name) for name in ASKED)
 

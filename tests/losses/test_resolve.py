@@ -56,7 +56,7 @@ def test_own_functions_are_terms(loss: Any) -> None:
 
 TWO_LINES = (
     'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
-    "    return ab.Total(losses.sum(), losses.numel())"
+    "        return ab.Total(losses.sum(), losses.numel())"
 )
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "another loss of torch": (

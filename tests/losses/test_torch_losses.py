@@ -291,3 +291,22 @@ def test_what_is_no_loss_of_torch_is_left_to_others() -> None:
     assert summed_loss(nn.Linear(1, 1)) is None
     assert summed_loss(lambda model, micro: None) is None
     assert summed_loss(None) is None
+
+
+BROADCAST = [
+    nn.MSELoss(),
+    nn.L1Loss(),
+    nn.HuberLoss(),
+    nn.SmoothL1Loss(),
+    nn.PoissonNLLLoss(),
+    nn.KLDivLoss(),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("loss", BROADCAST, ids=lambda loss: type(loss).__name__)
+def test_output_and_target_that_meet_row_against_row_are_refused(loss: nn.Module, rows: int) -> None:
+    model = nn.Linear(3, 1)
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(LossError, match=r"as many axes.*target\[:, None\]"):
+        step((torch.ones(rows, 3), torch.ones(rows)))

@@ -13,10 +13,10 @@ from anybatch.core.errors import OutOfMemoryError, PlanError, TraceError
 from anybatch.memory.meter import Meter
 from anybatch.planner.measure import (
     NoUpdate,
-    has_state,
     measure_step,
     repeated,
     seconds_per_row,
+    state_of,
     trace_update,
 )
 from anybatch.planner.trace import trace
@@ -143,14 +143,14 @@ def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
     assert {one.dtype for one in moments} == {torch.float32}
     assert made == set(task.parameters)
     assert recording.peak() > 0
-    assert not has_state(task)
+    assert not state_of(task)
     assert all(p.grad is None for p in task.parameters)
 
 
 def test_state_that_is_there_is_seen() -> None:
     step = make()
     step((torch.randn(2, 4), torch.randn(2, 2)))
-    assert has_state(step.task())
+    assert state_of(step.task())
 
 
 def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:

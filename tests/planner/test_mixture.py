@@ -3,8 +3,6 @@
 from dataclasses import replace
 from math import inf
 
-import pytest
-
 from anybatch.planner.mixture import KEEP, Mixture, Segment
 
 
@@ -25,12 +23,6 @@ def test_peak_and_seconds_of_a_mixture() -> None:
 
 def test_start_is_a_moment_too() -> None:
     assert Mixture(start=10, segments={KEEP: [segment("a", -5, 0)]}).peak({}) == 10
-
-
-@pytest.mark.parametrize("other", [[], [segment("b", 1, 1)], [segment("a", 1, 1, at=1)]])
-def test_segments_of_another_step_are_refused(other: list[Segment]) -> None:
-    with pytest.raises(ValueError, match="Expected the segments of 'keep'"):
-        Mixture(start=0, segments={KEEP: [segment("a", 1, 1)], "recompute": other})
 
 
 def test_bytes_are_freed_where_that_costs_least() -> None:

@@ -1,15 +1,17 @@
-"""The integer program against trying everything."""
+"""The greedy choice against trying everything."""
 
 import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 
 import pytest
 
-from anybatch.planner.mixture import KEEP, Mixture, Segment, _rows, added_up, as_choice, fastest, smallest
+from anybatch.planner.mixture import KEEP, Mixture, Segment, bytes_by_choice, fastest, smallest
 
 POLICIES = (KEEP, "selective", "recompute")
+MEDIAN, WORST = 1.01, 1.08  # times the fastest of all
 
 
 def drawn(seed: int, blocks: int = 5) -> Mixture:
@@ -24,12 +26,13 @@ def drawn(seed: int, blocks: int = 5) -> Mixture:
         found: list[Segment] = []
         for name in names:
             net = int(held[policy] * sizes[name])
-            found.append(Segment(block=name, place=("forward", 0), net=net, peak=sizes[name] // 2 + net))
+            peak, seconds = sizes[name] // 2 + net, sizes[name] / 1e10
+            found.append(Segment(block=name, place=("forward", 0), net=net, peak=peak, seconds=seconds))
         found.append(Segment(block="", place=("loss", 0), net=0, peak=20_000_000_000, seconds=0.5))
         for name in reversed(names):
             net = -int(held[policy] * sizes[name])
             peak = int((1 - held[policy]) * sizes[name]) + sizes[name] // 3
-            seconds = cost[policy] * sizes[name] / 1e10
+            seconds = (2 + cost[policy]) * sizes[name] / 1e10
             found.append(
                 Segment(block=name, place=("backward", 0), net=net, peak=max(0, peak), seconds=seconds)
             )
@@ -61,20 +64,22 @@ def everything(mixture: Mixture) -> list[dict[str, str]]:
     return [{b: p for b, p in zip(mixture.blocks, policies, strict=True) if p != KEEP} for policies in tried]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.4, 0.7, 0.95])
 @pytest.mark.parametrize("make", [drawn, moved])
-@pytest.mark.parametrize("seed", range(6))
-def test_nothing_that_fits_is_faster(seed: int, make: Callable[[int], Mixture], share: float) -> None:
-    mixture = make(seed)
-    choices = everything(mixture)
-    peaks = [mixture.peak(choice) for choice in choices]
-    least = min(peaks) * (1.00001 if make is moved else 1)  # a solver has tolerances
-    budget = int(least + share * (mixture.peak({}) - least))
-    best = min(mixture.seconds(choice) for choice, peak in zip(choices, peaks, strict=True) if peak <= budget)
-    found = fastest(mixture, budget)
-    assert found is not None
-    assert mixture.peak(found) <= budget
-    assert mixture.seconds(found) <= best * 1.01
+def test_hardly_anything_that_fits_is_faster(make: Callable[[int], Mixture]) -> None:
+    ratios: list[float] = []
+    for seed in range(6):
+        mixture = make(seed)
+        choices = everything(mixture)
+        peaks = [mixture.peak(choice) for choice in choices]
+        for share in (0.0, 0.1, 0.4, 0.7, 0.95):
+            budget = int(min(peaks) + share * (mixture.peak({}) - min(peaks)))
+            fitting = [choice for choice, peak in zip(choices, peaks, strict=True) if peak <= budget]
+            found = fastest(mixture, budget)
+            assert found is not None
+            assert mixture.peak(found) <= budget
+            ratios.append(mixture.seconds(found) / min(mixture.seconds(choice) for choice in fitting))
+    assert median(ratios) < MEDIAN
+    assert max(ratios) < WORST
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -86,14 +91,14 @@ def test_nothing_is_smaller(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_program_adds_up_what_is_moved(seed: int) -> None:
+def test_bytes_of_all_choices_add_up_to_the_peak(seed: int) -> None:
     mixture = moved(seed)
+    moments = bytes_by_choice(mixture)
     for choice in everything(mixture)[::37]:
-        assert added_up(mixture, choice) == mixture.peak(choice)
-        alive = {
-            row.constant + sum(row.parts.get((b, choice.get(b, KEEP)), 0.0) for b in mixture.blocks)
-            for row in _rows(mixture)
-        }
+        alive = [
+            parts["", KEEP] + sum(parts[block, choice.get(block, KEEP)] for block in mixture.blocks)
+            for parts in moments
+        ]
         assert max(alive) == mixture.peak(choice)
 
 
@@ -106,7 +111,3 @@ def test_without_blocks_there_is_nothing_to_choose() -> None:
     mixture = Mixture(start=3, segments={KEEP: [Segment(block="", place=("forward", 0), net=2, peak=4)]})
     assert smallest(mixture) == {}
     assert (fastest(mixture, 7), fastest(mixture, 6)) == ({}, None)
-
-
-def test_choice_keeps_the_order() -> None:
-    assert as_choice({"b": "recompute", "a": "offload"}) == (("b", "recompute"), ("a", "offload"))

@@ -14,14 +14,15 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
+from anybatch.core import tree
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
 from anybatch.engine.task import Task
 from anybatch.losses.resolve import resolve
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import measure_step
-from anybatch.planner.trace import Trace, fake_batch, leaves_of, rows_kept, run_sizes, trace
+from anybatch.planner.measure import measure_step, values_kept
+from anybatch.planner.trace import Trace, fake_batch, leaves_of, run_sizes, trace
 from benchmarks.zoo import ZOO
 from tests.snapshots import changes, make_batch, make_step, snapshot
 
@@ -470,7 +471,7 @@ def test_leaves_are_those_of_the_batch() -> None:
     "batch", [TensorBatch((torch.ones(2), None)), SampleBatch([torch.ones(1)] * 2, list)]
 )
 def test_rows_are_kept(batch: Batch) -> None:
-    with rows_kept(batch):
+    with values_kept(tree.tensors_in(batch.given)):
         batch.given[0].zero_()
     assert float(batch.given[0].sum()) == len(batch.given[0])
 

@@ -1,7 +1,6 @@
 """Sound layers and blocks: norms within a row, dropout of every kind, state that nothing reads."""
 
 import random
-import threading
 from dataclasses import dataclass
 from functools import partial
 
@@ -275,28 +274,11 @@ class Config:
     scale: float = 2.0
 
 
-class Locked(nn.Module):
-    """Holds a lock, so nobody can copy it, and a few things that are no tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.lock, self.notes = Config(), threading.Lock(), {"made by": "hand"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.lock:
-            return x * self.config.scale
-
-
 @sound
 def attributes_that_are_no_tensors() -> Case:
     case = classifier(nn.Tanh())
     case.model.config = Config()
     return case
-
-
-@sound
-def model_that_cannot_be_copied() -> Case:
-    return classifier(Locked())
 
 
 @sound

@@ -1,26 +1,24 @@
 """Cuts compared with the whole batch: the error of each, and whether the model gives each row the same."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
-from anybatch.batchnorm import find_batch_norms, frozen_batch_norms
 from anybatch.check.finding import WAYS_OUT, Finding
 from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
 from anybatch.check.rows import Cut, Part, agree
 from anybatch.check.tolerance import tolerance
-from anybatch.losses import Terms, resolve
+from anybatch.losses import Terms
 
 # Deep networks lose more than the table's few layers; what a wrong denominator does is larger by far. Short
 # dtypes have nothing to give.
 _SLACK = {torch.float64: 16, torch.float32: 16}
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
-# A smaller gradient is rounding of numbers that cancel inside of the model or the loss, as in a perfect fit.
+# A smaller gradient may be rounding of numbers that cancel inside of the model, as in a perfect fit.
 _TINY = 1e-6
 _TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -96,7 +94,7 @@ class Comparison:
 
     def compare(self, cut: Cut, reference: PassResult, words: str = "") -> Verdict:
         """Any cut, held against any reference."""
-        result = self.bench.run(cut, Calls())
+        result = self.bench.run(cut)
         words = words or cut.words
         if result.error is not None or reference.error is not None:
             return Verdict(cut=cut, result=result, error=math.inf, loss_error=math.inf, words=words)
@@ -106,9 +104,6 @@ class Comparison:
         if max(error, loss_error) > self.limit and not is_plain:
             # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
             error, loss_error = self._errors(result, reference, self._scale)
-        if max(error, loss_error) > self.limit and size < min(self.limit, _TINY):
-            least = max(1.0, self._scale[0]), max(1.0, self._scale[1])
-            error, loss_error = self._errors(result, reference, least)
         if max(error, loss_error) <= self.limit and not reference.bare:
             result = replace(result, calls=Calls())  # nobody will ask for them, and they are large
         return Verdict(cut=cut, result=result, error=error, loss_error=loss_error, words=words)
@@ -117,13 +112,23 @@ class Comparison:
         self, result: PassResult, wanted: PassResult, least: tuple[float, float]
     ) -> tuple[float, float]:
         size = max(norm(wanted.gradients.values()), least[0])
-        names = result.gradients.keys() | wanted.gradients.keys()
-        apart = norm(_difference(result.gradients, wanted.gradients, name) for name in sorted(names))
+        names = sorted(result.gradients.keys() | wanted.gradients.keys())
+        none = torch.zeros(())
+        apart = norm(result.gradients.get(name, none) - wanted.gradients.get(name, none) for name in names)
         loss_size = max(abs(wanted.loss), wanted.scale, least[1])
         loss_apart = abs(result.loss - wanted.loss)
         if math.isnan(result.loss) and math.isnan(wanted.loss):
             loss_apart = 0.0
         return _ratio(apart, size), _ratio(loss_apart, loss_size)
+
+    @cached_property
+    def doubt(self) -> str:
+        """Says so where the gradient of all rows, and that of either half, is next to nothing."""
+        tiny = min(self.limit, _TINY)
+        size = norm(self.reference.gradients.values())
+        if size >= tiny or max(size, self._scale[0]) >= tiny:
+            return ""
+        return f"the gradient of these rows is so small (norm {size:.1g}) that comparing it says little"
 
     @cached_property
     def _scale(self) -> tuple[float, float]:
@@ -134,12 +139,6 @@ class Comparison:
         sound = [half for half in halves if half.error is None and half.weighed]
         size = max((norm(half.gradients.values()) for half in sound), default=0.0)
         return size, max((half.scale for half in sound), default=0.0)
-
-
-def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in one:
-        return other[name]
-    return one[name] - other[name] if name in other else one[name]
 
 
 def _ratio(difference: float, size: float) -> float:
@@ -166,28 +165,11 @@ def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequen
     return True
 
 
-def agree_in_forward(comparison: Comparison, cut: Cut, *, frozen: bool = False) -> bool:
-    """Whether the model gives each row the same, cut or not, in forwards made for this."""
-    whole_calls, cut_calls = Calls(), Calls()
-    try:
-        _forward(comparison.bench, comparison.whole, whole_calls, frozen=frozen)
-        _forward(comparison.bench, cut, cut_calls, frozen=frozen)
-    except Exception:  # the user's code may raise anything
-        return False
-    return rows_agree(comparison, whole_calls, cut_calls, cut.parts)
-
-
-def _forward(bench: Bench, cut: Cut, watch: Calls, *, frozen: bool) -> None:
-    """Run model and loss over each part, without gradients."""
-    batch = cut.batch(bench.subject.dtype)
-    with bench.fresh() as (model, loss), torch.no_grad():
-        norms = find_batch_norms(model.modules()) if frozen else []
-        begin_part = watch(model)
-        with frozen_batch_norms(norms):
-            for part, micro in zip(cut.parts, batch.cut(cut.micro_batch), strict=True):
-                bench.draws.begin(part)
-                begin_part(part)
-                resolve(loss).evaluate(model, micro)
+def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
+    """Whether the model gives each row the same, cut or not, in passes that are made for this on a bench."""
+    whole, parted = bench.run(comparison.whole), bench.run(cut)
+    failed = whole.error or parted.error
+    return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
 
 
 def before_the_model(

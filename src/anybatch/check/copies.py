@@ -1,4 +1,4 @@
-"""Copies to probe, in float64 where the model runs in it; where nothing can be copied, all is put back."""
+"""Copies to probe, in float64 where the model runs in it; and what the caller has, put back."""
 
 import copy
 import dataclasses
@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from anybatch.core import PlanError
 from anybatch.core import torch_private as private
 from anybatch.losses import module_of
 from anybatch.state import ObjectState, rng
@@ -21,59 +22,33 @@ _COPIED = (Tensor, nn.Module, FunctionType, partial, list, dict, set)
 class Copied:
     """A deep copy of model and loss; each pass takes a copy of it that shares the parameters.
 
-    So what one pass leaves behind (buffers, attributes) is not seen by the next.
-
-    Args:
-        model: left alone.
-        loss: left alone; what a function closes over is copied too.
-        dtype: what floating tensors of the copy and of a batch are turned into; None for their own.
+    So what one pass leaves behind (buffers, attributes) is not seen by the next. Floating tensors of the copy
+    are turned into `dtype`, if there is one.
     """
 
     def __init__(self, model: nn.Module, loss: object, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
         memo: dict[int, Any] = {}
-        self._model: nn.Module = copy.deepcopy(model, memo)
-        self._loss = _copy(loss, memo)
+        try:
+            self._model: nn.Module = copy.deepcopy(model, memo)
+            self._loss = _copy(loss, memo)
+        except Exception as error:  # anything can be in a model
+            raise PlanError(
+                "Expected a model and a loss that copy.deepcopy can copy, got "
+                f"{type(error).__name__}: {error}. Check them without what cannot be copied: "
+                "locks, files, outputs that a forward has kept."
+            ) from error
         for value in list(memo.values()):  # all that was copied
             if isinstance(value, Tensor):
                 value.data = widen(value.data, dtype)
         _hook_again(memo, [*model.parameters(), *module_of(loss).parameters()])
         self.named = named_parameters(self._model, self._loss)
 
-    @contextmanager
-    def fresh(self) -> Generator[tuple[nn.Module, Any]]:
-        """A copy that shares the parameters, and nothing else."""
+    def fresh(self) -> tuple[nn.Module, Any]:
+        """Another copy, which shares the parameters and nothing else."""
         shared = [*self._model.parameters(), *module_of(self._loss).parameters()]
         memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
-        yield copy.deepcopy(self._model, memo), _copy(self._loss, memo)
-
-
-class Itself:
-    """The caller's own model and loss, put back after each pass: for what cannot be copied."""
-
-    dtype = None
-
-    def __init__(self, model: nn.Module, loss: object) -> None:
-        self._model, self._loss = model, loss
-        self.named = named_parameters(model, loss)
-
-    @contextmanager
-    def fresh(self) -> Generator[tuple[nn.Module, Any]]:
-        """The model itself; afterwards it is as it was."""
-        with kept(self._model, module_of(self._loss)):
-            yield self._model, self._own_loss()
-
-    def _own_loss(self) -> Any:
-        """A copy of a function that holds this very model; what cannot be copied, or is trained, as it is."""
-        shared = [*self._model.modules(), *module_of(self._loss).modules()]
-        memo: dict[int, Any] = {id(value): value for value in shared}
-        try:
-            return _copy(self._loss, memo)
-        except Exception:  # anything can be in a loss, and much of it cannot be copied
-            return self._loss
-
-
-Subject = Copied | Itself  # a model and its loss, fresh for each pass, with parameters that all passes share
+        return copy.deepcopy(self._model, memo), _copy(self._loss, memo)
 
 
 def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
@@ -86,37 +61,21 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def untouched(model: nn.Module, loss: object) -> Generator[None]:
-    """Afterwards model, loss and every random stream are as before.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> with untouched(nn.Identity(), nn.MSELoss()):
-        ...     _ = torch.rand(1)
-        >>> torch.equal(before, torch.get_rng_state())
-        True
-    """
-    state = rng.capture_process()
-    try:
-        with kept(model, module_of(loss)):
-            yield
-    finally:
-        rng.restore_process(state)
-
-
-@contextmanager
-def kept(*modules: nn.Module) -> Generator[None]:
-    """Afterwards these modules are as before: values, gradients, buffers, flags, hooks, attributes."""
-    noted = ObjectState(modules)  # all but the values of tensors
+    """Afterwards model, loss and random streams are as before: a copy may share what it writes to."""
+    modules = model, module_of(loss)
+    streams = rng.capture_process()
+    objects = ObjectState(modules)  # all but the values of tensors
     tensors = {t for root in modules for t in (*root.parameters(), *root.buffers())}
     values = [(t, t.detach().clone()) for t in tensors if not nn.parameter.is_lazy(t)]
     try:
         yield
     finally:
-        noted.put_back()
+        objects.put_back()
         with torch.no_grad():
             for tensor, value in values:
                 if not torch.equal(tensor, value):  # what is constant may be expanded, and not writable
                     tensor.copy_(value)
+        rng.restore_process(streams)
 
 
 def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:

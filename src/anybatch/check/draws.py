@@ -43,15 +43,8 @@ class Draws(private.TorchDispatchMode):
     Args:
         seed: where all streams start in every pass: torch's, Python's and NumPy's.
         without_dropout: whether Bernoulli draws return their expected value, which switches dropout off.
-        is_wide: whether what the model turns into float32 stays in, or becomes, float64: its copy computes in
-            that, and one sum in float32 would hide all that is smaller.
-
-    Attributes:
-        count: draws since `begin`.
-        unreplayed: those of them that are not replayed.
-        guessed: whether it was a guess which entries of a draw belong to which row.
-        has_dropout: whether there were Bernoulli draws, which `without_dropout` switches off.
-        dtypes: floating dtypes that were computed in.
+        is_wide: whether what the model turns into float32 becomes float64: one sum in float32 would hide all
+            that is smaller.
     """
 
     def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:
@@ -70,10 +63,10 @@ class Draws(private.TorchDispatchMode):
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
-        self._packed: dict[Place, int] = {}  # entries given out, where rows have different numbers of them
-        self.count = self.unreplayed = 0
-        self.guessed = self.has_dropout = False
-        self.dtypes: set[torch.dtype] = set()
+        self.count = self.unreplayed = 0  # draws since `begin`, and those of them that are not replayed
+        self.has_packed = False  # whether nobody can tell of some draw what belongs to which row
+        self.has_dropout = False  # whether there were draws that `without_dropout` switches off
+        self.dtypes: set[torch.dtype] = set()  # floating dtypes that were computed in
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
         """Of the class that keeps torch's compiler out, where it has been loaded."""
@@ -90,8 +83,6 @@ class Draws(private.TorchDispatchMode):
         rng.restore_process(self._start)
         if state is not None:
             rng.restore(state)
-        if part.is_whole or part.rows[:1] == (0,):
-            self._packed.clear()
         self._part = part
         now = rng.capture()
         self._next = {"cpu": bytes(now.cpu.tolist())}
@@ -143,7 +134,7 @@ class Draws(private.TorchDispatchMode):
         key = (str(device), bytes(before.tolist()))
         draw = None if own else self._drawn.get(key)
         if draw is not None:
-            value = self._answer(key, draw, func, args, kwargs)
+            value = self._answer(draw, func, args, kwargs)
             stream.set_state(draw.after)
             return value
         result = func(*args, **kwargs)
@@ -155,13 +146,11 @@ class Draws(private.TorchDispatchMode):
         self._next[key[0]] = bytes(after.tolist())
         return result
 
-    def _answer(
-        self, key: Place, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+    def _answer(self, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The rows of a draw, in the form in which this operation returns it."""
         result: Any = func(*args, **kwargs)
         like = _numbers(func, args, result)
-        value = self._rows_of(key, draw, like.shape)
+        value = self._rows_of(draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
             pass  # an order of other things than the whole's
         elif value is None:
@@ -176,7 +165,7 @@ class Draws(private.TorchDispatchMode):
             like.copy_(value)
         return result
 
-    def _rows_of(self, key: Place, draw: _Draw, shape: torch.Size) -> Tensor | None:
+    def _rows_of(self, draw: _Draw, shape: torch.Size) -> Tensor | None:
         part, value = self._part, draw.value
         if part.is_whole:
             return value if value.shape == shape else None
@@ -185,11 +174,8 @@ class Draws(private.TorchDispatchMode):
             return select(value, draw.axis, part)
         if shape == value.shape or find_axis(value.shape, shape, part):
             return take(value, shape, part)
-        self.guessed = True
-        start = self._packed.get(key, 0)  # rows one after the other, each with entries of its own number
-        self._packed[key] = start + shape[0]
-        fits = shape[1:] == value.shape[1:] and start + shape[0] <= value.shape[0]
-        return value[start : start + shape[0]] if fits else None
+        self.has_packed = True
+        return None
 
 
 class _Uncompiled(Draws):

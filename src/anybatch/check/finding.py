@@ -114,12 +114,7 @@ def _as_one(group: Sequence[Finding]) -> Finding:
 def module_finding(
     kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
 ) -> Finding:
-    """A finding about a module, with the ways out of its kind if it has none of its own.
-
-    Example:
-        >>> module_finding("meeting", "layers.1", nn.BatchNorm1d(2), "Rows meet here.").culprit
-        'layers.1 (BatchNorm1d)'
-    """
+    """A finding about a module, with the ways out of its kind if it has none of its own."""
     is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     culprit = f"{name or 'the model'} ({type(module).__name__})"

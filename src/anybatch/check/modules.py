@@ -304,7 +304,7 @@ class ModuleSearch:
             unreplayed = draws.unreplayed
             parameters = list(module.parameters())
         pieces: list[list[Tensor]] = []
-        flows: list[list[Tensor | None]] = []
+        flows: list[list[Tensor]] = []
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(call.key[0])
             for part in self.parts:
@@ -345,26 +345,17 @@ class ModuleSearch:
         return next((fault for fault in order if fault in faults), ""), places
 
     def _classify_gradients(
-        self,
-        whole: Sequence[Tensor | None],
-        pieces: Sequence[Sequence[Tensor | None]],
-        axes: Sequence[Axis | None],
+        self, whole: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]], axes: Sequence[Axis | None]
     ) -> str:
         """Gradients of inputs stand row by row, those of what rows share add up."""
         difference = size = 0.0
         for index, (wanted, *mine) in enumerate(zip(whole, *pieces, strict=True)):
-            like = next((value for value in (wanted, *mine) if value is not None), None)
-            if like is None:
-                continue
             axis = axes[index] if index < len(axes) else None
-            wanted = torch.zeros_like(like) if wanted is None else wanted
             if axis is None:
-                got = sum((value for value in mine if value is not None), start=torch.zeros_like(wanted))
+                got = sum(mine, start=torch.zeros_like(wanted))
             else:
-                shares = [select(wanted, axis, part) for part in self.parts]
-                there = [torch.zeros_like(s) if v is None else v for s, v in zip(shares, mine, strict=True)]
-                got = torch.cat(there, axis.place)
-                wanted = torch.cat(shares, axis.place)
+                got = torch.cat(mine, axis.place)
+                wanted = torch.cat([select(wanted, axis, part) for part in self.parts], axis.place)
             difference += (got - wanted).norm().item() ** 2
             size += wanted.norm().item() ** 2 + got.norm().item() ** 2
         return "gradients" if difference**0.5 > self.tolerance * size**0.5 else ""
@@ -399,15 +390,20 @@ def _gradients(
     cotangents: Sequence[Tensor | None],
     inputs: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
-) -> list[Tensor | None]:
-    """Gradients of inputs and parameters."""
+) -> list[Tensor]:
+    """Gradients of inputs and parameters; zeros where none flows."""
+    leaves = [*inputs, *parameters]
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
-    wanted = [leaf for leaf in (*inputs, *parameters) if leaf.requires_grad]
-    if not pairs or not wanted:
-        return [None] * (len(inputs) + len(parameters))
-    flowing, arriving = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(flowing, wanted, arriving, allow_unused=True))
-    return [next(found) if leaf.requires_grad else None for leaf in (*inputs, *parameters)]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad and pairs]
+    flowed: Iterator[Tensor] = iter(())
+    if wanted:
+        out, back = zip(*pairs, strict=True)
+        flowed = iter(torch.autograd.grad(out, wanted, back, allow_unused=True, materialize_grads=True))
+    found: list[Tensor] = []
+    for leaf in leaves:
+        zeros = torch.zeros(leaf.shape, device=leaf.device)
+        found.append(next(flowed, zeros) if leaf.requires_grad else zeros)
+    return found
 
 
 def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:

@@ -82,11 +82,9 @@ def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
 def first_difference(
     parts: Iterable[Part], padded: Calls, short: Calls, tolerance: float, padding: Padding | None = None
 ) -> tuple[str, str] | None:
-    """The first module that is given the same for valid places, and gives back something else.
+    """The first module that gets the same in valid places and returns something else, by name.
 
-    Returns:
-        The module's name, and that of the first one inside it whose outputs differ (its own if none does);
-        None where there is none such.
+    Beside it the first one inside it whose outputs differ, or itself again.
     """
     for part in parts:
         places = None if padding is None else (padding.length, padding.valid[part.rows[0]])

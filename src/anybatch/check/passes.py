@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from anybatch.check.copies import Subject
+from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws, plain_kernels
-from anybatch.check.rows import Axis, Cut, Part
+from anybatch.check.rows import Cut, Part
 from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import carry_out
@@ -24,21 +24,12 @@ _NAME = "loss"  # of a term that comes without one
 
 
 class Observed(nn.Module):
-    """A user's function, whose totals are noted; a bare mean counts as a total of weight 1.
-
-    That is what a loop that adds up means makes of it.
-
-    Args:
-        function: `(model, micro)` to totals or bare scalars.
-
-    Attributes:
-        bare: terms that came as bare means.
-    """
+    """A user's function; a bare mean counts as a total of weight 1, as in a loop that adds up means."""
 
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.function = function
-        self.bare: frozenset[str] = frozenset()
+        self.bare: frozenset[str] = frozenset()  # terms that came as bare means
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
         """The function's totals."""
@@ -75,32 +66,6 @@ def _is_scalar(value: object) -> bool:
 Key = tuple[str, int]  # a module's name, and which of its calls
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Returned:
-    """What a call gave back, but for the numbers."""
-
-    leaves: Sequence[Any]  # what was given back, taken apart, with None in the place of tensors
-    form: Any  # how that is put together again
-    places: Sequence[int]  # where among them the tensors stand
-    flows: Sequence[bool]  # for each tensor, whether a gradient flows into it
-    state: rng.RandomState  # where the random streams stood afterwards
-
-    @staticmethod
-    def of(outputs: Any) -> "Returned":
-        """Of the outputs of a call that has just ended."""
-        leaves, form = private.pytree.tree_flatten(outputs)
-        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return Returned(rest, form, places, [leaves[p].requires_grad for p in places], rng.capture())
-
-    def join(self, outputs: Sequence[Tensor]) -> Any:
-        """The same with these tensors."""
-        leaves = list(self.leaves)
-        for place, value in zip(self.places, outputs, strict=True):
-            leaves[place] = value
-        return private.pytree.tree_unflatten(leaves, self.form)
-
-
 class Call:
     """One call of a module."""
 
@@ -110,9 +75,6 @@ class Call:
         self.state = state  # where the random streams stood
         self.outputs: list[Tensor] = []
         self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
-        self.returned: Returned | None = None  # what is needed to return the same without running the module
-        # On which axes rows lie in inputs and outputs, where that is certain.
-        self.axes: tuple[Sequence[Axis | None], Sequence[Axis | None]] | None = None
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -134,30 +96,26 @@ class Call:
 
 
 class Calls:
-    """Notes calls by hooks: of each part of a batch those of its last forward.
-
-    Attributes:
-        parts: the outermost calls of each part, in their order.
-    """
+    """Notes calls by hooks: of each part of a batch those of its last forward."""
 
     def __init__(self) -> None:
-        self.parts: dict[Part, list[Call]] = {}
+        self.parts: dict[Part, list[Call]] = {}  # the outermost calls of each, in their order
         self._open: list[Call] = []
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []
 
-    def __call__(self, model: nn.Module) -> Callable[[Part], None]:
-        """Watch a model; what comes back is told when a part begins."""
+    def watch(self, model: nn.Module) -> None:
+        """Note the calls of a model from now on."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
-            module.register_forward_hook(self._after, always_call=False)
-        return self._begin
+            module.register_forward_hook(self._after)
 
     def table(self, part: Part) -> dict[Key, Call]:
         """All calls of a part by their key, innermost first."""
         return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
 
-    def _begin(self, part: Part) -> None:
+    def begin(self, part: Part) -> None:
+        """A micro-batch of these rows begins."""
         self._open, self._counts, self._outermost = [], {}, []
         self.parts[part] = self._outermost
 
@@ -178,8 +136,6 @@ class Calls:
             return
         call = self._open.pop()
         call.outputs.extend(value.detach().clone() for value in tensors(outputs))
-        if not self._open:
-            call.returned = Returned.of(outputs)
         (self._open[-1].inner if self._open else self._outermost).append(call)
 
 
@@ -189,9 +145,6 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 # ---- passes
-
-
-Watch = Callable[[nn.Module], "Callable[[Part], None]"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -204,8 +157,7 @@ class PassResult:
     scale: float = 0.0  # what its terms come to without their signs: an error of the loss is held against it
     # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
     largest: float = 0.0
-    means: Mapping[str, float] = field(default_factory=dict[str, float])  # the value of each term
-    calls: Any = None  # what watched it
+    calls: Calls = field(default_factory=Calls)  # of its modules
     unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
     # terms of which the loss returned means that have lost their denominators
     bare: frozenset[str] = frozenset()
@@ -233,10 +185,10 @@ class Recorder(Optimizer):
 
 
 class _WatchedBatch:
-    """A batch that tells when each micro-batch is taken."""
+    """A batch that tells draws and calls when each micro-batch is taken."""
 
-    def __init__(self, inner: Batch, part: Part, draws: Draws, notify: Callable[[Part], None]) -> None:
-        self._inner, self._part, self._draws, self._notify = inner, part, draws, notify
+    def __init__(self, inner: Batch, part: Part, draws: Draws, calls: Calls) -> None:
+        self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -250,7 +202,7 @@ class _WatchedBatch:
             micro = next(micros)
             self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
             self._draws.begin(part)
-            self._notify(part)
+            self._calls.begin(part)
             yield micro
 
 
@@ -258,7 +210,7 @@ class _WatchedBatch:
 class Bench:
     """Where passes are made: all on the same model, from the same random state."""
 
-    subject: Subject  # the model and the loss
+    subject: Copied  # the model and the loss
     draws: Draws  # what is drawn
     batch_norm: str | None = "micro"  # as for `anybatch.Step`
 
@@ -269,17 +221,20 @@ class Bench:
         if self.subject.dtype is not None:
             torch.set_default_dtype(self.subject.dtype)  # for what the model makes itself: states, masks
         try:
-            with self.subject.fresh() as (model, loss), torch.enable_grad(), plain_kernels(), self.draws:
+            model, loss = self.subject.fresh()
+            with torch.enable_grad(), plain_kernels(), self.draws:
                 yield model, observe(loss)
         finally:
             torch.set_default_dtype(default)
 
-    def run(self, cut: Cut, watch: Watch = lambda model: lambda part: None) -> PassResult:
+    def run(self, cut: Cut) -> PassResult:
         """Make a pass."""
         batch = cut.batch(self.subject.dtype)
+        calls = Calls()
         with self.fresh() as (model, loss):
+            calls.watch(model)
             recorder = Recorder(self.subject.named)
-            watched: Any = _WatchedBatch(batch, cut.part, self.draws, watch(model))
+            watched: Any = _WatchedBatch(batch, cut.part, self.draws, calls)
             sizes: list[float] = []
 
             def measure(event: Event) -> None:
@@ -297,7 +252,7 @@ class Bench:
                 )
                 report = carry_out(step.plan(batch.rows), step.task(), watched)
             except Exception as error:  # the user's code may raise anything
-                return PassResult(error=error, calls=watch)
+                return PassResult(error=error, calls=calls)
         used = [name for name, weight in report.weights.items() if weight]
         scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
         return PassResult(
@@ -307,8 +262,7 @@ class Bench:
             scale=scale,
             # The sum may have been divided only at the end.
             largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
-            means=report.terms,
-            calls=watch,
+            calls=calls,
             unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
         )

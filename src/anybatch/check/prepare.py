@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from anybatch.check.copies import Copied, Itself, Subject, named_parameters
+from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, Calls, PassResult
+from anybatch.check.passes import Bench, PassResult
 from anybatch.check.rows import Cut, Part, choose, rows_of, signatures, subset
 from anybatch.core import BatchError, Collate, PlanError, TensorBatch, tree
 
@@ -55,13 +55,7 @@ def prepare(
     seed: int,
     start: float,
 ) -> Prepared:
-    """Choose rows, and find the best copy of the model that runs on them.
-
-    Raises:
-        BatchError: fewer than two rows.
-        PlanError: a model that cannot be watched, or that has nothing to train.
-        Exception: whatever the model or the loss raises on these rows.
-    """
+    """Choose rows, and find the best copy of the model that runs on them."""
     _refuse(model, loss)
     total = rows_of(batch, collate)
     if total < 2 or (rows is not None and rows < 2):
@@ -129,47 +123,41 @@ class _Found:
 def _first_that_runs(
     model: nn.Module, loss: object, cuts: Sequence[Cut], *, batch_norm: str, seed: int, is_short: bool
 ) -> _Found:
-    """The first pass that comes to its end: of a copy in float64, else as it is, else of the model itself."""
+    """The first pass of a copy that comes to its end: in float64, else as it is."""
     errors: list[Exception] = []
-    raised: list[Exception] = []  # by copies that were made
 
-    def run(make: Callable[[], Subject], is_wide: bool, seconds: float) -> _Found | None:
+    def run(dtype: torch.dtype | None, is_wide: bool, seconds: float) -> _Found | None:
         try:
-            subject = make()
-        except Exception as error:  # anything can be in a model, and much of it cannot be copied
+            subject = Copied(model, loss, dtype)
+        except Exception as error:  # not every tensor can be widened
             errors.append(error)
             return None
         for cut in cuts:
             start = time.perf_counter()
             bench = Bench(subject=subject, draws=Draws(seed, is_wide=is_wide), batch_norm=batch_norm)
             with bench.draws.until(start + seconds):
-                result = bench.run(cut, Calls())
+                result = bench.run(cut)
             if result.error is None:
                 taken = time.perf_counter() - start
                 return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
             errors.append(result.error)
-            raised.append(result.error)
         return None
 
     is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())
     limit = WIDE_S if is_short and not is_wide_already else math.inf
-    slow = ""
+    note = ""
     for is_wide in (True, False):
         try:
-            found = run(lambda: Copied(model, loss, torch.float64), is_wide, limit)
+            found = run(torch.float64, is_wide, limit)
         except OutOfTime:
-            slow = "float64 would take too long, so errors are those of the model's own dtype"
+            note = "float64 would take too long, so errors are those of the model's own dtype"
             break
         if found is not None:
             return found
-    found, note = run(lambda: Copied(model, loss, None), False, math.inf), "it does not run in float64"
-    if found is None and (len(raised) < 2 or len({_line(one) for one in raised}) > 1):
-        # Where every copy fails on the same, the model itself is spared.
-        found = run(lambda: Itself(model, loss), False, math.inf)
-        note = "it does not run as a copy, so the model itself was run and put back"
+    found = run(None, False, math.inf)
     if found is None:
         raise errors[-1]
-    return replace(found, notes=(slow or f"{note} ({_line(errors[0])})",))
+    return replace(found, notes=(note or f"it does not run in float64 ({_line(errors[0])})",))
 
 
 def _affordable(found: _Found, start: float) -> int:

@@ -1,7 +1,6 @@
 """Which term of a loss does not add up while outputs are given: denominators, dropped rows, meetings."""
 
 import math
-import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -36,26 +35,23 @@ class TermTest:
     name: str  # what the caller's loss is called
     bare: Collection[str]  # the terms that are means which have lost their denominators
     pooled: bool  # whether the model's outputs that belong to no row are given too
-    # when rows are looked at one by one no more, on the clock of `time.perf_counter`
-    deadline: float = math.inf
 
     def find(self, cuts: Sequence[Cut]) -> list[Finding]:
         """A finding for each term that does not add up in one of the cuts."""
         with self.bench.fresh() as (_, loss):
             if not isinstance(resolve(loss), Terms | SummedLoss):
                 return []
-        try:
-            reference = self.evaluate([self.whole])[0]
-        except Exception:  # the pass over all rows came to its end, so this one has outputs that do not fit
+        reference = self._try(self.whole)
+        if not reference:
             return []
         parted = [evaluations for cut in cuts if (evaluations := self._try(cut))]
-        found = [self._check_term(name, reference, parted) for name in reference.sums]
+        found = [self._check_term(name, reference[0], parted) for name in reference[0].sums]
         return [finding for finding in found if finding is not None]
 
     def _try(self, cut: Cut) -> list[Evaluation]:
         try:
             return self.evaluate([cut])
-        except Exception:  # rows that a loss refuses to take alone
+        except Exception:  # rows that a loss refuses to take alone, or outputs that do not fit
             return []
 
     def evaluate(self, cuts: Sequence[Cut]) -> list[Evaluation]:
@@ -88,10 +84,10 @@ class TermTest:
             return "position", what
         if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
             return "state", "Called again with the same rows it returns something else."
-        dropped = self._dropped(name) if time.perf_counter() < self.deadline else 0
+        dropped = self._dropped(name, whole, parted)
         if dropped:
             rows = len(self.whole.part.rows)
-            what = f"{dropped} of {rows} rows count in the whole batch, but not in a micro-batch of few."
+            what = f"{dropped} of {rows} rows count in the whole batch, but not in a small micro-batch."
             return "dropped rows", what
         error = max((_own_error(name, whole, parts) for parts in parted), default=math.inf)
         right = self._right(name, whole, parted, error)
@@ -157,25 +153,15 @@ class TermTest:
         options = candidates(batch, held)
         return fit(options, _readings(name), whole, parted, tolerance=self.tolerance, error=error)
 
-    def _dropped(self, name: str) -> int:
-        """Rows that count in the whole, while micro-batches of one, two or three of them count nothing."""
-        total = len(self.whole.part.rows)
-        everything = self._of(name, range(total))[1]
-        for size in (1, 2, 3):
-            unused: set[int] = set()
-            for start in range(0, total, size):
-                rows = range(start, min(start + size, total))
-                rest = [row for row in range(total) if row not in rows]
-                if rest and not any(self._of(name, rows)) and self._of(name, rest)[1] != everything:
-                    unused |= set(rows)
-            if unused:
-                return len(unused)
-        return 0
-
-    def _of(self, name: str, rows: Sequence[int]) -> tuple[float, float]:
-        """Sum and weight of some rows."""
-        found = self._try(self.whole.only(rows))
-        return (found[0].sums[name], found[0].weights[name]) if found else (math.nan, math.nan)
+    def _dropped(self, name: str, whole: Evaluation, parted: Cuts) -> int:
+        """How many rows count in the whole, while some micro-batch with them counts nothing."""
+        empty = [p.part for parts in parted for p in parts if not (p.sums[name] or p.weights[name])]
+        dropped: set[int] = set()
+        for part in empty:
+            rest = self._try(self.whole.only([row for row in range(part.total) if row not in part.rows]))
+            if not rest or rest[0].weights[name] != whole.weights[name]:
+                dropped |= set(part.rows)
+        return len(dropped)
 
     def _either_way(self) -> list[Evaluation]:
         """All rows but the last, in their order and from the last to the first.

@@ -21,7 +21,8 @@ _SAYINGS = (
     "rocblas_status_memory_error",
     "miopenstatusallocfailed",
     "cannot allocate memory",
-    "could not create a memory",  # oneDNN
+    "could not create a memory",  # oneDNN; so is the next one
+    "could not create a primitive",
     "failed to allocate memory",
     "out_of_device_memory",  # XPU
     "out_of_host_memory",

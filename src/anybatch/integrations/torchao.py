@@ -18,13 +18,6 @@ def refuse_without_float8(model: nn.Module) -> None:
 
     Raises:
         PlanError: torchao is not installed, or the model is on another device than such a GPU.
-
-    Example:
-        >>> try:
-        ...     refuse_without_float8(nn.Linear(16, 16))
-        ... except PlanError as error:
-        ...     print(str(error)[:70])
-        Expected a model on a GPU with 8-bit floats (compute capability 8.9 or
     """
     devices = {parameter.device for parameter in model.parameters()}
     able = [one for one in devices if one.type == "cuda" and torch.cuda.get_device_capability(one) >= _LEAST]

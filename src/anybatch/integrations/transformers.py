@@ -83,7 +83,8 @@ def with_empty_cache(
     filled is there by its shape alone, and what they have not is not shared, or all of it would be held.
 
     Raises:
-        PlanError: the cache holds tokens from before (a trained prefix), which the result depends on."""
+        PlanError: the cache holds tokens from before (a trained prefix), which the result depends on.
+    """
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, dict(kwargs)
     places = {getattr(one, "layer_idx", None) for one in module.modules()} - {None}
@@ -112,7 +113,7 @@ def with_own_cache(
     """The same arguments for one run, which may write to its cache."""
 
     def own(value: Any) -> Any:
-        return value.copied() if isinstance(value, OwnCache) else value
+        return deepcopy(value.cache, dict(value.others)) if isinstance(value, OwnCache) else value
 
     return tuple(map(own, args)), {name: own(one) for name, one in kwargs.items()}
 
@@ -128,10 +129,6 @@ class OwnCache:
 
     cache: Any
     others: Mapping[int, Any]
-
-    def copied(self) -> Any:
-        """For one run."""
-        return deepcopy(self.cache, dict(self.others))
 
 
 def _cache_layers(cache: Any) -> list[tuple[int, Any]]:

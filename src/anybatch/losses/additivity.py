@@ -69,7 +69,7 @@ def refuse_what_does_not_add_up(
     # More rows tell more. Fewer fit where these do not, and three at least are needed for unequal parts.
     most = min(batch.rows, MOST_ROWS, max(LEAST_ROWS, most))
     fewer = min(most, max(LEAST_ROWS, micro_batch)) if micro_batch < most else most - 1
-    refusal: LossError | None = None
+    is_refused = False
     seen = 0  # looks
     for rows in dict.fromkeys([most, fewer, min(most, LEAST_ROWS)]):
         if rows < 2 or (seen and rows < fewer):
@@ -79,18 +79,14 @@ def refuse_what_does_not_add_up(
             if _adds_up(loss, model, modules, batch.head(rows), rows) and rows >= fewer:
                 return True  # fewer rows than a micro-batch has may only seem to
         except _RefusedError as error:  # by a model's loss, which another number of rows may show to be sound
-            if refusal is not None:
-                raise error.reason from None
-            refusal = error.reason
+            if is_refused and error.__cause__ is not None:
+                raise error.__cause__ from None
+            is_refused = True
     return False
 
 
 class _RefusedError(Exception):
-    """A model's own loss was refused as such."""
-
-    def __init__(self, reason: LossError) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A model's own loss was refused as such; the cause says why."""
 
 
 def _adds_up(
@@ -115,11 +111,12 @@ def _adds_up(
         if isinstance(loss, ModelTerms) and whole:  # parts of unequal size are not made as the whole is
             raise
         if isinstance(loss, ModelTerms):
-            raise _RefusedError(error) from None
+            raise _RefusedError from error
         return False
     except Exception:  # the step meets it again, and says what is to be said
         # Or it sends a gradient back through a graph of its own.
-        return not keeps and _keeps_graph(loss) and _adds_up(loss, model, modules, few, rows, keeps=True)
+        may_keep = not keeps and isinstance(loss, ModelTerms)
+        return may_keep and _adds_up(loss, model, modules, few, rows, keeps=True)
     if again != whole:  # the same rows twice are not the same: a state, or numbers of its own
         return False
     for name in _differing(whole, parts, model):
@@ -140,15 +137,10 @@ def _alone(loss: Loss) -> Loss:
     return ModelTerms() if isinstance(loss, ModelTerms) else loss
 
 
-def _keeps_graph(loss: Loss) -> bool:
-    """Whether it is evaluated with a graph, which tells what it is made of; others are without."""
-    return isinstance(loss, ModelTerms)
-
-
 @contextmanager
 def _nothing_kept(loss: Loss) -> Generator[None]:
-    """Forwards with a graph hold no more than those without: nobody sends a gradient back through it."""
-    if not _keeps_graph(loss):
+    """A model's own loss needs a graph, but no gradient flows back through it: nothing is held for that."""
+    if not isinstance(loss, ModelTerms):
         yield
         return
 

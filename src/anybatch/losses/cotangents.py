@@ -1,12 +1,13 @@
 """Outputs of all rows, and what flows back into them, known before the pass that sends it."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from anybatch.core import LossError, Number, all_finite, ran_out_of_memory, tree
 from anybatch.core import torch_private as private
@@ -45,9 +46,6 @@ class Seen(NamedTuple):
 
 def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
     """Part a micro-batch into the model's inputs and the loss's targets, if there are any.
-
-    Raises:
-        LossError: the last part of a tuple could go either way.
 
     Example:
         >>> part(nn.Linear(1, 1), (1, 2)), part(nn.Bilinear(1, 1, 1), (1, 2))
@@ -88,16 +86,7 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 
 
 def joined(seen: Sequence[Seen]) -> Seen:
-    """What was seen micro-batch by micro-batch, as if all rows had been seen at once.
-
-    Raises:
-        LossError: they do not fit together.
-
-    Example:
-        >>> parts = [Seen((torch.ones(2), torch.tensor(3.0)), tuple, ()) for _ in range(2)]
-        >>> joined(parts).outputs
-        (tensor([1., 1., 1., 1.]), tensor(3.))
-    """
+    """What was seen micro-batch by micro-batch, as if all rows had been seen at once."""
     outputs: list[Tensor] = []
     for parts in zip(*[one.outputs for one in seen], strict=True):
         if parts[0].dim():
@@ -140,16 +129,6 @@ class Pull:
         outputs: what the first pass saw: one entry per row in the first axis, or scalars that all rows share.
         cotangents: the gradient with respect to each of them, of the same shape; None where there is none.
         parameters: those that the loss itself depends on, each with its gradient.
-
-    Example:
-        >>> output = torch.ones(3, requires_grad=True)
-        >>> pull = Pull(
-        ...     value=torch.tensor(6.0), weight=3, rows=3, outputs=(torch.ones(3),),
-        ...     cotangents=(torch.tensor([1.0, 2.0, 3.0]),),
-        ... )
-        >>> pull.into([output[:2]], 0, 2).backward()
-        >>> output.grad
-        tensor([1., 2., 0.])
     """
 
     value: Tensor
@@ -166,11 +145,6 @@ class Pull:
 
         What belongs to no row (a scalar output, a parameter of the loss) is sent with the first rows, once;
         so is the value: the scalars of all micro-batches add up to the loss.
-
-        Args:
-            outputs: those of rows `start` to `stop`, with their graph.
-            start: the first of these rows.
-            stop: the one after the last.
         """
         sent = [
             (output, flow[start:stop] if flow.dim() else flow)
@@ -210,21 +184,10 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
     """The gradient with respect to every leaf the value depends on: outputs, and parameters wherever held.
 
     Where float16 is on the way it is taken at a scale at which nothing vanishes, and is float32 without it.
-
-    Example:
-        >>> x = torch.ones(2, dtype=torch.float16, requires_grad=True)
-        >>> flows_of((x * 1e-6).sum() * 1e-3)[x].dtype
-        torch.float32
     """
-    nodes = [value.grad_fn] if value.grad_fn is not None else []
-    seen = set(nodes)
-    leaves: list[Tensor] = [] if nodes or not value.requires_grad else [value]
-    for node in nodes:  # which grows meanwhile
-        if hasattr(node, "variable"):
-            leaves.append(cast("Any", node).variable)
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        nodes += fresh
-        seen.update(fresh)
+    is_leaf = value.grad_fn is None and value.requires_grad
+    nodes: list[Any] = [node for node in nodes_behind(value.grad_fn) if hasattr(node, "variable")]
+    leaves: list[Tensor] = [value] if is_leaf else [node.variable for node in nodes]
     if not leaves:  # nothing flows; whether that may be is the step's to say
         return {}
     scale = FIRST_SCALE if _is_in_float16([value, *leaves]) else 1.0
@@ -238,6 +201,18 @@ def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
         del found  # before the next ones are made
         scale /= _FALL
     return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
+
+
+def nodes_behind(start: Node | None, stops: Container[Node] = ()) -> Iterator[Node]:
+    """Every node of autograd that a value comes from, once, the nearest first; none beyond the stops."""
+    nodes = [] if start is None else [start]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        yield node
+        if node not in stops:
+            fresh = {one: None for one, _ in node.next_functions if one is not None and one not in seen}
+            nodes += fresh
+            seen.update(fresh)
 
 
 def _is_in_float16(tensors: Sequence[Tensor]) -> bool:

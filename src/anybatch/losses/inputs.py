@@ -12,12 +12,12 @@ from anybatch.core import LossError
 
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
-FIX = (
-    "Or write the loss as a function of the model and a micro-batch:\n"
+HOW_TO_WRITE = (
     "    def loss(model, micro):\n"
-    '        losses = F.cross_entropy(model(micro["x"]), micro["y"], reduction="none")\n'
+    '        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
     "        return ab.Total(losses.sum(), losses.numel())"
 )
+FIX = f"Or write the loss as a function of the model and a micro-batch:\n{HOW_TO_WRITE}"
 
 
 def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:

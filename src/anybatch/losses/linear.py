@@ -1,6 +1,5 @@
 """Cross-entropy of a linear layer without ever holding all logits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,19 +84,13 @@ def linear_cross_entropy(
         )
     divisor = CLASSES.weigh({"ignore_index": ignore_index, "weight": class_weight}, (), (target,))
     dtype = torch.get_autocast_dtype(hidden.device.type) if _autocasts(hidden) else hidden.dtype
-    losses = _Losses.of(
-        target.reshape(-1), class_weight, ignore_index, label_smoothing, len(weight), _wide(dtype)
-    )
+    factors = torch.ones(len(weight), device=target.device) if class_weight is None else class_weight
+    target = target.reshape(-1)
+    losses = _losses_of(target != ignore_index, target, factors.to(_wide(dtype)), label_smoothing)
     # Inside a Function gradients are always off, so whether any are wanted has to be asked here.
-    summed: Any = _Blocks.apply(
-        hidden.reshape(target.numel(), weight.shape[1]),
-        weight,
-        bias,
-        losses,
-        dtype,
-        rows,
-        torch.is_grad_enabled(),
-    )
+    wanted = torch.is_grad_enabled()
+    tokens = hidden.reshape(len(target), weight.shape[1])
+    summed: Any = _Blocks.apply(tokens, weight, bias, losses, dtype, rows, wanted)
     return Total(summed, divisor)
 
 
@@ -119,30 +112,7 @@ class _Losses:
     mass: Tensor
     spread: Tensor | None
 
-    @staticmethod
-    def of(
-        target: Tensor,
-        class_weight: Tensor | None,
-        ignore_index: int,
-        smoothing: float,
-        classes: int,
-        dtype: torch.dtype,
-    ) -> "_Losses":
-        """From the settings of a cross-entropy."""
-        valid = target != ignore_index
-        target = target.where(valid, 0)
-        factors = torch.ones(classes, dtype=dtype, device=target.device)
-        if class_weight is not None:
-            factors = class_weight.to(dtype)
-        hard = mass = (1 - smoothing) * factors[target] * valid
-        spread = None
-        if smoothing:
-            spread = factors * (smoothing / classes)
-            mass = hard + spread.sum() * valid
-        return _Losses(target, valid.to(dtype), hard, mass, spread)
-
     def rows(self, start: int, end: int) -> "_Losses":
-        """Those of some rows."""
         part = slice(start, end)
         return _Losses(self.target[part], self.valid[part], self.hard[part], self.mass[part], self.spread)
 
@@ -164,6 +134,17 @@ class _Losses:
         return losses.where(self.valid > 0, 0).sum()
 
 
+def _losses_of(valid: Tensor, target: Tensor, factors: Tensor, smoothing: float) -> _Losses:
+    """From the factors of all classes, (classes,), in the dtype of sums."""
+    target = target.where(valid, 0)
+    hard = mass = (1 - smoothing) * factors[target] * valid
+    spread = None
+    if smoothing:
+        spread = factors * (smoothing / len(factors))
+        mass = hard + spread.sum() * valid
+    return _Losses(target, valid.to(factors.dtype), hard, mass, spread)
+
+
 class _Blocks(Function):
     """The sum of the losses; gradients are made in the forward and scaled in the backward."""
 
@@ -180,10 +161,35 @@ class _Blocks(Function):
     ) -> Tensor:
         needs = [need and differentiate for need in ctx.needs_input_grad[:3]]
         ctx.dtypes = [hidden.dtype, weight.dtype, None if bias is None else bias.dtype]
+        wide = _wide(dtype)
+        rows = rows or _rows(weight, len(hidden), wide)
         with torch.autocast(hidden.device.type, enabled=False):
-            layer = _Layer(hidden.to(dtype), weight.to(dtype), bias, needs)
-            summed = layer.sum(losses, rows or _rows(weight, len(hidden), _wide(dtype)))
-        ctx.save_for_backward(*layer.gradients)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(wide)
+            of_hidden = torch.empty_like(hidden) if needs[0] else None
+            of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+            of_bias = torch.zeros_like(weight[:, 0], dtype=wide) if needs[2] else None
+            summed = torch.zeros((), dtype=wide, device=hidden.device)
+            products = hidden.new_empty(min(rows, len(hidden)), len(weight))  # once: fresh memory is slow
+            for start in range(0, len(hidden), rows):
+                block = hidden[start : start + rows]
+                product = torch.mm(block, weight.T, out=products[: len(block)])
+                logits = product.to(wide)  # the same tensor where the dtype is wide already
+                if bias is not None:
+                    logits += bias
+                summed += losses.rows(start, start + rows).sum(logits, differentiate=any(needs))
+                if not any(needs):
+                    continue
+                narrow = logits if logits is product else product.copy_(logits)
+                if of_hidden is not None:
+                    torch.mm(narrow, weight, out=of_hidden[start : start + len(block)])
+                if of_weight is not None and logits is narrow:
+                    of_weight.addmm_(narrow.T, block)
+                elif of_weight is not None:
+                    of_weight += narrow.T @ block
+                if of_bias is not None:
+                    of_bias += logits.sum(0)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
         return summed
 
     @staticmethod
@@ -199,54 +205,6 @@ class _Blocks(Function):
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None, None, None)
-
-
-class _Layer:
-    """A linear layer under a loss, computed block by block.
-
-    Args:
-        hidden: (rows, width), in the dtype of the products.
-        weight: (classes, width), likewise.
-        bias: (classes,), or None.
-        needs: which of the three need a gradient.
-    """
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Sequence[bool]) -> None:
-        self._hidden, self._weight, self._needs = hidden, weight, needs
-        wide = _wide(hidden.dtype)
-        self._bias = None if bias is None else bias.to(wide)
-        of_hidden = torch.empty_like(hidden) if needs[0] else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        of_bias = torch.zeros_like(weight[:, 0], dtype=wide) if needs[2] else None
-        self.gradients = of_hidden, of_weight, of_bias
-
-    def sum(self, losses: _Losses, rows: int) -> Tensor:
-        """The sum of the losses; fills in the gradients."""
-        hidden, weight, wide = self._hidden, self._weight, _wide(self._hidden.dtype)
-        products = hidden.new_empty(min(rows, len(hidden)), len(weight))  # once: fresh memory is slow
-        summed = torch.zeros((), dtype=wide, device=hidden.device)
-        for start in range(0, len(hidden), rows):
-            block = hidden[start : start + rows]
-            product = torch.mm(block, weight.T, out=products[: len(block)])
-            logits = product.to(wide)  # the same tensor where the dtype is wide already
-            if self._bias is not None:
-                logits += self._bias
-            summed += losses.rows(start, start + rows).sum(logits, differentiate=any(self._needs))
-            if any(self._needs):
-                self._add(start, block, logits, product if logits is product else product.copy_(logits))
-        return summed
-
-    def _add(self, start: int, block: Tensor, wide: Tensor, narrow: Tensor) -> None:
-        """Add a block's part to the gradients; its own comes in the dtypes of sums and of products."""
-        of_hidden, of_weight, of_bias = self.gradients
-        if of_hidden is not None:
-            torch.mm(narrow, self._weight, out=of_hidden[start : start + len(block)])
-        if of_weight is not None and wide is narrow:
-            of_weight.addmm_(narrow.T, block)
-        elif of_weight is not None:
-            of_weight += narrow.T @ block
-        if of_bias is not None:
-            of_bias += wide.sum(0)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

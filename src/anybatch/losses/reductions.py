@@ -29,6 +29,7 @@ class Kind:
         has_target: False where all of them come from the model.
         per_row: names of settings that may hold one entry per row, and are cut along with the batch then.
         reductions: those that give one number.
+        broadcasts: torch broadcasts the output and the target against each other.
     """
 
     weigh: Callable[[Settings, Arguments, Arguments], Number]
@@ -40,6 +41,7 @@ class Kind:
     has_target: bool = True
     per_row: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean", "sum")
+    broadcasts: bool = False
 
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
@@ -53,16 +55,17 @@ def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments)
     if class_weight is None:
         return valid.sum()
     # As int64, because torch takes uint8 targets too, and an index of uint8 is a mask.
-    return _sum(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
+    return summed(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
 
 
 def _sum_of_weights(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     """With a `weight` for each element, `mse_loss` and `l1_loss` divide by its sum."""
-    return _sum(settings["weight"])
+    return summed(settings["weight"])
 
 
-def _sum(weights: Tensor) -> Tensor:
-    return weights.sum(dtype=torch.float32 if weights.dtype in SHORT_DTYPES else None)
+def summed(values: Tensor) -> Tensor:
+    """The sum, at least in float32."""
+    return values.sum(dtype=torch.float32 if values.dtype in SHORT_DTYPES else None)
 
 
 def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
@@ -107,11 +110,11 @@ def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
 
 
 CLASSES = Kind(counted=True, weigh=_count_classes)
-ELEMENTS = Kind(weigh=_count_elements)
-WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",))
-DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"))
+ELEMENTS = Kind(weigh=_count_elements, broadcasts=True)
+WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",), broadcasts=True)
+DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"), broadcasts=True)
 BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"))
-GAUSSIANS = Kind(weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3)
+GAUSSIANS = Kind(weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3, broadcasts=True)
 PAIRS = Kind(weigh=_count_elements, arguments=3)
 VECTORS = Kind(weigh=_count_vectors)
 LABELS = Kind(weigh=_count_vectors, per_row=("weight",))
@@ -120,64 +123,57 @@ TRIPLETS = Kind(weigh=_count_vectors, arguments=3, has_target=False)
 DISTANCES = Kind(weigh=_count_rows, shape_tells=False, arguments=3, has_target=False)
 SEQUENCES = Kind(weigh=_count_sequences, terms=_per_target_length, arguments=4)
 
+_LOSSES: tuple[tuple[Callable[..., Tensor], type[nn.Module], Kind], ...] = (
+    (F.cross_entropy, nn.CrossEntropyLoss, CLASSES),
+    (F.nll_loss, nn.NLLLoss, CLASSES),
+    (F.binary_cross_entropy, nn.BCELoss, BINARY),
+    (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss, BINARY),
+    (F.mse_loss, nn.MSELoss, ELEMENTS),
+    (F.l1_loss, nn.L1Loss, ELEMENTS),
+    (F.smooth_l1_loss, nn.SmoothL1Loss, ELEMENTS),
+    (F.huber_loss, nn.HuberLoss, ELEMENTS),
+    (F.soft_margin_loss, nn.SoftMarginLoss, ELEMENTS),
+    (F.hinge_embedding_loss, nn.HingeEmbeddingLoss, ELEMENTS),
+    (F.margin_ranking_loss, nn.MarginRankingLoss, PAIRS),
+    (F.poisson_nll_loss, nn.PoissonNLLLoss, ELEMENTS),
+    (F.gaussian_nll_loss, nn.GaussianNLLLoss, GAUSSIANS),
+    (F.kl_div, nn.KLDivLoss, DIVERGENCES),
+    (F.ctc_loss, nn.CTCLoss, SEQUENCES),
+    (F.cosine_embedding_loss, nn.CosineEmbeddingLoss, PAIRS_OF_VECTORS),
+    (F.triplet_margin_loss, nn.TripletMarginLoss, TRIPLETS),
+    (F.triplet_margin_with_distance_loss, nn.TripletMarginWithDistanceLoss, DISTANCES),
+    (F.multi_margin_loss, nn.MultiMarginLoss, VECTORS),
+    (F.multilabel_margin_loss, nn.MultiLabelMarginLoss, VECTORS),
+    (F.multilabel_soft_margin_loss, nn.MultiLabelSoftMarginLoss, LABELS),
+)
+FUNCTIONS: dict[Callable[..., Tensor], Kind] = {function: kind for function, _, kind in _LOSSES}
+MODULES: dict[type[nn.Module], Kind] = {module: kind for _, module, kind in _LOSSES}
+FUNCTIONS[F.huber_loss] = Kind(
+    weigh=_count_elements, per_row=("weight",), broadcasts=True
+)  # which the module does not have
+
 # Newer than the oldest torch we support: a linear layer and cross-entropy in one, without holding all logits.
 # The module holds the layer's weight; to the function the model hands it over, beside its output.
-_HAS_LINEAR = hasattr(F, "linear_cross_entropy")
-_NEWER_FUNCTIONS = {F.linear_cross_entropy: replace(CLASSES, arguments=3)} if _HAS_LINEAR else {}
-_NEWER_MODULES = {nn.LinearCrossEntropyLoss: CLASSES} if _HAS_LINEAR else {}
-
-FUNCTIONS: Mapping[Callable[..., Tensor], Kind] = {
-    F.cross_entropy: CLASSES,
-    F.nll_loss: CLASSES,
-    F.binary_cross_entropy: BINARY,
-    F.binary_cross_entropy_with_logits: BINARY,
-    F.mse_loss: ELEMENTS,
-    F.l1_loss: ELEMENTS,
-    F.smooth_l1_loss: ELEMENTS,
-    F.huber_loss: Kind(weigh=_count_elements, per_row=("weight",)),
-    F.soft_margin_loss: ELEMENTS,
-    F.hinge_embedding_loss: ELEMENTS,
-    F.margin_ranking_loss: PAIRS,
-    F.poisson_nll_loss: ELEMENTS,
-    F.gaussian_nll_loss: GAUSSIANS,
-    F.kl_div: DIVERGENCES,
-    F.ctc_loss: SEQUENCES,
-    F.cosine_embedding_loss: PAIRS_OF_VECTORS,
-    F.triplet_margin_loss: TRIPLETS,
-    F.triplet_margin_with_distance_loss: DISTANCES,
-    F.multi_margin_loss: VECTORS,
-    F.multilabel_margin_loss: VECTORS,
-    F.multilabel_soft_margin_loss: LABELS,
-    **_NEWER_FUNCTIONS,
-}
-
-MODULES: Mapping[type[nn.Module], Kind] = {
-    nn.CrossEntropyLoss: CLASSES,
-    nn.NLLLoss: CLASSES,
-    nn.BCELoss: BINARY,
-    nn.BCEWithLogitsLoss: BINARY,
-    nn.MSELoss: ELEMENTS,
-    nn.L1Loss: ELEMENTS,
-    nn.SmoothL1Loss: ELEMENTS,
-    nn.HuberLoss: ELEMENTS,
-    nn.SoftMarginLoss: ELEMENTS,
-    nn.HingeEmbeddingLoss: ELEMENTS,
-    nn.MarginRankingLoss: PAIRS,
-    nn.PoissonNLLLoss: ELEMENTS,
-    nn.GaussianNLLLoss: GAUSSIANS,
-    nn.KLDivLoss: DIVERGENCES,
-    nn.CTCLoss: SEQUENCES,
-    nn.CosineEmbeddingLoss: PAIRS_OF_VECTORS,
-    nn.TripletMarginLoss: TRIPLETS,
-    nn.TripletMarginWithDistanceLoss: DISTANCES,
-    nn.MultiMarginLoss: VECTORS,
-    nn.MultiLabelMarginLoss: VECTORS,
-    nn.MultiLabelSoftMarginLoss: LABELS,
-    **_NEWER_MODULES,
-}
+if hasattr(F, "linear_cross_entropy"):
+    FUNCTIONS[F.linear_cross_entropy] = replace(CLASSES, arguments=3)
+    MODULES[nn.LinearCrossEntropyLoss] = CLASSES
 
 # The kind of a function that was given a weight for every element.
 WEIGHTED_FUNCTIONS: Mapping[Callable[..., Tensor], Kind] = {
     F.mse_loss: WEIGHTED_ELEMENTS,
     F.l1_loss: WEIGHTED_ELEMENTS,
 }
+
+WEIGHTS = ("weight", "pos_weight")  # settings that say how much a class or an element counts
+DEPRECATED = ("size_average", "reduce")
+
+
+def deprecated_in(settings: Settings) -> list[str]:
+    """The deprecated forms of `reduction` that are given."""
+    return [name for name in DEPRECATED if settings.get(name) is not None]
+
+
+def trained_in(settings: Settings) -> list[str]:
+    """The weights that want a gradient themselves."""
+    given = {name: settings.get(name) for name in WEIGHTS}
+    return [name for name, weight in given.items() if isinstance(weight, Tensor) and weight.requires_grad]

@@ -11,6 +11,7 @@ from anybatch.core import LossError
 from anybatch.losses.inputs import module_in
 from anybatch.losses.loss import Loss
 from anybatch.losses.model.model_loss import ModelLoss
+from anybatch.losses.reductions import WEIGHTS
 from anybatch.losses.terms import BARE_MEAN, HOW, Terms
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
@@ -70,7 +71,7 @@ def check_loss(loss: object) -> None:
     resolved = resolve(loss)
     if not isinstance(resolved, SummedLoss):
         return
-    for name in ("weight", "pos_weight"):
+    for name in WEIGHTS:
         weight = resolved.settings.get(name)
         if isinstance(weight, Tensor) and not bool(((weight >= 0) & torch.isfinite(weight)).all()):
             raise LossError(

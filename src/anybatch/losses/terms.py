@@ -10,20 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, LossError, Number, Total
+from anybatch.losses.inputs import HOW_TO_WRITE
 from anybatch.losses.loss import Evaluated, Plain
 
 BARE_MEAN = (
     "A mean has lost its denominator, so micro-batches cannot be added up. "
-    "Return the sum and what it is divided by:\n"
-    '    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
-    "    return ab.Total(losses.sum(), losses.numel())"
+    f"Return the sum and what it is divided by:\n{HOW_TO_WRITE}"
 )
-HOW = (
-    "Pass a loss of torch itself, F.cross_entropy or nn.CrossEntropyLoss(), or write\n"
-    "    def loss(model, micro):\n"
-    '        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
-    "        return ab.Total(losses.sum(), losses.numel())"
-)
+HOW = f"Pass a loss of torch itself, F.cross_entropy or nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
 _CALLED = f"anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). {HOW}"
 _OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
 _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}
@@ -105,13 +99,7 @@ class Terms(Plain):
 
 
 def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
-    """What a loss of the user's own returns; what it raises says how it was called, where that may be why.
-
-    Args:
-        function: of the user's own.
-        model: its first argument.
-        micro: its second argument.
-    """
+    """What a loss of the user's own returns; what it raises says how it was called, where that may be why."""
     try:
         return function(model, micro)
     except (TypeError, AttributeError) as error:

@@ -6,14 +6,21 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from anybatch.core import SHORT_DTYPES, Batch, LossError, Number
 from anybatch.core import torch_private as private
 from anybatch.losses.inputs import call_model, split_batch
 from anybatch.losses.loss import Evaluated, Loss, Plain, Share
-from anybatch.losses.reductions import FUNCTIONS, MODULES, WEIGHTED_FUNCTIONS, Kind
+from anybatch.losses.reductions import (
+    FUNCTIONS,
+    MODULES,
+    WEIGHTED_FUNCTIONS,
+    Kind,
+    deprecated_in,
+    summed,
+    trained_in,
+)
 from anybatch.losses.terms import BARE_MEAN
 
 
@@ -62,6 +69,8 @@ class SummedLoss(Plain):
                 "loss as a function (model, micro) -> ab.Total."
             )
         arguments = kind.arrange(outputs, targets)
+        if kind.broadcasts and arguments[0].dim() != arguments[1].dim():
+            self._refuse_crossed_rows(arguments[0], arguments[1])
         if self.divided:
             value = _scalar(self.reduced(*arguments))
             count = 0 if kind.counted else self._weigh(arguments, targets)
@@ -71,7 +80,9 @@ class SummedLoss(Plain):
             losses = self.reduce("none")(*arguments)
             if kind.per_row and not kind.counted:
                 self._check_count(losses, arguments, targets)
-            value, count = self._add_up(losses, arguments), self._count(losses)
+            value = summed(losses if self._is_sum else kind.terms(losses, arguments))
+            # Losses that all weigh the same are counted, so the number is right however they broadcast.
+            count = losses.shape[0] if self._is_batchmean else losses.numel()
         if kind.counted:
             # On demand, and from the targets alone: the outputs are to be freed before backward.
             return Evaluated({"loss": value}, lambda: {"loss": self._weigh((), targets)})
@@ -104,14 +115,14 @@ class SummedLoss(Plain):
 
         return nullcontext(share if per_row else lambda start, stop: self)
 
-    def _add_up(self, losses: Tensor, arguments: tuple[Any, ...]) -> Tensor:
-        """Sum unreduced losses, at least in float32."""
-        terms = losses if self._is_sum else self.kind.terms(losses, arguments)
-        return terms.sum(dtype=torch.float32 if losses.dtype in SHORT_DTYPES else None)
-
-    def _count(self, losses: Tensor) -> int:
-        """Losses that all weigh the same are counted, so the number is right however they broadcast."""
-        return losses.shape[0] if self._is_batchmean else losses.numel()
+    def _refuse_crossed_rows(self, output: Tensor, target: Tensor) -> None:
+        """Broadcasting begins at the last axis: with fewer axes, rows of one meet all rows of the other."""
+        if output.dim() and target.dim():
+            raise LossError(
+                f"Expected output and target of {self.name} to have as many axes, got {tuple(output.shape)} "
+                f"and {tuple(target.shape)}, which torch would broadcast row against row. Reshape one of "
+                "them, as in target[:, None] or output.squeeze(-1)."
+            )
 
     def _check_count(self, losses: Tensor, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
         """A setting for all rows, left uncut, would repeat the losses of a single row."""
@@ -133,12 +144,8 @@ class SummedLoss(Plain):
 
     def _with(self, settings: Mapping[str, Any]) -> "SummedLoss":
         """The same loss with other tensors in its settings."""
-
-        def reduce(reduction: str) -> Callable[..., Tensor]:
-            return _rebind(self.reduce(reduction), settings)
-
         own = _rebind(self.reduced, settings)
-        return replace(self, settings={**self.settings, **settings}, reduced=own, reduce=reduce)
+        return replace(self, settings={**self.settings, **settings}, reduced=own, reduce=_reducer(own))
 
     @property
     def _is_sum(self) -> bool:
@@ -149,11 +156,9 @@ class SummedLoss(Plain):
         return self.settings.get("reduction") == "batchmean"
 
     def _weigh(self, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> Number:
-        return (
-            arguments[0].shape[0]
-            if self._is_batchmean
-            else self.kind.weigh(self.settings, arguments, targets)
-        )
+        if self._is_batchmean:
+            return arguments[0].shape[0]
+        return self.kind.weigh(self.settings, arguments, targets)
 
 
 def summed_loss(loss: object) -> SummedLoss | None:
@@ -167,7 +172,7 @@ def summed_loss(loss: object) -> SummedLoss | None:
         LossError: a known loss with a reduction or arguments that cannot be summed.
 
     Example:
-        >>> summed_loss(nn.MSELoss()).kind is summed_loss(torch.nn.functional.mse_loss).kind
+        >>> summed_loss(nn.MSELoss()).kind is summed_loss(nn.functional.mse_loss).kind
         True
     """
     if isinstance(loss, nn.Module):
@@ -183,10 +188,7 @@ def summed_loss(loss: object) -> SummedLoss | None:
         )
     if settings.get("weight") is not None:
         kind = WEIGHTED_FUNCTIONS.get(cast("Any", function), kind)
-    call = cast("Callable[..., Tensor]", loss)
-    return _summed(
-        function.__name__, kind, settings, call, lambda reduction: partial(call, reduction=reduction)
-    )
+    return _summed(function.__name__, kind, settings, cast("Callable[..., Tensor]", loss))
 
 
 def _from_module(loss: nn.Module) -> SummedLoss | None:
@@ -195,24 +197,12 @@ def _from_module(loss: nn.Module) -> SummedLoss | None:
     if base is None or type(loss).forward is not base.forward or "forward" in vars(loss):
         return None
     settings = {**vars(loss), **private.parameters_of(loss), **private.buffers_of(loss)}
-    return _summed(
-        type(loss).__name__,
-        MODULES[base],
-        settings,
-        loss,
-        lambda reduction: _with_attributes(loss, {"reduction": reduction}),
-    )
+    return _summed(type(loss).__name__, MODULES[base], settings, loss)
 
 
-def _summed(
-    name: str,
-    kind: Kind,
-    settings: Mapping[str, Any],
-    reduced: Callable[..., Tensor],
-    reduce: Callable[[str], Callable[..., Tensor]],
-) -> SummedLoss:
+def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callable[..., Tensor]) -> SummedLoss:
     reduction = settings.get("reduction", "mean")
-    deprecated = [key for key in ("size_average", "reduce") if settings.get(key) is not None]
+    deprecated = deprecated_in(settings)
     if deprecated:
         raise LossError(
             f"Expected {name} with reduction='mean' or 'sum', got the deprecated {' and '.join(deprecated)}. "
@@ -223,37 +213,43 @@ def _summed(
             f"Expected {name} with a reduction of {kind.reductions}, got {reduction!r}: a step needs one "
             "number to minimise. Choose one of them."
         )
-    for key in ("weight", "pos_weight"):
-        weight = settings.get(key)
-        if isinstance(weight, Tensor) and weight.requires_grad:
-            raise LossError(
-                f"Expected `{key}` of {name} without gradient, got one that requires grad. Use .detach()."
-            )
+    for key in trained_in(settings):
+        raise LossError(
+            f"Expected `{key}` of {name} without gradient, got one that requires grad. Use .detach()."
+        )
     return SummedLoss(
         name=name,
         kind=kind,
         settings=settings,
         reduced=reduced,
-        reduce=cache(reduce),  # made when first asked for: an uncut batch asks for none
+        reduce=_reducer(reduced),
         wanted=kind.arguments - ("var" in settings),  # the one that may be a constant
     )
 
 
-def _with_attributes(loss: nn.Module, attributes: Mapping[str, Any]) -> nn.Module:
-    """A shallow copy that shares parameters and buffers with the caller's, but for these attributes."""
+def _reducer(loss: Callable[..., Tensor]) -> Callable[[str], Callable[..., Tensor]]:
+    """What gives the loss with another reduction; made when first asked for: an uncut batch asks for none."""
+
+    @cache
+    def reduce(reduction: str) -> Callable[..., Tensor]:
+        return _rebind(loss, {"reduction": reduction})
+
+    return reduce
+
+
+def _rebind(loss: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
+    """The loss under other settings. A module is copied, but for what it holds."""
+    if not isinstance(loss, nn.Module):
+        return partial(loss, **settings)
     twin = object.__new__(type(loss))  # what copy.copy comes to, at a tenth of its time
     twin.__dict__.update(loss.__dict__)
     buffers = private.separate_buffers(twin)
-    for name, value in attributes.items():
+    for name, value in settings.items():
         if name in buffers:
             buffers[name] = value
         else:
             twin.__dict__[name] = value
     return twin
-
-
-def _rebind(call: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
-    return _with_attributes(call, settings) if isinstance(call, nn.Module) else partial(call, **settings)
 
 
 def _scalar(value: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,14 +124,7 @@ class WholeBatch(Plain):
         rng.restore_process(after)
 
     def look(self, model: nn.Module, micro: Any, rows: int | None = None) -> Seen:
-        """Run the model on a micro-batch.
-
-        Args:
-            model: what is called.
-            micro: the rows of one micro-batch.
-            rows: how many there are, so that outputs which cannot be joined are refused; None where none will
-                be.
-        """
+        """Run the model on a micro-batch; where `rows` says how many, refuse outputs that do not join."""
         if self.outputs is not None:
             returned, targets = self.outputs(model, micro), ()
         else:
@@ -157,7 +150,7 @@ class WholeBatch(Plain):
     def _first_pass(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> Pull:
-        versions = _versions(model)
+        versions = private.versions(model.parameters())
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
         micros = zip(first_pass_rows(batch, sizes), sizes, strict=True)
@@ -169,12 +162,15 @@ class WholeBatch(Plain):
 
     def _pull(self, whole: Seen) -> Pull:
         """The loss, and its gradient with respect to outputs and to whatever parameters it reaches."""
-        differentiate = self._at_once if self.loss_rows is None else self._by_rows
-        value, weight, flows = differentiate(whole)
+        if self.loss_rows is None:
+            value, weight = self._value(whole)
+            flows = flows_of(value)
+        else:
+            value, weight, flows = self._by_rows(whole, self.loss_rows)
         if torch.is_grad_enabled():
             self._refuse_non_finite(value, weight, whole.outputs)
         return Pull(
-            value=value,
+            value=value.detach(),
             weight=weight,
             rows=whole.rows,
             outputs=tuple([leaf.detach() for leaf in whole.outputs]),
@@ -182,15 +178,11 @@ class WholeBatch(Plain):
             parameters=tuple(flows.items()),
         )
 
-    def _at_once(self, whole: Seen) -> "_Differentiated":
-        value, weight = self._value(whole)
-        return _Differentiated(value.detach(), weight, flows_of(value))
-
-    def _by_rows(self, whole: Seen) -> "_Differentiated":
+    def _by_rows(self, whole: Seen, count: int) -> tuple[Tensor, Number, dict[Tensor, Tensor]]:
         """Sums over the rows' shares, at least in float32, divided once."""
         total = Total.zero()
         sums: dict[Tensor, Tensor] = {}
-        for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(self.loss_rows or 1):
+        for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(count):
             share = self.function(*whole.arguments(), rows=rows)
             if not isinstance(share, Total):
                 raise LossError(
@@ -199,10 +191,14 @@ class WholeBatch(Plain):
                 )
             value = torch.as_tensor(share.sum)
             for leaf, gradient in flows_of(value).items():
-                sums[leaf] = _added(sums.get(leaf), gradient)
+                if leaf in sums:
+                    sums[leaf] += gradient
+                else:  # a copy: autograd may hand out one that is expanded, or shares its memory
+                    wide = torch.promote_types(gradient.dtype, torch.float32)
+                    sums[leaf] = gradient.to(wide, copy=True)
             total += Total(value.detach(), share.weight)
-        divided = {leaf: _no_wider(one / total.weight, leaf) for leaf, one in sums.items()}
-        return _Differentiated(torch.as_tensor(total.mean()), total.weight, divided)
+        flows = {leaf: _no_wider(one / total.weight, leaf) for leaf, one in sums.items()}
+        return torch.as_tensor(total.mean()), total.weight, flows
 
     def _value(self, seen: Seen) -> tuple[Tensor, Number]:
         """The function's value and its weight: the rows, unless it says otherwise."""
@@ -211,9 +207,8 @@ class WholeBatch(Plain):
             return torch.as_tensor(value.mean()), value.weight
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             return value, seen.rows
-        came = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
+        is_tensor = isinstance(value, Tensor)
+        came = f"a tensor of shape {tuple(value.shape)}" if is_tensor else type(value).__name__
         raise LossError(
             f"Expected {self.name} to return one real number for all rows, a tensor of shape (), got {came}. "
             "Reduce it, by .mean() for instance."
@@ -230,12 +225,6 @@ class WholeBatch(Plain):
             "Look for bad data in these rows of the batch, a mean over no valid target, too high a learning "
             "rate, or a logarithm or root of 0."
         )
-
-
-class _Differentiated(NamedTuple):
-    value: Tensor
-    weight: Number
-    flows: dict[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,13 +247,9 @@ class _Share(Plain):
         return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
 
 
-def _versions(model: nn.Module) -> dict[str, int]:
-    """Changes where somebody writes into a parameter."""
-    return {name: private.version(p) for name, p in model.named_parameters()}
-
-
-def _refuse_written(model: nn.Module, before: Mapping[str, int]) -> None:
-    written = [name for name, version in _versions(model).items() if version != before[name]]
+def _refuse_written(model: nn.Module, before: Sequence[int]) -> None:
+    pairs = zip(model.named_parameters(), before, strict=True)
+    written = [name for (name, parameter), version in pairs if private.version(parameter) != version]
     if written:
         raise LossError(
             f"Expected a forward to leave parameters alone, got one that writes to {written[:3]}: in two "
@@ -276,9 +261,3 @@ def _refuse_written(model: nn.Module, before: Mapping[str, int]) -> None:
 def _no_wider(gradient: Tensor, leaf: Tensor) -> Tensor:
     """As the leaf is; but what belongs to one in float16 stays wide, or it would vanish without its scale."""
     return gradient if leaf.dtype == torch.float16 else gradient.to(leaf.dtype)
-
-
-def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
-    if total is None:  # a copy: autograd may hand out one that is expanded, or shares its memory
-        return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
-    return total.add_(gradient)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,8 @@ class Device:
 
     Example:
         >>> device = find_device("cuda:a100")
-        >>> device.kind, device.is_here, device.rounding
-        ('cuda', False, 512)
+        >>> device.kind, device.is_here
+        ('cuda', False)
     """
 
     name: str  # as given
@@ -28,7 +28,6 @@ class Device:
     bandwidth: float  # bytes per second to and from its own memory
     link: float = 0.0  # bytes per second to and from the host; 0 where it is the host
     launch_s: float = 5e-6  # seconds that one operation costs, however small
-    rounding: int = 1  # allocations are multiples of so many bytes
     is_here: bool = False  # whether this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
@@ -124,7 +123,6 @@ def _gpu(name: str, model: str) -> Device:
         half_flops=_REACHED * half_flops,
         bandwidth=_REACHED * bandwidth,
         link=_LINK,
-        rounding=512,
     )
 
 
@@ -132,18 +130,7 @@ def _cuda_here(name: str) -> Device:
     properties = torch.cuda.get_device_properties(torch.device(name))
     squeezed = re.sub(r"[^a-z0-9]", "", str(properties.name).lower())
     model = next((one for one in sorted(_GPUS, key=len, reverse=True) if one in squeezed), _TYPICAL)
-    like = _gpu(name, model)
-    return Device(
-        name=name,
-        kind="cuda",
-        num_bytes=int(properties.total_memory),
-        flops=like.flops,
-        half_flops=like.half_flops,
-        bandwidth=like.bandwidth,
-        link=like.link,
-        rounding=like.rounding,
-        is_here=True,
-    )
+    return replace(_gpu(name, model), name=name, num_bytes=int(properties.total_memory), is_here=True)
 
 
 def _cpu(name: str) -> Device:

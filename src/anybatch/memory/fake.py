@@ -55,17 +55,15 @@ _OF_TWO: dict[Any, Callable[[Any, Any], bool]] = {
     _ATEN.lt.Scalar: operator.lt,
     _ATEN.le.Scalar: operator.le,
 }
-_EACH = (
-    "anybatch_each"  # attribute of a fake: what each of its elements is likely to be, and its version then
-)
+# attribute of a fake: what each of its elements is likely to be, and its version then
+_EACH = "anybatch_each"
 
 
 def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
     """Keep in mind what a result is likely to be, if something is known of what it was made of."""
-    if (
-        func is _LOOK and not args[1].is_inference()
-    ):  # it writes there whether one of many numbers is not finite, and counts no version
-        _keep(args[1], 0, private.version(args[1]))
+    if func is _LOOK and not args[1].is_inference():
+        # It writes there whether one of many numbers is not finite, and counts no version.
+        setattr(args[1], _EACH, (0, private.version(args[1])))
     if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
         return
     each = None
@@ -75,11 +73,7 @@ def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
         each = _count(func, args)
     if each is not None:
         # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        _keep(result, each, private.version(result) + (result is args[0]))
-
-
-def _keep(tensor: Tensor, each: float, version: int) -> None:
-    setattr(tensor, _EACH, (each, version))
+        setattr(result, _EACH, (each, private.version(result) + (result is args[0])))
 
 
 def likely_value(tensor: Any) -> Any:
@@ -127,17 +121,15 @@ def _count(func: Any, args: Sequence[Any]) -> int | None:
 class FakeMode(private.FakeTensorMode):
     """Operations on tensors without memory; whoever asks for a value gets one that is likely.
 
-    The sum of many numbers is how many they are, as if each was 1, so that counts of rows and of valid
-    tokens add up; what is computed from such a count is the count. No number is NaN or infinite. Any other
-    number is 1, any other bool true.
-    An int is refused, though, where a shape may be made of it: inside a module, and in code of the caller's
-    that asks for what is no count.
+    The sum of many numbers is how many there are, as if each were 1, so that counts of rows and of valid
+    tokens add up. What is computed from a count is the count. No number is NaN or infinite. Any other
+    number is 1, any other bool true. An int is refused where a shape may be made of it: inside a module, and
+    in code of the caller's that asks for what is no count.
 
     Attributes:
         where: says which module is at work.
         culprit: the operation that first failed and the module it failed in, or "" if none did.
-        statistics: ids of the running statistics that BatchNorm's kernels have written to, which count no
-            version.
+        statistics: ids of the running statistics that BatchNorm's kernels write to without a new version.
     """
 
     def __init__(self) -> None:
@@ -182,7 +174,11 @@ class FakeMode(private.FakeTensorMode):
             TraceError: something failed.
             PlanError: as it came; a real step would not do better.
         """
-        _LOG.addFilter(quiet := _Quiet())
+
+        def is_no_error(record: logging.LogRecord) -> bool:  # one for each trace: threads may trace at once
+            return record.levelno < logging.ERROR
+
+        _LOG.addFilter(is_no_error)
         try:
             yield
         except (PlanError, TraceError):
@@ -194,14 +190,15 @@ class FakeMode(private.FakeTensorMode):
                 f"tensors and code that is not Python cannot be traced; {instead}."
             ) from error
         finally:
-            _LOG.removeFilter(quiet)
+            _LOG.removeFilter(is_no_error)
 
     def _likely_number(self, scalar: Tensor) -> float:
-        """A number for whoever asks for one."""
         each = likely_value(scalar)
         number = 1 if each is None else each
-        if scalar.dtype is torch.bool or scalar.is_floating_point():
-            return (bool if scalar.dtype is torch.bool else float)(number)
+        if scalar.dtype is torch.bool:
+            return bool(number)
+        if scalar.is_floating_point():
+            return float(number)
         module, is_ours = _find_caller()
         if module is not None or not (is_ours or each is not None):
             place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
@@ -213,13 +210,6 @@ class FakeMode(private.FakeTensorMode):
 
     def _set_culprit(self, func: object) -> None:
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
-
-
-class _Quiet(logging.Filter):
-    """Lets no error through; each trace has its own, so that those of several threads come and go freely."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
 
 
 _LOG = logging.getLogger(private.FakeTensorMode.__module__)
@@ -275,7 +265,7 @@ class Fakes:
         if id(tensor) not in self._made:
             fake = self._make(tensor)
             if tensor.is_leaf:
-                _copy_hooks(tensor, fake)
+                _copy_attributes(tensor, fake)
             self._made[id(tensor)] = tensor, fake
         return self._made[id(tensor)][1]
 
@@ -311,17 +301,14 @@ class Fakes:
             fresh.update({key: self.within(one, depth - 1) for key, one in value.items()})
             return fresh
         if depth and is_dataclass(value) and not isinstance(value, type | nn.Module):
-            return self._within_fields(value, depth - 1)
+            fresh = copy(value)
+            for field in fields(value):
+                object.__setattr__(fresh, field.name, self.within(getattr(value, field.name), depth - 1))
+            return fresh
         return value
 
-    def _within_fields(self, value: Any, depth: int) -> Any:
-        fresh = copy(value)
-        for field in fields(value):
-            object.__setattr__(fresh, field.name, self.within(getattr(value, field.name), depth))
-        return fresh
 
-
-def _copy_hooks(tensor: Tensor, fake: Tensor) -> None:
+def _copy_attributes(tensor: Tensor, fake: Tensor) -> None:
     for name, value in vars(tensor).items():  # what callers note on a parameter
         vars(fake).setdefault(name, value)
     for name in private.HOOKS_OF_TENSORS:
@@ -334,9 +321,9 @@ def _copy_hooks(tensor: Tensor, fake: Tensor) -> None:
 def replaced_by_fakes(
     mode: FakeMode, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> Generator[Fakes]:
-    """Put fakes in the place of all tensors of modules and optimizers; afterwards all is as it was.
+    """Put fakes in the place of all tensors of modules and optimizers.
 
-    Everything a module or an optimizer holds is put back, whatever a forward or an update puts there.
+    Afterwards they hold what they held before, whatever a forward or an update put there.
 
     Example:
         >>> model = nn.Linear(2, 2)
@@ -406,8 +393,7 @@ def undisturbed(
 def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
     """No parameter gets a sparse gradient here, nor does a fake that is made of one here.
 
-    Nobody can foretell its bytes: each micro-batch and, in the state of optimizers, each step adds to them
-    as many rows as it has met, and when they are merged depends on which ones these are.
+    Nobody can foretell its bytes: they depend on which rows each micro-batch and each step has met.
 
     Example:
         >>> layer = nn.Embedding(3, 2, sparse=True)
@@ -417,7 +403,7 @@ def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
         anybatch.core.errors.PlanError: Expected dense gradients, got sparse ones of shape (3, 2): nobody...
     """
     able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
-    hooks = [one.register_post_accumulate_grad_hook(_look_at_layout) for one in able]
+    hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]
     try:
         yield
     finally:
@@ -425,7 +411,7 @@ def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
             hook.remove()
 
 
-def _look_at_layout(parameter: Tensor) -> None:
+def _refuse_sparse(parameter: Tensor) -> None:
     if parameter.grad is not None and parameter.grad.layout is not torch.strided:
         raise sparse_refused(f"sparse ones of shape {tuple(parameter.shape)}")
 

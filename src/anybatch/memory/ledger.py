@@ -52,9 +52,6 @@ class Ledger:
         allocator_peak: bytes the device's own allocator had given out at most; None where there is no such
             figure (the CPU).
 
-    Raises:
-        PlanError: no moment, or a source that is neither.
-
     Example:
         >>> low = Moment(phase="start", micro_batch=-1, module="", bytes=(400, 0, 0, 0, 0, 64, 0))
         >>> high = Moment(phase="forward", micro_batch=0, module="0", bytes=(400, 0, 0, 80, 0, 64, 0))
@@ -81,17 +78,6 @@ class Ledger:
     device: str
     by_module: tuple[Holding, ...]
     allocator_peak: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.moments:
-            raise PlanError(
-                f"Expected at least one moment in a ledger, got {len(self.moments)}. Measure a whole step."
-            )
-        if self.source not in ("predicted", "measured"):
-            raise PlanError(
-                f"Expected the source of a ledger to be 'predicted' or 'measured', got {self.source!r}. "
-                "Say which it is."
-            )
 
     @property
     def peak(self) -> int:

@@ -37,10 +37,8 @@ class Meter(private.TorchDispatchMode):
 
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
     What lives only inside one kernel is not seen. Phases and modules are told from hooks on all modules and
-    on the optimizers, which are gone afterwards. It works on real tensors and on fake ones.
-
-    Owners are told afterwards: made in a forward or loss and alive when a backward begins is an activation,
-    made in a backward and alive after it is a gradient, made and gone in one phase is workspace.
+    on the optimizers, which are gone afterwards. It works on real tensors and on fake ones. `find_owners`
+    says how owners are told.
 
     Args:
         model: whose forwards begin a micro-batch.
@@ -145,7 +143,7 @@ class Meter(private.TorchDispatchMode):
             register_module_forward_pre_hook(self._timeline.enter_module),
             register_module_forward_hook(self._timeline.leave_module, always_call=True),
             *[one.register_step_pre_hook(self._timeline.begin_update) for one in self._optimizers],
-            *[one.register_step_post_hook(self._end_update) for one in self._optimizers],
+            *[one.register_step_post_hook(self._own_what_is_held) for one in self._optimizers],
         ]
         self._take_off = [handle.remove for handle in handles]
         return cast("Meter", super().__enter__())
@@ -179,7 +177,7 @@ class Meter(private.TorchDispatchMode):
             line.moved += leaf.numel() * leaf.element_size()
         return result
 
-    def _own_what_is_held(self) -> None:
+    def _own_what_is_held(self, *_: object) -> None:
         """What `.grad` and the optimizers hold now."""
         for parameter, place in self._parameters.items():
             if parameter.grad is not None:
@@ -188,9 +186,6 @@ class Meter(private.TorchDispatchMode):
             for parameter, slots in one.state.items():
                 for tensor in tensors_in(slots):
                     self._storages.own(tensor, STATE, self._parameters.get(parameter, ""))
-
-    def _end_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        self._own_what_is_held()
 
 
 class _Storages:

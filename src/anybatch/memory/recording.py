@@ -169,13 +169,7 @@ def _ceil(size: int, granule: int) -> int:
 
 
 def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:
-    """The module at work when each storage began.
-
-    Example:
-        >>> marks = [Mark(0, "start", -1, "", 0, 0, 0), Mark(2, "forward", 0, "head", 1, 0, 0)]
-        >>> modules_at([0, 1, 2, 5], marks)
-        ['', '', 'head', 'head']
-    """
+    """The module at work when each storage began."""
     events = [mark.event for mark in marks]
     return [marks[max(0, bisect_right(events, birth) - 1)].module for birth in births]
 
@@ -197,14 +191,12 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
 
     def moved(index: int, mark: Mark) -> Mark:
         times = more if index >= last_at else 0
-        return Mark(
-            mark.event + (index > middle_at),
-            mark.phase,
-            mark.micro_batch + times * each,
-            mark.module,
-            mark.operations + times * (last.operations - middle.operations),
-            mark.flops + times * (last.flops - middle.flops),
-            mark.moved + times * (last.moved - middle.moved),
+        return mark._replace(
+            event=mark.event + (index > middle_at),
+            micro_batch=mark.micro_batch + times * each,
+            operations=mark.operations + times * (last.operations - middle.operations),
+            flops=mark.flops + times * (last.flops - middle.flops),
+            moved=mark.moved + times * (last.moved - middle.moved),
         )
 
     def with_one(values: "array[int]", one: int) -> "array[int]":

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -138,7 +138,15 @@ class Race:
 # ---- one plan for each shape
 
 
-Key = tuple[Shape, Plan, str, bool, int, str]
+class Key(NamedTuple):
+    """What a plan is for."""
+
+    shape: Shape  # of a row
+    settings: Plan
+    refused: str  # why the batch may not be cut
+    sized: bool  # whether the size is settled: in a window it is free, even where it is not for batches
+    parts: int
+    signature: str
 
 
 class Budget:
@@ -198,17 +206,13 @@ class Budget:
         """The plans made so far, as JSON can hold them."""
         return [
             {
+                **key._asdict(),
+                "settings": key.settings.to_json(),
                 "memory": self.memory,
-                "shape": shape,
-                "settings": settings.to_json(),
-                "refused": refused,
-                "sized": sized,
-                "parts": parts,
-                "signature": signature,
                 "plan": race.fastest.to_json(),
                 "varying": sorted(self._varying),
             }
-            for (shape, settings, refused, sized, parts, signature), race in self.races.items()
+            for key, race in self.races.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
@@ -216,10 +220,14 @@ class Budget:
         for one in state:
             if one["memory"] != self.memory:  # they may not fit now
                 continue
-            shape = tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]])
-            settings, refused = Plan.from_json(one["settings"]), str(one["refused"])
-            sized, parts = bool(one["sized"]), int(one.get("parts", 1))
-            key = shape, settings, refused, sized, parts, str(one["signature"])
+            key = Key(
+                shape=tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]]),
+                settings=Plan.from_json(one["settings"]),
+                refused=str(one["refused"]),
+                sized=bool(one["sized"]),
+                parts=int(one.get("parts", 1)),
+                signature=str(one["signature"]),
+            )
             self.races[key] = Race([Plan.from_json(one["plan"])])
             self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
 
@@ -229,33 +237,27 @@ class Budget:
             return known
         report, longest = self._ask(request, shape, self._rounded(shape))
         self._reports[report.plan, longest, signature] = report
-        self.races[longest, *_settled(request, signature)] = Race(report.rivals)
+        self.races[_key(request, longest, signature)] = Race(report.rivals)
         return report.plan
 
     def _known(self, request: Request, shape: Shape, signature: str) -> Plan | None:
         """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
-        alike, like, shapes = _settled(request, signature), request.like, (shape, self._rounded(shape))
-        for (known, *settled), race in self.races.items():
-            plan = race.plan
-            if known in shapes and tuple(settled) == alike and plan.rows >= like.rows:
-                size = min(plan.micro_batch, like.rows)
-                return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
+        like = request.like
+        for known in (shape, self._rounded(shape)):
+            race = self.races.get(_key(request, known, signature))
+            if race is not None and race.plan.rows >= like.rows:
+                size = min(race.plan.micro_batch, like.rows)
+                return replace(race.plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
         return None
 
     def _ask(self, request: Request, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
-        """The answer, and the longest rows that it holds for."""
-        device = device_of(request.task)
-        request = replace(
-            request,
-            device=device,
-            budget=parse_memory(self.memory, device),
-            measure=False,
-            rivals=not request.depends_on_cut,
-        )
+        """The answer, and the longest rows that it is for."""
+        request = for_device(request, self.memory, None, measure=False)
+        request = replace(request, rivals=not request.depends_on_cut)
         if wanted != shape:
             try:
                 # Nobody has such rows, so that they could not be measured.
-                absent = replace(device, is_here=False)
+                absent = replace(request.device, is_here=False)
                 longer = replace(request, batch=shaped(wanted, request.batch), device=absent)
                 return choose(longer), wanted
             except (TraceError, BudgetError):  # longer than the model takes, or than fits: so as they are
@@ -292,7 +294,7 @@ class Budget:
 def find_plan(
     request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> PlanReport:
-    """Choose a plan for a request on a device within a budget; see `for_device`."""
+    """Choose a plan for a request on a device, which need not be here, within a budget."""
     request = for_device(request, memory, device, measure=measure)
     if memory is None or not request.device.is_here:
         return choose(request)
@@ -303,7 +305,7 @@ def find_plan(
 def for_device(
     request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
 ) -> Request:
-    """The request with device and budget filled in. The device need not be here."""
+    """The request with device and budget filled in."""
     _refuse_lazy(request.task)
     target = device_of(request.task) if device is None else find_device(device)
     here = {one.type for one in request.task.devices} == {target.kind}
@@ -326,14 +328,12 @@ def _refuse_lazy(task: Task) -> None:
         )
 
 
-def _settled(request: Request, signature: str) -> tuple[Plan, str, bool, int, str]:
-    """What else than the shape of its rows a plan is for."""
+def _key(request: Request, shape: Shape, signature: str) -> Key:
     # Where the result depends on the cut, for so many rows; else one for more rows is one for fewer.
     rows, like = request.like.rows if request.depends_on_cut else 0, request.like
     # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
     settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
-    # In a window sizes are free, even where they are settled for batches.
-    return settings, request.cut_refused, bool(request.sizes), request.parts, signature
+    return Key(shape, settings, request.cut_refused, bool(request.sizes), request.parts, signature)
 
 
 def _signature(task: Task) -> str:
@@ -364,14 +364,14 @@ def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
 
 
 def device_of(task: Task) -> Device:
-    """The device whose memory counts: the one that the model is on."""
-    kinds = {device for device in task.devices if device.type != "meta"}
-    if len(kinds) > 1:
+    """The device whose memory counts: that of the model."""
+    found = {device for device in task.devices if device.type != "meta"}
+    if len(found) > 1:
         raise PlanError(
-            f"Expected a model on one device for a memory budget, got {sorted(map(str, kinds))}. "
+            f"Expected a model on one device for a memory budget, got {sorted(map(str, found))}. "
             "Choose micro_batch= yourself."
         )
-    return find_device(next(iter(kinds), torch.device("cpu")))
+    return find_device(next(iter(found), "cpu"))
 
 
 @contextmanager

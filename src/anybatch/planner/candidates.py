@@ -146,9 +146,8 @@ class Candidates:
     def least_seconds(self, micro_batch: int) -> float:
         """What hardly any policies stay below at one size within the budget, where there are mixtures."""
         request = self._request
-        mixture = self.mixture(
-            micro_batch, self.updates(micro_batch)[-1]
-        )  # policies free nothing of an update
+        # Policies free nothing of an update, so it is the one that takes least.
+        mixture = self.mixture(micro_batch, self.updates(micro_batch)[-1])
         if request.budget is None:
             return mixture.seconds({})
         return mixture.least_seconds(request.budget, may_move="offload" in self.unrecorded)
@@ -174,11 +173,6 @@ class Candidates:
         """Whether a plan may be run only to say how many bytes it takes."""
         within = self._request.budget is None or peak <= self._request.budget
         return within or not self.is_measured or plan.micro_batch <= LOW or plan in self._traces
-
-    def is_over(self, found: Trace) -> bool:
-        """Whether a real run took more than there is, so that none of more rows may be made."""
-        budget = self._request.budget
-        return found.source == "measured" and budget is not None and found.peak > budget
 
     def disable_mixtures(self, why: str) -> None:
         """From now on each plan is traced by itself."""
@@ -219,20 +213,21 @@ class Candidates:
 
     def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
         request = self._request
-        plans = [
+        few, many = [
             replace(request.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
         ]
         kept = self._pure.get(KEEP)
         if kept is not None and not self.is_measured:
-            found = kept.under_policy(self.trace(plans[1]).recording)
+            found = kept.under_policy(self.trace(many).recording)
             if found is not None:
                 return found
-        low = self.trace(plans[0])
-        if self.is_over(low):  # then so are more rows, and these would really be run
+        low = self.trace(few)
+        is_over = request.budget is not None and low.peak > request.budget
+        if low.source == "measured" and is_over:  # then so are more rows, and these would really be run
             raise TraceError(f"Expected {LOW} rows at a time within the budget, got {low.peak} bytes.")
-        one, other = low.recording, self.trace(plans[1]).recording
         names = request.blocks or tuple(name for name, _ in request.like.blocks)
-        return Recorded(sizes=(LOW, HIGH), recordings=(one, other), blocks=names)
+        recordings = low.recording, self.trace(many).recording
+        return Recorded(sizes=(LOW, HIGH), recordings=recordings, blocks=names)
 
     def _traced(self, plan: Plan) -> Trace:
         request = self._request

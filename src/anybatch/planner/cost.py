@@ -5,6 +5,7 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -97,26 +98,21 @@ class Stretch(NamedTuple):
 
 def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
     """A recording cut where one block hands over to another, or one phase to the next."""
-    inside: dict[str, str] = {}
 
+    @cache
     def block_of(module: str) -> str:
-        if module not in inside:
-            inside[module] = next((b for b in blocks if module == b or module.startswith(f"{b}.")), "")
-        return inside[module]
+        return next((one for one in blocks if module == one or module.startswith(f"{one}.")), "")
 
     marks = recording.marks
-    total = len(recording.storages)
+    end = marks[-1]._replace(event=len(recording.storages))
     found: list[Stretch] = []
-    for index, mark in enumerate(marks):
-        following = marks[index + 1] if index + 1 < len(marks) else None
-        stop = total if following is None else following.event
-        work = (0.0, 0.0, 0.0)
-        if following is not None:
-            work = (
-                following.operations - mark.operations,
-                following.flops - mark.flops,
-                following.moved - mark.moved,
-            )
+    for mark, following in pairwise((*marks, end)):
+        stop = following.event
+        work = (
+            following.operations - mark.operations,
+            following.flops - mark.flops,
+            following.moved - mark.moved,
+        )
         phase = "backward" if mark.phase == REBUILT else mark.phase
         place = Place(block_of(mark.module), phase, -1 if phase in ONCE else mark.micro_batch)
         if found and found[-1].place == place:
@@ -136,6 +132,11 @@ class Allocation(NamedTuple):
     storage: int
     bytes: tuple[int, int]  # in either recording
     ends: int  # the stretch in which it ends, or the number of all
+
+    def bytes_at(self, share: float) -> int:
+        """Its bytes at a size that lies so far from the first towards the second."""
+        low, high = self.bytes
+        return round(low + (high - low) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -207,16 +208,15 @@ class Recorded:
         self,
         micro_batch: int,
         device: Device,
-        *,
         half: bool,
-        ends: Mapping[int, Mapping[Shared, Allocation]] | None = None,
-        others: Mapping[int, Sequence[tuple[str, Allocation]]] | None = None,
+        ends: Mapping[int, Mapping[Shared, Allocation]],
+        others: Mapping[int, Sequence[tuple[str, Allocation]]],
     ) -> list[Segment]:
         """The segments at another size: each storage's bytes are a line in the rows of a micro-batch."""
         share = self.share(micro_batch)
         found: list[Segment] = []
         for index, (one, other) in enumerate(zip(*self.parts, strict=True)):
-            shared = (ends or {}).get(index, {})
+            shared = ends.get(index, {})
             without = 0.0
             low, high = self.changes[0][one.start : one.stop], self.changes[1][other.start : other.stop]
             if len(low) == len(high):
@@ -228,10 +228,10 @@ class Recorded:
                     rest = [0.0 if s in ending else c for s, c in zip(storages, mixed, strict=True)]
                     without = _net_and_peak(rest)[1]
             else:  # an event more here or there: lines through what the stretches add up to
-                ends_at = zip(_net_and_peak(low), _net_and_peak(high), strict=True)
-                net, peak = (a + (b - a) * share for a, b in ends_at)
+                sums = zip(_net_and_peak(low), _net_and_peak(high), strict=True)
+                net, peak = (a + (b - a) * share for a, b in sums)
             work = [a + (b - a) * share for a, b in zip(one[3:], other[3:], strict=True)]
-            moved = _summed((others or {}).get(index, ()), share, one.place.phase)
+            moved = _summed(others.get(index, ()), share, one.place.phase)
             seconds = max(0.0, device.seconds(*work, half=half))
             if moved and device.link:  # copies run beside what is computed, so the slower of both counts
                 seconds = max(seconds, sum(map(abs, moved.values())) / device.link)
@@ -243,7 +243,7 @@ class Recorded:
                     peak=max(0, round(peak)),
                     seconds=seconds,
                     cheap=max(0.0, device.seconds(work[0], 0.0, work[2], half=half)),
-                    ends={key: bytes_at(alloc, share) for key, alloc in shared.items()},
+                    ends={key: alloc.bytes_at(share) for key, alloc in shared.items()},
                     peak_without=max(0, round(without)),
                     others=moved,
                 )
@@ -260,17 +260,11 @@ def _net_and_peak(changes: Sequence[float]) -> tuple[float, float]:
     return live, highest
 
 
-def bytes_at(alloc: Allocation, share: float) -> int:
-    """Bytes of a storage at a size that lies so far from the first towards the second."""
-    low, high = alloc.bytes
-    return round(low + (high - low) * share)
-
-
 def _summed(others: Sequence[tuple[str, Allocation]], share: float, phase: str) -> dict[str, int]:
     """Bytes that come in a backward, or go in a forward, by block."""
     found: dict[str, int] = {}
     for block, alloc in others:
-        size = bytes_at(alloc, share)
+        size = alloc.bytes_at(share)
         found[block] = found.get(block, 0) + (size if phase == "backward" else -size)
     return found
 
@@ -282,7 +276,7 @@ _STAYS = 0.01  # of the bytes that a policy moves: what may stay at another size
 
 
 def _times(segment: Segment, later: float) -> Segment:
-    """A segment of the second micro-batch stands for those of all later ones, if there are any."""
+    """A segment of the second micro-batch, which stands for those of all later ones, if there are any."""
     if not later:
         return replace(segment, net=0, peak=0, seconds=0.0, cheap=0.0, ends={}, peak_without=0, others={})
     return replace(segment, seconds=later * segment.seconds, cheap=later * segment.cheap)
@@ -298,8 +292,8 @@ class PolicyRecordings:
 
     def __init__(self, recorded: Mapping[str, Recorded], update: Recorded | None = None) -> None:
         self._recorded, self._update = recorded, update
-        places = [part.place for part in recorded[KEEP].parts[0]]
-        if any([part.place for part in one.parts[0]] != places for one in recorded.values()):
+        self._places = [part.place for part in recorded[KEEP].parts[0]]  # the same under all policies
+        if any([part.place for part in one.parts[0]] != self._places for one in recorded.values()):
             raise ValueError("Expected recordings of the same step, got others. Trace each plan itself.")
         self._others: dict[str, dict[int, list[tuple[str, Allocation]]]] = {}  # by policy and stretch
         self._outputs = self._find_outputs()
@@ -311,7 +305,7 @@ class PolicyRecordings:
         """The step of a batch of so many rows, whose blocks may each have one of the recorded policies."""
         # The second micro-batch finds gradients; all later ones are like it. An uncut batch has none.
         later = (rows - micro_batch) / micro_batch
-        spare = [] if self._update is None else self._update.segments(micro_batch, device, half=half)
+        spare = self._update.segments(micro_batch, device, half, {}, {}) if self._update else []
         outputs = self._mixed_outputs(micro_batch, later > 0)
         segments: dict[str, list[Segment]] = {}
         share = self._recorded[KEEP].share(micro_batch)
@@ -323,7 +317,7 @@ class PolicyRecordings:
                 crossing = crossings.get(policy)
                 if crossing is not None and shared in outputs and not self._is_own(shared, crossing):
                     ends.setdefault(crossing.ends, {})[shared] = crossing
-            found = one.segments(micro_batch, device, half=half, ends=ends, others=self._others.get(policy))
+            found = one.segments(micro_batch, device, half, ends, self._others.get(policy, {}))
             if spare:
                 found = [s for s in found if s.place[0] != "update"]
                 found += [s for s in spare if s.place[0] == "update"]
@@ -338,7 +332,7 @@ class PolicyRecordings:
         What is smaller than `offload.SMALLEST` stays, so its bytes are no line in the rows.
         """
         others = self._others.get(policy, {}).values()
-        sizes = [(bytes_at(alloc, share), max(alloc.bytes)) for one in others for _, alloc in one]
+        sizes = [(alloc.bytes_at(share), max(alloc.bytes)) for one in others for _, alloc in one]
         stays = sum(size for size, known in sizes if size < offload.SMALLEST <= known)
         return stays <= _STAYS * sum(size for size, _ in sizes)
 
@@ -347,10 +341,9 @@ class PolicyRecordings:
         allocations = {policy: one.allocations("forward") for policy, one in self._recorded.items()}
         found: dict[Shared, dict[str, Allocation]] = {}
         for made in allocations[KEEP]:
-            number, is_block = 0, bool(self._recorded[KEEP].parts[0][made].place.block)
-            for alike in self._alike(
-                made, {policy: one.get(made, []) for policy, one in allocations.items()}
-            ):
+            number, is_block = 0, bool(self._places[made].block)
+            made_here = {policy: one.get(made, []) for policy, one in allocations.items()}
+            for alike in self._alike(made, made_here):
                 same = {policy: one for policy, one in alike.items() if one.ends != made}
                 moved = [policy for policy in same if policy != KEEP and self._is_moved(same, policy)]
                 for policy in moved:
@@ -392,9 +385,8 @@ class PolicyRecordings:
         kept = self._recorded[KEEP].allocations("backward")
         for policy, one in self._recorded.items() if kept else ():  # else nothing tells them from gradients
             for made, every in one.allocations("backward").items():
-                flows = Counter(
-                    [(alloc.bytes, alloc.ends) for alloc in kept.get(made, ()) if alloc.ends != made]
-                )
+                outlive = [alloc for alloc in kept.get(made, ()) if alloc.ends != made]
+                flows = Counter([(alloc.bytes, alloc.ends) for alloc in outlive])
                 unlike: list[Allocation] = []
                 for alloc in every:
                     if flows[alloc.bytes, alloc.ends] > 0:
@@ -405,7 +397,7 @@ class PolicyRecordings:
                 for alloc in unlike:
                     if left[alloc.bytes] > 0:  # a gradient that ends elsewhere is still one
                         left[alloc.bytes] -= 1
-                    elif alloc.ends < len(one.parts[0]):
+                    elif alloc.ends < len(self._places):
                         self._add_other(policy, made, alloc.ends, alloc)
 
     def _is_moved(self, same: Mapping[str, Allocation], policy: str) -> bool:
@@ -413,7 +405,7 @@ class PolicyRecordings:
 
         What more than one holds is not: how long they do depends on the policies of all of them.
         """
-        places = [part.place for part in self._recorded[KEEP].parts[0]]
+        places = self._places
         ends = {one.ends if one.ends < len(places) else -1 for other, one in same.items() if other != policy}
         last = same[policy].ends
         return (
@@ -426,35 +418,34 @@ class PolicyRecordings:
 
     def _add_other(self, policy: str, at: int, owner: int, crossing: Allocation) -> None:
         """In one stretch a storage comes or goes for the sake of the block of another stretch."""
-        block = self._recorded[KEEP].parts[0][owner].place.block
+        block = self._places[owner].block
         if block:
             self._others.setdefault(policy, {}).setdefault(at, []).append((block, crossing))
 
     def _is_own(self, shared: Shared, crossing: Allocation) -> bool:
         """Whether it ends in the backward of the block that made it."""
-        parts = self._recorded[KEEP].parts[0]
-        return crossing.ends < len(parts) and parts[crossing.ends].place.block == parts[shared[0]].place.block
+        places = self._places
+        return crossing.ends < len(places) and places[crossing.ends].block == places[shared[0]].block
 
     def _mixed_outputs(self, micro_batch: int, is_cut: bool) -> dict[Shared, Output]:
-        parts = self._recorded[KEEP].parts[0]
         share = self._recorded[KEEP].share(micro_batch)
         found: dict[Shared, Output] = {}
         for shared, crossings in self._outputs.items():
             others = {
                 policy: one
                 for policy, one in crossings.items()
-                if not self._is_own(shared, one) and one.ends < len(parts)
+                if not self._is_own(shared, one) and one.ends < len(self._places)
             }
             # Nor does it end elsewhere under a policy that does not make it at all.
             kept = [policy for policy in self._recorded if policy not in others]
-            place = parts[shared[0]].place
+            place = self._places[shared[0]]
             if others and (is_cut or place.micro_batch <= 0):
                 last = max(others.values(), key=lambda one: one.ends)
                 found[shared] = Output(
                     block=place.block,
-                    bytes=bytes_at(last, share),
+                    bytes=last.bytes_at(share),
                     kept_by=frozenset(kept),
-                    user=parts[last.ends].place.block,
+                    user=self._places[last.ends].block,
                     ends={policy: one.ends for policy, one in others.items()},
                 )
         return found

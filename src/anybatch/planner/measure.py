@@ -25,7 +25,6 @@ from anybatch.planner.trace import (
     make_state,
     quiet,
     roots_of,
-    rows_kept,
 )
 from anybatch.state import ObjectState, rng
 
@@ -67,25 +66,25 @@ def trace_update(
                 clip(gradients, plan.clip_norm)
                 with fake.masters.raised(gradients, fake.optimizers):
                     step_optimizers(gradients, task.optimizers)
-            state = [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
+            state = state_of(task)
         found = frozenset(p for p in task.parameters if fakes.of(p) in made)
     return meter.recording, state, found
 
 
-def has_state(task: Task) -> bool:
-    """Whether any optimizer has made its state already."""
-    return any(True for one in task.optimizers for _ in tensors_in(list(one.state.values())))
+def state_of(task: Task) -> list[Tensor]:
+    """The state that optimizers hold."""
+    return [one for each in task.optimizers for one in tensors_in(list(each.state.values()))]
 
 
 class NoUpdate(Optimizer):
-    """Updates nothing, but sees which parameters got no gradient."""
+    """Updates nothing, but notes which parameters got no gradient."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.idle: frozenset[nn.Parameter] = frozenset()
         super().__init__(list(parameters), {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
-        """Look, and leave all as it is."""
+        """Note them, and leave all as it is."""
         self.idle = frozenset(p for p in owned([self]) if p.grad is None)
 
 
@@ -109,8 +108,7 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
     update, state, made = trace_update(plan, task, idle, leaves_of(head))
     parameters, no_update = [*task.parameters, *task.others], NoUpdate(task.parameters)
     with (
-        rows_kept(head),
-        _weights_kept(parameters),
+        values_kept([*parameters, *tensors_in(head.given)]),
         undisturbed(parameters, task.modules, roots=roots_of(task, batch), is_real=True),
         dense_only(parameters),
     ):
@@ -119,7 +117,7 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
             task.optimizers,
             loss_module=loss_module_of(task),
             batch_leaves=leaves_of(head),
-            state=(*task.masters.tensors, *(() if has_state(task) else state)),
+            state=(*task.masters.tensors, *(() if state_of(task) else state)),
         )
         alone = replace(quiet(task), optimizers=(no_update,))
         with meter:
@@ -150,17 +148,17 @@ def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter
 
 
 @contextmanager
-def _weights_kept(parameters: Iterable[nn.Parameter]) -> Generator[None]:
-    """Afterwards parameters hold what they did, though a forward has written to them."""
+def values_kept(tensors: Iterable[Tensor]) -> Generator[None]:
+    """Afterwards tensors hold what they did, though a forward has written to them."""
     # On the host, as what is measured has to fit beside them.
-    copies = [(parameter, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
+    copies = [(one, one.detach().to("cpu", copy=True)) for one in tensors]
     try:
         yield
     finally:
         with torch.no_grad():
-            for parameter, value in copies:
-                if not torch.equal(parameter.cpu(), value):
-                    parameter.copy_(value)
+            for tensor, value in copies:
+                if not torch.equal(tensor.cpu(), value):
+                    tensor.copy_(value)
 
 
 # ---- seconds
@@ -190,7 +188,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.
     """
     alone = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
-    reached = _remembered(alone, batch)
+    reached = reached_by(alone, batch)
     times: list[list[float]] = [[] for _ in plans]
     failed: set[int] = set()
     start = time.perf_counter()
@@ -229,7 +227,7 @@ def _timed_run(plan: Plan, task: Task, batch: Batch) -> float:
         rng.restore_process(random)
 
 
-def _remembered(task: Task, batch: Batch) -> ObjectState:
+def reached_by(task: Task, batch: Batch) -> ObjectState:
     """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]

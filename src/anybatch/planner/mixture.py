@@ -1,12 +1,9 @@
 """The bytes of a step whose blocks differ in policy, composed of steps in which all have the same."""
 
-import os
-import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, NamedTuple
 
 KEEP = "keep"
 
@@ -32,14 +29,7 @@ class Segment:
     others: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def with_others(self, wanted: Mapping[str, int]) -> "Segment":
-        """The segment when other blocks have other policies.
-
-        Example:
-            >>> own = Segment(block="b", place=("backward", 0), net=9, peak=9, others={"a": 4})
-            >>> alone = own.with_others({})
-            >>> alone.net, alone.peak
-            (5, 5)
-        """
+        """The segment when other blocks have other policies."""
         if wanted == self.others:
             return self
         come = sum(size for size in wanted.values() if size > 0)
@@ -89,12 +79,8 @@ class Mixture:
     blocks: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        kept = self.segments[KEEP]
-        places = [(segment.block, segment.place) for segment in kept]
-        for policy, segments in self.segments.items():
-            if [(segment.block, segment.place) for segment in segments] != places:
-                raise ValueError(f"Expected the segments of {KEEP!r}, got others for {policy!r}. Trace anew.")
-        object.__setattr__(self, "blocks", tuple(dict.fromkeys(s.block for s in kept if s.block)))
+        blocks = dict.fromkeys(segment.block for segment in self.segments[KEEP] if segment.block)
+        object.__setattr__(self, "blocks", tuple(blocks))
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -156,7 +142,7 @@ class Mixture:
                 left[segment.block] += segment.net if segment.place[1] <= 0 else 0  # for each call
         for policy in self.policies[1:]:
             for block in self.blocks:
-                spent[block] = min(spent[block], self._more_seconds(block, policy))
+                spent[block] = min(spent[block], self.more_seconds(block, policy))
         over, least = self.peak({}) - budget, self.seconds({})
         if over > sum(max(0, size) for size in left.values()):
             return inf
@@ -165,7 +151,7 @@ class Mixture:
             over -= size
         return least
 
-    def _more_seconds(self, block: str, policy: str) -> float:
+    def more_seconds(self, block: str, policy: str) -> float:
         """How much longer a block takes under a policy than where it is kept."""
         pairs = zip(self.segments[policy], self.segments[KEEP], strict=True)
         return max(0.0, sum(one.seconds - kept.seconds for one, kept in pairs if kept.block == block))
@@ -183,160 +169,72 @@ class Mixture:
 # ---- the fastest mixture within a budget
 
 
-SOLVER_SECONDS = 2.0  # for one program; what was found by then is taken
-PROGRAMS = 5  # solved for one budget at most
-SLACK = 0.003  # of the budget: not worth another program
-GAP = 0.002  # of the seconds added: nobody can measure less
-
-
-class Row(NamedTuple):
-    """What is alive at the highest moment of one segment: a constant and a part for each choice."""
-
-    constant: float
-    parts: dict[tuple[str, str], float]
-
-
 def fastest(mixture: Mixture, budget: int) -> dict[str, str] | None:
-    """The policies of the blocks with which a step takes least time within the budget; None if none fits.
+    """The policies of the blocks with which a step fits into the budget; None if none was found.
 
-    Minimize the sum of each block's seconds, subject to one inequality for the highest moment of each
-    segment: both are linear in the choices, one policy for each block.
+    Bytes are freed where that costs the fewest seconds per byte, until the step fits: greedy, as in the
+    knapsack problem. What turns out not to be needed is undone.
     """
-    if mixture.peak({}) <= budget:
-        return {}
-    # The program adds up what the mixture counts one by one; where they differ its budget is moved.
-    best: dict[str, str] | None = None
-    allowed = budget
-    for _ in range(PROGRAMS):
-        choice = _solve(mixture, allowed)
-        if choice is None:
-            break
-        peak = mixture.peak(choice)
-        if peak <= budget:
-            best = choice
-            if added_up(mixture, choice) - peak <= (allowed - budget) + SLACK * budget:
-                break
-            allowed = budget + added_up(mixture, choice) - peak
-        elif best is not None:
-            break
-        else:
-            allowed -= peak - budget
-    return best
-
-
-def added_up(mixture: Mixture, choice: Mapping[str, str]) -> int:
-    """The peak as the program has it: the sum of what each block adds."""
-    live = highest = mixture.start
-    for segment in mixture.of(choice):
-        highest = max(highest, live + segment.peak)
-        live += segment.net
-    return highest
+    choice = next((one for one in cheapest_first(mixture) if mixture.peak(one) <= budget), None)
+    if choice is None:
+        choice = smallest(mixture)
+        return choice if mixture.peak(choice) <= budget else None
+    extra = {block: mixture.more_seconds(block, policy) for block, policy in choice.items()}
+    for block in sorted(choice, key=extra.__getitem__, reverse=True):
+        without = {one: policy for one, policy in choice.items() if one != block}
+        if mixture.peak(without) <= budget:
+            choice = without
+    return choice
 
 
 def smallest(mixture: Mixture) -> dict[str, str]:
-    """The policies with which the peak is least."""
-    found = _solve(mixture, None) or {}
+    """The policies with which the peak is least, as far as was found."""
     uniform = [dict.fromkeys(mixture.blocks, policy) for policy in mixture.policies if policy != KEEP]
-    return min([{}, *uniform, found], key=lambda choice: (mixture.peak(choice), mixture.seconds(choice)))
+    tried = [*cheapest_first(mixture), *uniform]
+    return min(tried, key=lambda choice: (mixture.peak(choice), mixture.seconds(choice)))
 
 
-def _solve(mixture: Mixture, budget: int | None) -> dict[str, str] | None:
-    """With a budget the least seconds; without one the least peak, which is then a variable of its own."""
-    if not mixture.blocks:
-        return {} if budget is None else None
-    # Importing SciPy takes a moment, and most steps need no program.
-    import numpy as np
-    from scipy import optimize  # pyright: ignore[reportMissingTypeStubs]
+def cheapest_first(mixture: Mixture) -> Iterator[dict[str, str]]:
+    """From the kept step on, each with one block changed: the one that frees bytes at the peak most cheaply.
 
-    scipy: Any = optimize
-    choices = [(block, policy) for block in mixture.blocks for policy in mixture.policies]
-    rows = _rows(mixture)
-    unit = (
-        float(max(abs(row.constant) for row in rows)) or 1.0
-    )  # bytes are too large for a solver's tolerance
-    alive = np.array([[row.parts.get(choice, 0.0) for choice in choices] for row in rows]) / unit
-    constants = np.array([row.constant for row in rows]) / unit
-    one_each = np.array([[float(block == own) for own, _ in choices] for block in mixture.blocks])
-    cost = np.array([_seconds(mixture, choice) for choice in choices])
-    constraints = [scipy.LinearConstraint(one_each, 1, 1)]
-    if budget is None:
-        cost = cost / (cost.sum() or 1.0) * 1e-6  # of plans with the same peak the faster one
-        cost = np.append(cost, 1.0)
-        alive = np.hstack([alive, -np.ones((len(rows), 1))])
-        constraints = [
-            scipy.LinearConstraint(np.hstack([one_each, np.zeros((len(mixture.blocks), 1))]), 1, 1)
-        ]
-    limits = (budget / unit if budget is not None else 0.0) - constants
-    constraints.append(scipy.LinearConstraint(alive, -np.inf, limits))
-    integrality = np.array([1.0] * len(choices) + [0.0] * (budget is None))
-    upper = np.array([1.0] * len(choices) + [np.inf] * (budget is None))
-    with _quiet():
-        found = scipy.milp(
-            cost,
-            constraints=constraints,
-            integrality=integrality,
-            bounds=scipy.Bounds(np.zeros_like(upper), upper),
-            options={"time_limit": SOLVER_SECONDS, "mip_rel_gap": GAP},
-        )
-    if found.x is None:
-        return None
-    return _read(found.x, choices)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Nothing on standard output, where some versions of HiGHS print, whatever they are told."""
-    try:
-        sys.stdout.flush()
-        kept = os.dup(1)
-    except (OSError, ValueError, AttributeError):  # there is no standard output
-        yield
-        return
-    try:
-        with open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), 1)
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _read(values: Sequence[Any], choices: Sequence[tuple[str, str]]) -> dict[str, str]:
-    taken = {
-        block: policy for value, (block, policy) in zip(values, choices, strict=False) if float(value) > 0.5
+    No block gets a policy twice, so there is an end.
+    """
+    moments = bytes_by_choice(mixture)
+    seconds = {
+        (block, policy): mixture.more_seconds(block, policy)
+        for block in mixture.blocks
+        for policy in mixture.policies
     }
-    return {block: policy for block, policy in taken.items() if policy != KEEP}
+    choice = dict.fromkeys(("", *mixture.blocks), KEEP)
+    untried = {one for one in seconds if one[1] != KEEP}
+    while True:
+        yield {block: policy for block, policy in choice.items() if policy != KEEP}
+        peak = max(moments, key=lambda parts: sum(parts[one] for one in choice.items()))
+        prices: dict[tuple[str, str], float] = {}
+        for block, policy in untried:
+            now = block, choice[block]
+            freed = peak[now] - peak[block, policy]
+            if freed > 0:
+                prices[block, policy] = (seconds[block, policy] - seconds[now]) / freed
+        if not prices:
+            return
+        block, policy = min(prices, key=lambda one: (prices[one], one))
+        choice[block] = policy
+        untried.remove((block, policy))
 
 
-def _rows(mixture: Mixture) -> list[Row]:
-    """What is alive at the highest moment of each segment, as a function of the choices."""
-    rows: list[Row] = []
-    constant, parts = float(mixture.start), dict[tuple[str, str], float]()
-    for own in mixture.places():
-        block = own[KEEP].block
-        here, constant_here = dict(parts), constant + (0 if block else own[KEEP].peak)
-        constant += 0 if block else own[KEEP].net
-        for policy, segment in own.items() if block else ():
+def bytes_by_choice(mixture: Mixture) -> list[Counter[tuple[str, str]]]:
+    """At the highest moment of each segment, the bytes that each block adds under each policy."""
+    alive = Counter({("", KEEP): mixture.start})
+    found: list[Counter[tuple[str, str]]] = []
+    for place in mixture.places():
+        highest = alive.copy()
+        for policy, segment in place.items():
             alone = segment.with_others({})
-            _add(here, (block, policy), alone.peak)
-            _add(parts, (block, policy), alone.net)
-        for policy, segment in own.items():
+            highest[segment.block, policy] += alone.peak
+            alive[segment.block, policy] += alone.net
             for other, size in segment.others.items():
-                _add(here, (other, policy), max(0, size))
-                _add(parts, (other, policy), size)
-        rows.append(Row(constant_here, here))
-    return rows
-
-
-def _add(parts: dict[tuple[str, str], float], choice: tuple[str, str], size: int) -> None:
-    parts[choice] = parts.get(choice, 0.0) + size
-
-
-def _seconds(mixture: Mixture, choice: tuple[str, str]) -> float:
-    block, policy = choice
-    return sum(segment.seconds for segment in mixture.segments[policy] if segment.block == block)
-
-
-def as_choice(found: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """As a plan holds it."""
-    return tuple(found.items())
+                highest[other, policy] += max(0, size)
+                alive[other, policy] += size
+        found.append(highest)
+    return found

@@ -94,10 +94,13 @@ class PlanReport:
     def to_json(self) -> str:
         """The report as one JSON object; `Plan.from_json` and `Ledger.from_json` read its parts."""
         names = ("peak", "seconds", "measured", "budget", "device")
-        values: dict[str, Any] = {"plan": json.loads(self.plan.to_json())}
-        values |= {name: getattr(self, name) for name in names}
-        values |= {"ledger": json.loads(self.ledger.to_json())}
-        values |= {"options": [option.to_dict() for option in self.options], "notes": self.notes}
+        values: dict[str, Any] = {
+            "plan": json.loads(self.plan.to_json()),
+            **{name: getattr(self, name) for name in names},
+            "ledger": json.loads(self.ledger.to_json()),
+            "options": [option.to_dict() for option in self.options],
+            "notes": self.notes,
+        }
         return json.dumps(values)
 
     def __str__(self) -> str:
@@ -144,7 +147,10 @@ _LITTLE = 0.01  # of the peak: what frees less is not worth a choice that change
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
     """The error that says why nothing fits."""
     held = least.ledger.largest(4) if least.ledger else ()
-    holders = ", ".join(f"{format_bytes(one.bytes)} {one.owner} of {_quoted(one.module)}" for one in held)
+    holders = ", ".join(
+        f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
+        for one in held
+    )
     ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
     told = " ".join(ways) or "Allow that much, or make rows smaller or the model."
     largest = (
@@ -178,13 +184,8 @@ def suggestions(
         ways.append(f"8-bit optimizer states would free about {format_bytes(state)}.")
     half = held.get("activations", 0) / 2
     if half > little and not precision.is_short:
-        words = f'Activations in 16 bits, precision="bf16-mixed", would free up to {format_bytes(half)}.'
-        ways.append(words)
+        ways.append(f'Activations in 16 bits, precision="bf16-mixed", would free up to {format_bytes(half)}.')
     return ways
-
-
-def _quoted(module: str) -> str:
-    return repr(module) if module else "the model"
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:

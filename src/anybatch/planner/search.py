@@ -11,7 +11,7 @@ from anybatch.engine import Plan
 from anybatch.memory import Device
 from anybatch.planner.candidates import LOW, Candidates, Request, takes_single_rows
 from anybatch.planner.measure import seconds_per_row
-from anybatch.planner.mixture import KEEP, Mixture, as_choice, fastest, smallest
+from anybatch.planner.mixture import KEEP, Mixture, fastest, smallest
 from anybatch.planner.report import Option, PlanReport, refusal
 
 MEASURE_S = 2.0  # for all measured runs of one planning
@@ -31,9 +31,9 @@ _CHEAP_FIRST = ("offload", *RERUN)
 def choose(request: Request) -> PlanReport:
     """Answer a request.
 
-    Every size of the micro-batch that makes another number of them is considered; at each, the policies of
-    the blocks come from an integer program. The bytes are those of a few traced steps, composed; the plan
-    that is chosen is traced as it is, and the next one taken if it were over the budget. What cannot be
+    Every size of the micro-batch that makes another number of them is considered; at each, blocks free bytes
+    where that costs the fewest seconds per byte. The bytes are those of a few traced steps, composed. The
+    plan that is chosen is traced as it is, and the next one taken if it is over the budget. What cannot be
     traced is really run, and no run is made that is known beforehand to go over the budget.
 
     Raises:
@@ -62,12 +62,8 @@ class _Search:
             verified = self._verified(option)
             options[index] = verified
             composed = option.source == "composed"
-            if (
-                composed
-                and not option.plan.blocks
-                and option.plan.is_cut
-                and abs(verified.peak - option.peak) > OFF * verified.peak
-            ):
+            is_plain = not option.plan.blocks and option.plan.is_cut
+            if composed and is_plain and abs(verified.peak - option.peak) > OFF * verified.peak:
                 self._candidates.disable_mixtures("bytes do not grow in a straight line with the rows")
                 return self.best()
             # Perhaps more has to be rebuilt; or less, where it was composed too high.
@@ -89,15 +85,13 @@ class _Search:
         found = self._composed_options() if candidates.is_composed else []
         for policies in (("offload",), RERUN):  # moving is the cheaper to record, and to carry out
             left = [one for one in policies if one in candidates.unrecorded]
-            least = [
-                self._scale * candidates.least_seconds(size)
-                for size in sizes
-                if candidates.is_composed and left
-            ]
-            if least and not _is_good(found, least, self._request.device):
+            if not (candidates.is_composed and left):
+                continue
+            least = min(self._scale * candidates.least_seconds(size) for size in sizes)
+            if not _is_good(found, least, self._request.device):
                 candidates.add_policies(left)
                 found = self._composed_options() if candidates.is_composed else []
-        if not self._candidates.is_composed:
+        if not candidates.is_composed:
             found = self._traced_options()
         return _ordered(found, self._request.device.kind)
 
@@ -131,7 +125,7 @@ class _Search:
         self, mixture: Mixture, size: int, choice: Mapping[str, str], foreach: bool | None = None
     ) -> Option:
         like = self._request.like
-        plan = replace(like, micro_batch=size, blocks=as_choice(choice) or like.blocks, foreach=foreach)
+        plan = replace(like, micro_batch=size, blocks=tuple(choice.items()) or like.blocks, foreach=foreach)
         peak, seconds = mixture.peak(choice), self._scale * mixture.seconds(choice)
         return Option(plan=plan, peak=peak, seconds=seconds, source="composed")
 
@@ -242,11 +236,9 @@ class _Search:
         if not measured:
             return options
         ratios = sorted(measured[one.plan].seconds / one.seconds for one in near if one.plan in measured)
-        self._scale *= ratios[len(ratios) // 2]
-        scaled = [
-            measured.get(one.plan) or replace(one, seconds=ratios[len(ratios) // 2] * one.seconds)
-            for one in options
-        ]
+        ratio = ratios[len(ratios) // 2]
+        self._scale *= ratio
+        scaled = [measured.get(one.plan) or replace(one, seconds=ratio * one.seconds) for one in options]
         return _ordered(scaled, self._request.device.kind)
 
     def _rivals(self, best: Option, others: Sequence[Option]) -> list[Plan]:
@@ -288,7 +280,7 @@ def _grown(sizes: Sequence[int], limit: int, measure: Callable[[int], Option]) -
     Where there is none as small as that, others lead up to it.
     """
     fitting: list[Option] = []
-    steps, step = sorted(sizes), LOW
+    steps, step = list(sizes), LOW
     while sizes and step < min(sizes):
         steps.append(step)
         step *= 2
@@ -313,10 +305,10 @@ def _ahead(measured: Sequence[Option], size: int) -> float:
     return measured[0].peak + max(slopes, default=0.0) * (size - measured[0].plan.micro_batch)
 
 
-def _is_good(found: Sequence[Option], least: Sequence[float], device: Device) -> bool:
+def _is_good(found: Sequence[Option], least: float, device: Device) -> bool:
     """Whether one is about as fast as any could be whose blocks are rebuilt or moved, at any size."""
-    even, bound = GOOD if device.is_here and device.kind != "cpu" else EVEN, min(least)
-    return bound < inf and any(one.seconds <= even * bound for one in found)
+    even = GOOD if device.is_here and device.kind != "cpu" else EVEN
+    return least < inf and any(one.seconds <= even * least for one in found)
 
 
 def _ordered(options: list[Option], kind: str) -> list[Option]:

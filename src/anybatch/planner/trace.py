@@ -1,7 +1,6 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
-from collections.abc import Callable, Generator, Iterable, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,19 +35,6 @@ from anybatch.state import Effects
 def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
     """The tensors of a batch, as far as they are there before it is cut."""
     return () if batch.whole is None else tree.flatten(batch.whole).leaves
-
-
-@contextmanager
-def rows_kept(batch: Batch) -> Generator[None]:
-    """Put the tensors of a batch or its samples back afterwards: a model may write to them."""
-    values = [(leaf, leaf.detach().clone()) for leaf in tree.tensors_in(batch.given)]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for leaf, value in values:
-                if not (leaf.is_meta or torch.equal(leaf, value)):
-                    leaf.copy_(value)
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
@@ -142,7 +128,7 @@ def _collated(batch: Batch, rows: int) -> Batch:
 # ---- a step
 
 
-_LATE = 1000.0  # steps
+_LATE = 1000.0  # steps made
 CUDA_GRANULE = 512  # bytes that CUDA's caching allocator rounds every size up to
 
 
@@ -185,10 +171,9 @@ def trace(
 ) -> Trace:
     """Run one step on fake tensors, with the optimizer's state as it is from the second step on.
 
-    It is the very code of a step: forward, loss, backward, accumulate, clip, update. Schedulers and listeners
-    are left out. Of many micro-batches of one size only the first two, one in the middle and the last are
-    run, if each calls the model as often. Model, optimizers, gradients and random streams are as before.
-    Whoever asks for a number gets 1, so a branch on values goes one way.
+    It is the code of a real step, without schedulers and listeners. Of many micro-batches of one size only
+    the first, one in the middle and the last are run, if each calls the model as often. Model, optimizers,
+    gradients and random streams are as before. A branch on values goes one way: see `FakeMode`.
 
     A device that is not there is approximated: sizes are rounded up as its allocator does, optimizers update
     all parameters at once (foreach) where they would there, and the kernels are the CPU's. Attention is the
@@ -203,7 +188,7 @@ def trace(
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
     with (
-        private.disable_current_modes(),  # whoever measures real tensors has nothing to see here
+        private.disable_current_modes(),  # a meter around this sees nothing of it
         undisturbed(parameters, roots=roots_of(task, batch)) as snapshot,
         dense_only(parameters),
     ):
@@ -259,7 +244,7 @@ def run_on_fakes(
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
-        everyone = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
+        twins = {parameter: fakes.of(parameter) for parameter in (*task.parameters, *task.others)}
         own = [one for slots in task.state.buffers for one in slots.values() if one is not None]
         buffers = [(one, fakes.of(one), private.version(fakes.of(one))) for one in own if not is_lazy(one)]
         lacks = {fakes.of(parameter) for parameter in idle}
@@ -288,7 +273,7 @@ def run_on_fakes(
                 run(plan, fake, logical)
                 del opened
         written = set(fake.effects.parameters)
-        task.effects.writes([parameter for parameter, twin in everyone.items() if twin in written])
+        task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
         task.effects.changes(
             [
                 buffer
@@ -296,9 +281,8 @@ def run_on_fakes(
                 if private.version(twin) != version or id(twin) in mode.statistics
             ]
         )
-        found = frozenset(parameter for parameter in task.parameters if everyone[parameter] not in updated)
-        wrongly = any(everyone[p] in made and everyone[p] not in updated for p in task.parameters)
-        return meter.recording, found, wrongly
+        found = frozenset(p for p in task.parameters if twins[p] not in updated)
+        return meter.recording, found, any(twins[p] in made for p in found)
 
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -364,7 +348,7 @@ def _set_foreach(task: Task, device: torch.device) -> None:
 
 
 def advance(task: Task) -> None:
-    """Let optimizers have made many steps: some, such as RAdam, take less memory in their first ones."""
+    """As after many steps: some optimizers, such as RAdam, take less memory in their first ones."""
     for optimizer in task.optimizers:
         for slots in optimizer.state.values():
             step = slots.get("step")

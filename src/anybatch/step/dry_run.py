@@ -8,8 +8,9 @@ from torch import Tensor
 
 from anybatch.core import Micro
 from anybatch.engine import Observer, admit, carry_out
+from anybatch.planner import reached_by
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects, ObjectState
+from anybatch.state import Effects
 
 See = Callable[[Tensor], object]
 
@@ -80,9 +81,7 @@ def show_gradients(
     plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision)
     if plan.is_cut:
         step.guard.refuse_meetings(task)
-    collate = () if step.collate is None else (step.collate,)
-    own = [tensor for module in task.modules for tensor in (*module.parameters(), *module.buffers())]
-    noted = ObjectState([task.model, task.loss, *task.modules, *collate], but_for=own)
+    noted = reached_by(task, logical)
     try:
         carry_out(plan, task, logical, is_dry=True)
     finally:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core.errors import LossError
-from anybatch.losses.model.graph import Tail, adds_nothing, call_model, loss_of, names_of, read_tail
+from anybatch.losses.model.graph import adds_nothing, call_model, factors_of, loss_of, numbered
 
 MODEL = nn.Linear(2, 2)
 
@@ -27,17 +27,13 @@ def means(number: int) -> list[Mean]:
 def test_factors_of_each_mean() -> None:
     a, b, c = means(3)
     loss = (a.value + b.value) / 2 - 3 * b.value
-    assert read_tail(MODEL, loss, [a, c, b]) == Tail({0: 0.5, 2: -2.5}, divides=True)
+    assert factors_of(MODEL, loss, [a, c, b]) == ({0: 0.5, 2: -2.5}, True)
 
 
 def test_the_mean_itself_and_its_copy() -> None:
     (a,) = means(1)
-    assert (
-        read_tail(MODEL, a.value, [a])
-        == read_tail(MODEL, a.value.clone(), [a])
-        == Tail({0: 1.0}, divides=False)
-    )
-    assert read_tail(MODEL, -a.value, [a]).factors == {0: -1.0}
+    assert factors_of(MODEL, a.value, [a]) == factors_of(MODEL, a.value.clone(), [a]) == ({0: 1.0}, False)
+    assert factors_of(MODEL, -a.value, [a]) == ({0: -1.0}, False)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +47,7 @@ def test_the_mean_itself_and_its_copy() -> None:
 def test_refused(loss: Any, message: str) -> None:
     (a,) = means(1)
     with pytest.raises(LossError, match=message) as caught:
-        read_tail(MODEL, loss(a), [a])
+        factors_of(MODEL, loss(a), [a])
     assert "Linear" in str(caught.value)
     assert "ab.Total" in str(caught.value)
 
@@ -106,5 +102,5 @@ def test_a_constant_zero_adds_nothing(output: Any, nothing: bool) -> None:
 
 
 def test_names_are_numbered_where_they_come_again() -> None:
-    assert names_of([], ["router"]) == ["loss"]
-    assert names_of([], ["a", "b", "a"]) == ["a", "b", "a 2"]
+    assert numbered(["router"]) == ["loss"]
+    assert numbered(["a", "b", "a"]) == ["a", "b", "a 2"]

@@ -347,8 +347,8 @@ def test_a_loss_says_that_it_is_to_be_evaluated_again() -> None:
 def test_shapes_alone_are_watched() -> None:
     model = Own(tokens)
     with FakeMode():
-        assert read.reading_of(model) is None
-    assert read.reading_of(model) is not None
+        assert not read.reading_of(model).learns
+    assert read.reading_of(model).learns
 
 
 @pytest.mark.parametrize("weight", [0, 3, torch.tensor(0.0), torch.tensor(3.0)])

@@ -12,7 +12,7 @@ LABELS = torch.tensor([[1, 2, -100], [3, 9, -100]])
 
 
 def origin(target: Tensor | None, ignored: int = -100, classes: int = 12) -> Origin:
-    return Origin(kind=CLASSES, settings={"ignore_index": ignored}, target=target, axis=0, classes=classes)
+    return Origin(kind=CLASSES, settings={"ignore_index": ignored}, target=target, classes=classes)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_clamped_positions() -> None:
 def test_other_targets_are_not_found() -> None:
     assert find(origin(LABELS + 1), {"y": LABELS}) == []
     assert find(origin(None), {"y": LABELS}) == []
-    elements = Origin(kind=ELEMENTS, settings={}, target=LABELS, axis=2)
+    elements = Origin(kind=ELEMENTS, settings={}, target=LABELS)
     assert find(elements, {"y": LABELS}) == []
     assert count(origin(None), [], {"y": LABELS}) is None
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from anybatch.core import LossError
 from anybatch.integrations import RouterLoss
+from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.inputs import call
 from anybatch.losses.model.intercept import Reduction, Watch
 from anybatch.losses.model.targets import rows_of
@@ -24,32 +25,6 @@ class NoLossError(LossError):
     """A model returned no loss that could be minimised."""
 
 
-class Stop(Protocol):
-    """A value on the way to the loss: what is behind it is known."""
-
-    @property
-    def value(self) -> Tensor:
-        """What the model got."""
-        ...
-
-    @property
-    def node(self) -> Node | None:
-        """Its place in autograd's graph."""
-        ...
-
-
-class Tail(NamedTuple):
-    """What stands between the loss and the means it is made of.
-
-    Attributes:
-        factors: the factor of each mean that the loss is made of, by its index among the stops.
-        divides: whether anything on the way divides.
-    """
-
-    factors: Mapping[int, float]
-    divides: bool
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """What one micro-batch's loss is made of.
@@ -62,12 +37,6 @@ class Found:
         rows: how many it has; 0 where its tensors do not agree.
         divides: whether the loss divides what it is made of.
         padded: whether the model padded labels.
-
-    Example:
-        >>> Found(
-        ...     terms={}, routers={}, factors={}, leaves={}, rows=3, divides=False, padded=False
-        ... ).forgotten().rows
-        3
     """
 
     terms: Mapping[str, Reduction]
@@ -86,14 +55,7 @@ class Found:
 
 
 def call_model(model: nn.Module, micro: Any) -> Any:
-    """Call a model that computes its own loss on all that a micro-batch holds.
-
-    A mapping or a dataclass gives keyword arguments, a tuple or list positional ones, a tensor the only one.
-
-    Example:
-        >>> call_model(nn.Identity(), {"input": torch.ones(1)})
-        tensor([1.])
-    """
+    """Call a model that computes its own loss on all that a micro-batch holds; a dataclass gives keywords."""
     if is_dataclass(micro) and not isinstance(micro, Mapping):
         return call(model, {field.name: getattr(micro, field.name) for field in fields(micro)})
     return call(model, micro)
@@ -102,20 +64,8 @@ def call_model(model: nn.Module, micro: Any) -> Any:
 def loss_of(model: nn.Module, output: Any) -> Tensor:
     """The loss in what a model returned: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple.
 
-    Args:
-        model: named in the refusal.
-        output: what it returned.
-
-    Returns:
-        A real scalar that carries a graph.
-
     Raises:
-        LossError: no loss, or none that can be minimised.
-
-    Example:
-        >>> weight = torch.ones((), requires_grad=True)
-        >>> loss_of(nn.Identity(), (torch.ones(3), weight * 2)).item()
-        2.0
+        NoLossError: no loss, or none that can be minimised.
     """
     loss = _pick(output)
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and loss.requires_grad:
@@ -131,42 +81,29 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
 
 
 def adds_nothing(output: Any) -> bool:
-    """Whether a model returned a constant 0, as some do where every row is ignored.
-
-    Example:
-        >>> adds_nothing({"loss": torch.tensor(0.0)}), adds_nothing({"logits": torch.ones(2)})
-        (True, False)
-    """
+    """Whether a model returned a constant 0, as some do where every row is ignored."""
     loss = _pick(output)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         return False
     return not loss.requires_grad and loss.item() == 0
 
 
-def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
+def factors_of(
+    model: nn.Module, loss: Tensor, stops: Sequence[Reduction | RouterLoss]
+) -> tuple[Mapping[int, float], bool]:
     """Walk back from the loss to the means it is made of.
 
-    Args:
-        model: named in refusals.
-        loss: what it returned.
-        stops: where the walk stops.
+    Returns:
+        The factor of each of these, by its index among the stops; and whether anything on the way divides.
 
     Raises:
         LossError: the loss has a part that is none of these, or is not linear in them.
-
-    Example:
-        >>> class Mean(NamedTuple):
-        ...     value: Tensor
-        ...     node: Any
-        >>> mean = torch.ones(2, requires_grad=True).mean()
-        >>> read_tail(nn.Identity(), 0.5 * mean, [Mean(mean, mean.grad_fn)]).factors
-        {0: 0.5}
     """
     index_of = {stop.node: index for index, stop in enumerate(stops) if stop.node is not None}
     reached, nodes = _walk(model, loss, index_of)
     divides = any(node.name().startswith("Div") for node in nodes)
     if len(reached) == 1 and all(node.name() == "CloneBackward0" for node in nodes):  # the mean itself
-        return Tail({reached[0]: 1.0}, divides)
+        return {reached[0]: 1.0}, divides
     values = [stops[index].value for index in reached]
     factors = torch.autograd.grad(loss, values, create_graph=True)
     if any(factor.requires_grad for factor in factors):
@@ -175,47 +112,44 @@ def read_tail(model: nn.Module, loss: Tensor, stops: Sequence[Stop]) -> Tail:
             f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them: a function of the "
             f"whole batch's means is not one of the micro-batches' means. {WAYS_OUT}"
         )
-    return Tail({index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides)
+    return {index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides
 
 
-def found_in(tail: Tail, watch: Watch, routers: Sequence[RouterLoss], leaves: Mapping[str, Tensor]) -> Found:
+def found_in(
+    model: nn.Module,
+    loss: Tensor,
+    watch: Watch,
+    routers: Sequence[RouterLoss],
+    leaves: Mapping[str, Tensor],
+) -> Found:
     """What was noted while the model ran and is reached from its loss, by name.
 
-    Args:
-        tail: of the loss, over the reductions and then the router losses.
-        watch: what noted the reductions.
-        routers: the router losses.
-        leaves: the tensors of the micro-batch.
-
-    Example:
-        >>> found_in(Tail({}, divides=False), Watch(), [], {"x": torch.ones(3)}).rows
-        3
+    Raises:
+        LossError: see `factors_of`.
     """
-    parts = len(watch.found)
-    reached = {index: watch.found[index] for index in tail.factors if index < parts}
-    asked = {
-        index: routers[index - parts] for index in tail.factors if index >= parts and tail.factors[index]
-    }
-    names = names_of([*reached.values()], ["router"] * len(asked))
+    factors, divides = factors_of(model, loss, [*watch.found, *routers])
+    noted = len(watch.found)
+    indices = [index for index, factor in factors.items() if index < noted or factor]
+    names = numbered([watch.found[index].name if index < noted else "router" for index in indices])
+    index_of = dict(zip(names, indices, strict=True))
     return Found(
-        terms=dict(zip(names, reached.values(), strict=False)),
-        routers=dict(zip(names[len(reached) :], asked.values(), strict=True)),
-        factors={name: tail.factors[index] for name, index in zip(names, [*reached, *asked], strict=True)},
+        terms={name: watch.found[index] for name, index in index_of.items() if index < noted},
+        routers={name: routers[index - noted] for name, index in index_of.items() if index >= noted},
+        factors={name: factors[index] for name, index in index_of.items()},
         leaves=leaves,
         rows=rows_of(leaves.values()),
-        divides=tail.divides,
+        divides=divides,
         padded=watch.padded,
     )
 
 
-def names_of(reductions: Sequence[Reduction], others: Sequence[str]) -> list[str]:
-    """`loss` where it is the only one; else the functions' names, numbered where they come again.
+def numbered(names: Sequence[str]) -> list[str]:
+    """`loss` for a single name; else the names, numbered where they come again.
 
     Example:
-        >>> names_of([], ["router", "router"])
+        >>> numbered(["router", "router"])
         ['router', 'router 2']
     """
-    names = [*(one.name for one in reductions), *others]
     if len(names) == 1:
         return ["loss"]
     nth = [names[: index + 1].count(name) for index, name in enumerate(names)]
@@ -226,32 +160,27 @@ def _walk(
     model: nn.Module, loss: Tensor, index_of: Mapping[Node, int]
 ) -> tuple[Sequence[int], Sequence[Node]]:
     """The stops that are reached, in order, and the nodes before them."""
-    reached: set[int] = set()
-    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
-    tail: list[Node] = []
-    seen: set[Node] = set(nodes)
-    for node in nodes:  # which grows meanwhile
+    reached: list[int] = []
+    before: list[Node] = []
+    for node in nodes_behind(loss.grad_fn, index_of):
         if node in index_of:
-            reached.add(index_of[node])
-            continue
-        tail.append(node)
-        if hasattr(node, "variable"):
-            raise LossError(_around(model, cast("Any", node).variable))
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in seen]
-        nodes += fresh
-        seen.update(fresh)
+            reached.append(index_of[node])
+        elif hasattr(node, "variable"):
+            raise _around(model, cast("Any", node).variable)
+        else:
+            before.append(node)
     if not reached:
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be made of means that torch computes, got none "
             f"behind {loss.grad_fn.name() if loss.grad_fn else loss}. {WAYS_OUT}"
         )
-    return sorted(reached), tail
+    return sorted(reached), before
 
 
-def _around(model: nn.Module, leaf: Tensor) -> str:
+def _around(model: nn.Module, leaf: Tensor) -> LossError:
     named = [name for name, parameter in model.named_parameters() if parameter is leaf]
     what = f"parameter {named[0]!r}" if named else f"a tensor of shape {tuple(leaf.shape)}"
-    return (
+    return LossError(
         f"Expected the loss of {type(model).__name__} to reach its parameters only through means over rows "
         f"that torch's own functions compute, got a part that reaches {what} without one. Its sum and its "
         f"weight cannot be told apart. {WAYS_OUT}"

@@ -1,9 +1,10 @@
 """Watches a model compute its own loss: every mean in it becomes a sum and a weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import Signature, currentframe, signature
+from itertools import islice
 from typing import Any
 
 import torch
@@ -15,12 +16,22 @@ from torch.utils import checkpoint
 
 from anybatch.core import SHORT_DTYPES, Number
 from anybatch.core import torch_private as private
-from anybatch.losses.reductions import CLASSES, FUNCTIONS, WEIGHTED_FUNCTIONS, Kind
+from anybatch.losses.cotangents import nodes_behind
+from anybatch.losses.reductions import (
+    CLASSES,
+    DEPRECATED,
+    ELEMENTS,
+    FUNCTIONS,
+    WEIGHTED_FUNCTIONS,
+    Kind,
+    deprecated_in,
+    summed,
+    trained_in,
+)
 
 MEANS = (torch.mean, Tensor.mean)
 SUMS = (torch.sum, Tensor.sum)
 _WATCHED = frozenset({*FUNCTIONS, *MEANS, *SUMS, F.pad})
-_ELEMENTS = Kind(weigh=lambda settings, arguments, targets: arguments[0].numel(), arguments=1)
 
 # Nodes of autograd that pick elements out, so that there may be any number of them, and how many nodes before
 # a mean they are looked for.
@@ -37,26 +48,19 @@ class Origin:
         settings: the arguments of its call by name.
         target: what the loss compares with; None for a plain mean.
         classes: how many classes there are; 0 for losses that are not counted.
-        axis: the length of the first axis of what is reduced; 0 for losses that are counted.
     """
 
     kind: Kind
     settings: Mapping[str, Any]
     target: Tensor | None
-    axis: int
     classes: int = 0
 
     @property
     def counts_classes(self) -> bool:
-        """The weight depends on the values of integer targets."""
-        return self.kind.weigh is CLASSES.weigh and self.target is not None and not self.is_soft
-
-    @property
-    def is_soft(self) -> bool:
-        """Targets that are probabilities: rows weigh the same."""
-        return (
-            self.kind.weigh is CLASSES.weigh and self.target is not None and self.target.is_floating_point()
-        )
+        """The weight depends on the values of integer targets; with probabilities all rows weigh the same."""
+        if self.kind.weigh is not CLASSES.weigh or self.target is None:
+            return False
+        return not self.target.is_floating_point()
 
     @property
     def ignored(self) -> int:
@@ -172,8 +176,8 @@ class Watch(TorchFunctionMode):
         bound = _signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         kind, settings = FUNCTIONS[func], dict(bound.arguments)
-        if settings["reduction"] not in kind.reductions or _is_unusual(settings):
-            return func(*args, **kwargs)
+        if settings["reduction"] not in kind.reductions or deprecated_in(settings) or trained_in(settings):
+            return func(*args, **kwargs)  # as it is, and refused later where it has a part in the loss
         if settings.get("weight") is not None:
             kind = WEIGHTED_FUNCTIONS.get(func, kind)
 
@@ -182,9 +186,8 @@ class Watch(TorchFunctionMode):
             return func(*bound.args, **bound.kwargs)
 
         runs_again = _is_checkpointed()
-        read = _read_as_is if self._as_is or runs_again else _read
-        noted = read(func.__name__, kind, settings, call)
-        return self._note(replace(noted, runs_again=True) if runs_again else noted)
+        noted = _read(func.__name__, kind, settings, call, as_is=self._as_is or runs_again)
+        return self._note(replace(noted, runs_again=runs_again))
 
     def _fold(
         self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_sum: bool
@@ -206,7 +209,7 @@ class Watch(TorchFunctionMode):
             weight=1 if is_sum else count,
             is_sum=is_sum,
             source=given.grad_fn,
-            origin=Origin(kind=_ELEMENTS, settings={}, target=None, axis=given.shape[0]),
+            origin=Origin(kind=ELEMENTS, settings={}, target=None),
             fixed={},
             shape=tuple(given.shape),
             runs_again=_is_checkpointed(),
@@ -216,43 +219,49 @@ class Watch(TorchFunctionMode):
     def _is_of_losses(self, given: Tensor) -> bool:
         """Whether a mean is one of losses already reduced, as in `torch.stack(losses).mean()`."""
         noted = {one.node for one in self.found}
-        nodes = [given.grad_fn] if self.found and given.grad_fn is not None else []
-        ends: list[Node] = []
-        for node in nodes:  # which grows meanwhile
+        is_reached = False
+        for count, node in enumerate(nodes_behind(given.grad_fn if noted else None, noted)):
             if node in noted:
-                ends.append(node)
-            elif len(nodes) > _NEAR or hasattr(node, "variable"):
+                is_reached = True
+            elif count > _NEAR or hasattr(node, "variable"):
                 return False
-            else:
-                nodes += [one for one, _ in node.next_functions if one is not None and one not in nodes]
-        return bool(ends)
+        return is_reached
 
     def _note(self, noted: Reduction) -> Tensor:
         self.found.append(noted)
         return noted.value.clone()  # models add to a loss in place
 
 
-def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor]) -> Reduction:
-    """Sum in place of the reduction that was asked for, at least in float32."""
-    arguments, target = _arguments(kind, settings)
-    is_sum = settings["reduction"] == "sum"
-    source, axis, count, shape = None, 0, 0, ()
-    if kind.counted and arguments[0].dtype not in SHORT_DTYPES:
-        losses = total = call("sum")  # one kernel
+def _read(
+    name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor], *, as_is: bool
+) -> Reduction:
+    """Sum in place of the reduction that was asked for; as it is, the model's own value to the bit."""
+    reduction = settings["reduction"]
+    is_sum, is_per_row = reduction == "sum", reduction == "batchmean"
+    compared = tuple(settings.values())[: kind.arguments]
+    arguments = tuple(one for one in compared if isinstance(one, Tensor))  # a variance may be a number
+    target = compared[-1] if isinstance(compared[-1], Tensor) else None
+    losses = total = None
+    if as_is:
+        value = call(reduction)
+    elif kind.counted and compared[0].dtype not in SHORT_DTYPES:
+        value = total = call("sum")  # one kernel
     else:
-        losses = call("none")
-        source, axis, count = losses.grad_fn, losses.shape[0] if losses.dim() else 1, losses.numel()
-        shape = tuple(losses.shape)
-        terms = losses if is_sum else kind.terms(losses, arguments)
-        total = terms.sum(dtype=torch.float32 if losses.dtype in SHORT_DTYPES else None)
-    weight: Number = axis if settings["reduction"] == "batchmean" else count
-    if kind.counted:
+        value = losses = call("none")
+        total = summed(losses if is_sum else kind.terms(losses, compared))
+    if is_sum:
+        weight: Number = 1
+    elif is_per_row:
+        weight = compared[0].shape[0]
+    elif losses is None or kind.counted:
         weight = kind.weigh(settings, arguments, (target,))
-    weight = 1 if is_sum else weight
-    value = _divided(total, weight).to(losses.dtype)
-    classes = classes_in(arguments) if kind.weigh is CLASSES.weigh else 0
-    kept = _kept(kind, settings)
-    origin = Origin(kind=kind, settings=kept, target=target, axis=axis, classes=classes)
+    else:
+        weight = losses.numel()
+    if total is not None:
+        value = _divided(total, weight).to(value.dtype)
+    # All but the tensors that are compared and the reduction.
+    names = list(settings)[kind.arguments :]
+    kept = {name: settings[name] for name in names if name not in ("reduction", *DEPRECATED)}
     return Reduction(
         name=name,
         value=value,
@@ -260,82 +269,37 @@ def _read(name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[st
         total=total,
         weight=weight,
         is_sum=is_sum,
-        source=source,
-        origin=origin,
-        fixed=_fixed(kind, kept, arguments[0]),
-        pairs_rows=kind.counted and pairs_rows(arguments[0], target),
-        shape=shape,
-    )
-
-
-def _read_as_is(
-    name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor]
-) -> Reduction:
-    """The model's own value, to the bit; its sum is taken from it afterwards."""
-    arguments, target = _arguments(kind, settings)
-    reduction = settings["reduction"]
-    weight: Number = 1
-    if reduction != "sum":
-        rows = reduction == "batchmean"
-        tensors = tuple(one for one in arguments if isinstance(one, Tensor))  # a variance may be a number
-        weight = arguments[0].shape[0] if rows else kind.weigh(settings, tensors, (target,))
-    value, kept = call(reduction), _kept(kind, settings)
-    classes = classes_in(arguments) if kind.weigh is CLASSES.weigh else 0
-    return Reduction(
-        name=name,
-        value=value,
-        node=value.grad_fn,
-        total=None,
-        weight=weight,
-        is_sum=reduction == "sum",
-        source=None,
-        origin=Origin(kind=kind, settings=kept, target=target, axis=0, classes=classes),
-        fixed=_fixed(kind, kept, arguments[0]),
-        pairs_rows=kind.counted and pairs_rows(arguments[0], target),
+        source=None if losses is None else losses.grad_fn,
+        origin=Origin(
+            kind=kind,
+            settings=kept,
+            target=target,
+            classes=classes_in(compared) if kind.weigh is CLASSES.weigh else 0,
+        ),
+        fixed=_fixed(kind, kept, compared[0]),
+        pairs_rows=kind.counted and pairs_rows(compared[0], target),
+        shape=() if losses is None else tuple(losses.shape) or (1,),
     )
 
 
 def selects(source: Node | None) -> bool:
-    """Whether what is reduced was picked out by a mask or an index, close by, so that it has any length.
-
-    Example:
-        >>> losses = torch.ones(4, requires_grad=True)
-        >>> selects(losses[torch.tensor([True, False, True, True])].grad_fn), selects(losses.exp().grad_fn)
-        (True, False)
-    """
+    """Whether what is reduced was picked out by a mask or an index, close by, so that it has any length."""
     return any(node.name().startswith(_SELECTS) and not _takes_one_each(node) for node in _near(source))
 
 
 def is_like_parameters(one: Reduction) -> bool:
-    """Whether what is reduced has the shape of a parameter close by, flat or not: then it may have no rows.
-
-    Example:
-        >>> weight = torch.ones(4, 3, requires_grad=True)
-        >>> with Watch() as watch:
-        ...     _ = weight.square().sum(), (torch.ones(2, 4) @ weight).sum()
-        >>> [is_like_parameters(one) for one in watch.found]
-        [True, False]
-    """
+    """Whether what is reduced has the shape of a parameter close by, flat or not, and so may have no rows."""
     near: list[Any] = [getattr(node, "variable", None) for node in _near(one.source)]
     return any(one.shape in (tuple(leaf.shape), (leaf.numel(),)) for leaf in near if leaf is not None)
 
 
 def widened(value: Tensor) -> Tensor:
-    """In float64, where a coefficient times 1 / weight rounds once, at the end, as torch's own mean does.
-
-    Example:
-        >>> widened(torch.ones((), dtype=torch.float32)).dtype
-        torch.float64
-    """
+    """In float64, where a coefficient times 1 / weight rounds once, at the end, as torch's own mean does."""
     return value.float() if value.device.type == "mps" else value.double()  # the one device without it
 
 
-def _near(source: Node | None) -> list[Node]:
-    nodes = [] if source is None else [source]
-    for node in nodes:  # which grows meanwhile
-        fresh = [one for one, _ in node.next_functions if one is not None and one not in nodes]
-        nodes += fresh[: max(0, _NEAR - len(nodes))]
-    return nodes
+def _near(source: Node | None) -> Iterator[Node]:
+    return islice(nodes_behind(source), _NEAR)
 
 
 def _takes_one_each(node: Any) -> bool:
@@ -361,40 +325,18 @@ def _divided(total: Tensor, weight: Number) -> Tensor:
     return total / (weight or 1)
 
 
-def _arguments(kind: Kind, settings: Mapping[str, Any]) -> tuple[tuple[Any, ...], Tensor | None]:
-    arguments = tuple(settings.values())[: kind.arguments]
-    last = arguments[-1]
-    return arguments, last if isinstance(last, Tensor) else None
-
-
 def classes_in(arguments: tuple[Any, ...]) -> int:
-    """The classes of scores (rows, classes, ...) or (classes,), or of a layer (classes, width).
-
-    Example:
-        >>> classes_in((torch.ones(5, 3),))
-        3
-    """
+    """The classes of scores (rows, classes, ...) or (classes,), or of a layer (classes, width)."""
     if len(arguments) == 3:
         return arguments[1].shape[0]
     return arguments[0].shape[1 if arguments[0].dim() > 1 else 0]
 
 
 def pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
-    """Whether the target of row i is class i of as many classes.
-
-    Example:
-        >>> pairs_rows(torch.ones(2, 2), torch.tensor([0, 1]))
-        True
-    """
+    """Whether the target of row i is class i of as many classes."""
     if target is None or target.dim() != 1 or scores.shape != (len(target), len(target)):
         return False
     return torch.equal(target, torch.arange(len(target), device=target.device, dtype=target.dtype))
-
-
-def _kept(kind: Kind, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All but the tensors that are compared and the reduction."""
-    names = list(settings)[kind.arguments :]
-    return {name: settings[name] for name in names if name not in ("reduction", "size_average", "reduce")}
 
 
 def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, Any]:
@@ -409,22 +351,10 @@ def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, 
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two settings are the same, of any device.
-
-    Example:
-        >>> is_equal(torch.ones(2), torch.ones(2)), is_equal(1, 1.0)
-        (True, False)
-    """
+    """Whether two settings are the same, of any device."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one.to(other.device), other)
     return type(one) is type(other) and one == other
-
-
-def _is_unusual(settings: Mapping[str, Any]) -> bool:
-    """Deprecated reductions, and weights that are trained: these stay as they are, and are refused later."""
-    weights = [settings.get(name) for name in ("weight", "pos_weight")]
-    trained = any(isinstance(weight, Tensor) and weight.requires_grad for weight in weights)
-    return trained or any(settings.get(name) is not None for name in ("size_average", "reduce"))
 
 
 @cache

@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from textwrap import shorten
-from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +16,6 @@ from anybatch.integrations import (
     ROUTER_ADVICE,
     RouterLoss,
     WholeRouterLoss,
-    homes,
     recorded,
     wants_router_loss,
 )
@@ -29,8 +27,6 @@ from anybatch.losses.model.graph import (
     call_model,
     found_in,
     loss_of,
-    names_of,
-    read_tail,
 )
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
 from anybatch.losses.model.read import Form, Reading, reading_of, sum_of
@@ -38,7 +34,6 @@ from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
 from anybatch.state import rng
 
 _T = TypeVar("_T")
-_ONE: Mapping[str, float] = {"loss": 1.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +81,13 @@ class _Reader(Plain):
     counted = False
 
     def __init__(self) -> None:
-        self._reading: Reading | None = None  # of the model
+        self._reading = Reading(learns=False)  # of the model, once a step has begun
         self._form: Form | None = None  # what this step reads by; None where it is watched
-        self._files: list[ModuleType] | None = None  # that define a router loss
 
     def _open(self, model: nn.Module) -> None:
         """A step begins."""
         self._reading = reading_of(model)
-        self._form = None if self._reading is None else self._reading.begin()
-        self._files = None
+        self._form = self._reading.begin()
 
     def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
         """What is read of a loss.
@@ -106,19 +99,8 @@ class _Reader(Plain):
             return read(loss)
         except EvaluateAgain:
             self._form = None
-            if self._reading is not None:
-                self._reading.miss()
+            self._reading.miss()
             raise
-
-    def _router_files(self, model: nn.Module) -> list[ModuleType]:
-        if self._files is None:
-            self._files = homes(model) if self._reading is None else self._reading.files_of(model)
-        return self._files
-
-    def _learn(self, model: nn.Module, found: Found) -> None:
-        """Note the form of a loss that was watched, for the steps to come."""
-        if self._reading is not None and self._form is None:
-            self._reading.learn(model, found)
 
 
 class ModelTerms(_Reader):
@@ -150,7 +132,6 @@ class ModelTerms(_Reader):
         self._start = -1  # the first row of the micro-batch at hand; -1 where nobody says
         self._first: Found | None = None  # of the first micro-batch that has a loss
         self._first_start = -1  # where that one starts
-        self._rows = 0  # of that one
         self._matches: Mapping[str, list[Match]] = {}
         self._promised: Mapping[str, Number] = {}
         self._weights: dict[int, Mapping[str, Number]] = {}  # of each micro-batch, by its first row
@@ -171,7 +152,7 @@ class ModelTerms(_Reader):
         if self._first is None:
             self._look(model, found)
         else:
-            _refuse_others(model, self._first, self._rows, found)
+            _refuse_others(model, self._first, found)
         once: Number = int(is_first) if self._in_step or not found.rows else found.rows
         terms, factors = found.terms, found.factors
         sums = {name: _times(widened(one.sum), factors[name]) for name, one in terms.items()}
@@ -194,19 +175,18 @@ class ModelTerms(_Reader):
         if not batch.rows:
             return None
         leaves = {} if batch.whole is None else leaves_of(batch.whole)
-        found = dict[str, Number | None](dict.fromkeys(first.sums, 1))  # router losses and sums
-        for name in first.sums:
-            if name not in terms or terms[name].is_sum:
+        promised: dict[str, Number] = dict.fromkeys(first.sums, 1)  # router losses and sums
+        for name, one in terms.items():
+            if one.is_sum or name not in first.sums:
                 continue
-            if name in self._known:
-                found[name] = self._known[name]
-            else:
-                found[name] = _weigh_whole(terms[name], self._matches[name], batch.rows, first_rows, leaves)
-        known = {name: weight for name, weight in found.items() if weight is not None}
-        if len(known) < len(found):
-            return None
-        self._promised = known
-        return known
+            weight = self._known.get(name)
+            if weight is None:
+                weight = _weigh_whole(one, self._matches[name], batch.rows, first_rows, leaves)
+            if weight is None:
+                return None
+            promised[name] = weight
+        self._promised = promised
+        return promised
 
     def uncut(self) -> Loss:
         """The model's own loss, to the bit."""
@@ -223,9 +203,9 @@ class ModelTerms(_Reader):
         self._known, self._routers, self.tied = {}, {}, False
         self._open(model)
         self._begin()
-        if batch.rows and self._router_files(model) and wants_router_loss(model):
+        if batch.rows and self._reading.files_of(model) and wants_router_loss(model):
             self._form = None
-            self._first_pass(first_pass_rows(batch, sizes), sizes, model, put_back)
+            self._first_pass(batch, sizes, model, put_back)
         yield self._share
         for name, promised in self._promised.items():
             added = math.fsum(float(weights[name]) for weights in self._weights.values())
@@ -244,24 +224,23 @@ class ModelTerms(_Reader):
         return self
 
     def _first_pass(
-        self, micros: Iterable[Any], sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
+        self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> None:
         """Weights and router's scores of all rows. With graph, which tells the terms apart."""
         before = rng.capture_process()
         weights: list[Mapping[str, Number]] = []
         calls: list[Mapping[str, RouterLoss]] = []
-        for micro in micros:
+        for micro in first_pass_rows(batch, sizes):
             found = self._watch(model, micro)
             if found is not None:
                 weights.append({name: one.weight for name, one in found.terms.items()})
                 calls.append({name: call.detached() for name, call in found.routers.items()})
-            del found
-        if all(row.keys() == weights[0].keys() for row in weights):  # others are refused on the way
-            self._known = {name: sum(row[name] for row in weights) for name in (weights or [{}])[0]}
-        if all(row.keys() == calls[0].keys() for row in calls):
-            names = (calls or [{}])[0]
-            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in names}
-            self.tied = bool(names)  # the scores were added up in the parts that are to come again
+            del found  # its graph
+        # Micro-batches that are made of other terms are refused in the second pass.
+        if weights and all(row.keys() == rows[0].keys() for rows in (weights, calls) for row in rows):
+            self._known = {name: sum(row[name] for row in weights) for name in weights[0]}
+            self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in calls[0]}
+            self.tied = bool(self._routers)  # the scores were added up in the parts that are to come again
             starts = itertools.accumulate(sizes, initial=0)
             self._places = {start: index for index, start in enumerate(starts)}
         put_back()
@@ -275,14 +254,14 @@ class ModelTerms(_Reader):
         if adds_nothing(output):
             return self._nothing(keep_graph=True)
         loss = loss_of(model, output)
-        if self._first is not None and form.counts_classes:  # there is no more to compare
+        if self._first is not None and form.term.origin.counts_classes:  # there is no more to compare
             weights = {"loss": self._by(form.weigh, loss)}
             return self._done_with(Evaluated({"loss": sum_of(loss, weights["loss"])}, lambda: weights))
         leaves = leaves_of(micro)
         found = Found(
             terms={"loss": self._by(form.read, loss)},
             routers={},
-            factors=_ONE,
+            factors={"loss": 1.0},
             leaves=leaves,
             rows=rows_of(leaves.values()),
             divides=False,
@@ -294,12 +273,11 @@ class ModelTerms(_Reader):
         """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too: the graph tells the terms
             micro = _outside_inference(micro)
-            with recorded(self._router_files(model)) as routers, Watch() as watch:
+            with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
                 output = call_model(model, micro)
             if adds_nothing(output):
                 return None
-            tail = read_tail(model, loss_of(model, output), [*watch.found, *routers])
-        return found_in(tail, watch, routers, leaves_of(micro))
+            return found_in(model, loss_of(model, output), watch, routers, leaves_of(micro))
 
     def _nothing(self, *, keep_graph: bool) -> Evaluated:
         """The share of a micro-batch without a loss: 0 of every term."""
@@ -339,8 +317,9 @@ class ModelTerms(_Reader):
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
                 f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
             )
-        self._learn(model, found)
-        self._first, self._first_start, self._rows = found.forgotten(), self._start, found.rows
+        if self._form is None:
+            self._reading.learn(model, found)
+        self._first, self._first_start = found.forgotten(), self._start
 
 
 class OwnLoss(_Reader):
@@ -372,34 +351,18 @@ class OwnLoss(_Reader):
             output = call_model(model, micro)
         loss = loss_of(model, output)
         try:
-            tail = read_tail(model, loss, watch.found)
+            found = found_in(model, loss, watch, [], {})
         except LossError:  # which a batch that is not cut need not care about
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
-        reached = [watch.found[index] for index in tail.factors]
-        names = names_of(reached, [])
-        terms = dict(zip(names, reached, strict=True))
-        factors = dict(zip(names, tail.factors.values(), strict=True))
-        self._learn(
-            model,
-            Found(
-                terms=terms,
-                routers={},
-                factors=factors,
-                leaves={},
-                rows=0,
-                divides=tail.divides,
-                padded=watch.padded,
-            ),
-        )
-        weights = {name: one.weight for name, one in terms.items()}
-        if len(names) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
-            empty = not any(weights.values())
-            return Evaluated(
-                {"loss": loss}, lambda: {"loss": 0 if empty else next(iter(weights.values())) or 1}
-            )
+        self._reading.learn(model, found)
+        weights = {name: one.weight for name, one in found.terms.items()}
+        if len(weights) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
+            weight = (next(iter(weights.values())) or 1) if any(weights.values()) else 0
+            return Evaluated({"loss": loss}, lambda: {"loss": weight})
         # All of the gradient flows through the first, the values are told apart.
-        values = [one.value.detach() * factors[name] for name, one in terms.items()]
-        sums = dict(zip(names, [loss + (values[0] - loss).detach(), *values[1:]], strict=True))
+        sums = {name: one.value.detach() * found.factors[name] for name, one in found.terms.items()}
+        first = next(iter(sums))
+        sums[first] = loss + (sums[first] - loss).detach()
         return Evaluated(sums, lambda: weights)
 
 
@@ -409,7 +372,7 @@ def _weigh_whole(
     """The weight of a mean in the whole batch, as far as the first micro-batch shows it."""
     if not leaves:
         return None
-    axis = one.origin.axis
+    axis = one.shape[0] if one.shape else 0
     if one.origin.counts_classes:
         return count(one.origin, matches, leaves)
     if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
@@ -423,7 +386,7 @@ def _times(value: Tensor, factor: float) -> Tensor:
     return value if factor == 1.0 else value * factor
 
 
-def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> None:
+def _refuse_others(model: nn.Module, first: Found, found: Found) -> None:
     """Refuse by name what is not made as in the first micro-batch."""
     if found.factors != first.factors:
         loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
@@ -444,10 +407,10 @@ def _refuse_others(model: nn.Module, first: Found, rows: int, found: Found) -> N
                 "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
                 "the model, or do not cut the batch."
             )
-        if rows and found.rows not in (0, rows) and _ignores_rows(old, one):
+        if first.rows and found.rows not in (0, first.rows) and _ignores_rows(old, one):
             raise LossError(
                 f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
-                f"{one.name} over {one.weight} elements from {found.rows} rows as from {rows}: "
+                f"{one.name} over {one.weight} elements from {found.rows} rows as from {first.rows}: "
                 f"rows have met before it. {WAYS_OUT}"
             )
 

@@ -54,16 +54,8 @@ class Form:
     before: str
     padded: bool
 
-    @property
-    def counts_classes(self) -> bool:
-        """Whether the weight depends on the values of integer targets."""
-        return self.term.origin.counts_classes
-
     def weigh(self, loss: Tensor) -> Number:
         """What the mean was divided by in another forward; a tensor where a device would have to stop.
-
-        Args:
-            loss: what the model returned.
 
         Raises:
             EvaluateAgain: it has another form, or does not show it.
@@ -82,7 +74,7 @@ class Form:
         fixed = self.term.fixed
         if not all(is_equal(_setting(node, name), fixed[name]) for name in names if name in fixed):
             raise EvaluateAgain
-        if not self.counts_classes:
+        if not self.term.origin.counts_classes:
             return private.saved(node, "self").numel()
         if private.saved(node, "target").numel() > _MOST_COUNTED:
             raise EvaluateAgain
@@ -94,23 +86,19 @@ class Form:
     def read(self, loss: Tensor) -> Reduction:
         """The mean in another forward, as it would be seen while the model is watched.
 
-        Args:
-            loss: what the model returned.
-
         Raises:
             EvaluateAgain: it has another form, or does not show it.
         """
         weight, old = self.weigh(loss), self.term
         node: Any = loss.grad_fn
         source, shape, target, classes, pairs = node, (), None, 0, False
-        if self.counts_classes:
+        if old.origin.counts_classes:
             scores, target, source = private.saved(node, "self"), private.saved(node, "target"), None
             classes, pairs = classes_in((scores,)), pairs_rows(scores, target)
         elif self.before:
             source, shape = node.next_functions[0][0], tuple(private.saved(node, "self_sym_sizes"))
         else:
             shape = tuple(private.saved(node, "self").shape)
-        axis = shape[0] if shape else 0
         return replace(
             old,
             value=loss,
@@ -118,7 +106,7 @@ class Form:
             total=sum_of(loss, weight),
             weight=weight,
             source=source,
-            origin=replace(old.origin, target=target, axis=axis, classes=classes),
+            origin=replace(old.origin, target=target, classes=classes),
             pairs_rows=pairs,
             shape=shape,
             picks=False,
@@ -129,13 +117,12 @@ class Form:
 class Reading:
     """How the loss of one model is read: watched in a first step, and every 64th, read in those between.
 
-    Example:
-        >>> reading = Reading()
-        >>> reading.begin() is None
-        True
+    Args:
+        learns: whether the form of a loss that was watched is kept for the steps to come.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, learns: bool = True) -> None:
+        self.learns = learns
         self._files: list[ModuleType] | None = None
         self._form: Form | None = None
         self._steps, self._misses = 0, 0
@@ -157,6 +144,8 @@ class Reading:
 
     def learn(self, model: nn.Module, found: Found) -> None:
         """Note the form of a loss that was watched, if it can be read."""
+        if not self.learns:
+            return
         form = form_of(found) if self._misses < TRIES else None
         # What is read costs a rounding of one number in the dtype of the loss. Nobody asked for it where the
         # model computes in a wider one.
@@ -172,15 +161,10 @@ class Reading:
         self._form, self._misses = None, self._misses + 1
 
 
-def reading_of(model: nn.Module) -> Reading | None:
-    """How the loss of a model is read; None while only shapes are computed, which show nothing.
-
-    Example:
-        >>> model = nn.Linear(1, 1)
-        >>> reading_of(model) is reading_of(model)
-        True
-    """
-    return _READINGS.setdefault(model, Reading()) if type(torch.empty(0)) is Tensor else None
+def reading_of(model: nn.Module) -> Reading:
+    """How the loss of a model is read; while only shapes are computed, one that learns nothing from them."""
+    shapes_only = type(torch.empty(0)) is not Tensor
+    return Reading(learns=False) if shapes_only else _READINGS.setdefault(model, Reading())
 
 
 # By the model, not in it: copies and pickles of a model, and of the caller's loss, know nothing of it.
@@ -188,11 +172,7 @@ _READINGS: WeakKeyDictionary[nn.Module, Reading] = WeakKeyDictionary()
 
 
 def form_of(found: Found) -> Form | None:
-    """The form of a loss that was watched; None if it is not one mean that can be read.
-
-    Example:
-        >>> form_of(Found(terms={}, routers={}, factors={}, leaves={}, rows=3, divides=False, padded=False))
-    """
+    """The form of a loss that was watched; None if it is not one mean that can be read."""
     if found.factors != {"loss": 1.0} or found.divides or not found.terms:
         return None
     (one,) = found.terms.values()
@@ -218,12 +198,7 @@ def form_of(found: Found) -> Form | None:
 
 
 def sum_of(loss: Tensor, weight: Number) -> Tensor:
-    """The sum behind a mean: their product, 0 of nothing, where the mean is NaN. The graph is kept.
-
-    Example:
-        >>> sum_of(torch.tensor(0.5, requires_grad=True), 4).item()
-        2.0
-    """
+    """The sum behind a mean: their product, 0 of nothing, where the mean is NaN. The graph is kept."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0, widened(loss) * weight)
     return widened(loss) * weight if weight else widened(loss).nan_to_num(0.0)

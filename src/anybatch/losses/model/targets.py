@@ -37,12 +37,7 @@ class Match(NamedTuple):
 
 
 def leaves_of(micro: Any) -> Mapping[str, Tensor]:
-    """The tensors of a micro-batch by their place; of one that holds other things too, those at the top.
-
-    Example:
-        >>> leaves_of({"x": torch.ones(1), "name": "a"})
-        {'x': tensor([1.])}
-    """
+    """The tensors of a micro-batch by their place; of one that holds other things too, those at the top."""
     try:
         nest = tree.flatten(micro)
         return dict(zip(nest.paths, nest.leaves, strict=True))
@@ -52,12 +47,7 @@ def leaves_of(micro: Any) -> Mapping[str, Tensor]:
 
 
 def rows_of(leaves: Iterable[Tensor]) -> int:
-    """Rows of a micro-batch; 0 where its tensors do not agree.
-
-    Example:
-        >>> rows_of([torch.ones(3), torch.ones(3, 2)]), rows_of([torch.ones(3), torch.ones(2)])
-        (3, 0)
-    """
+    """Rows of a micro-batch; 0 where its tensors do not agree."""
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
     return sizes.pop() if len(sizes) == 1 else 0
 
@@ -75,7 +65,7 @@ def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) 
         >>> from anybatch.losses.reductions import CLASSES
         >>> labels = torch.tensor([[5, 6, 7]])
         >>> target = torch.tensor([6, 7, -100])
-        >>> origin = Origin(kind=CLASSES, settings={}, target=target, axis=0)
+        >>> origin = Origin(kind=CLASSES, settings={}, target=target)
         >>> find(origin, {"x": torch.ones(1, 3), "labels": labels})
         [Match(leaf='labels', transform='next')]
     """
@@ -112,7 +102,7 @@ def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]
 
     Example:
         >>> from anybatch.losses.reductions import CLASSES
-        >>> origin = Origin(kind=CLASSES, settings={}, target=None, axis=0, classes=9)
+        >>> origin = Origin(kind=CLASSES, settings={}, target=None, classes=9)
         >>> labels = torch.tensor([[5, 6, 7], [8, -100, -100]])
         >>> int(count(origin, [Match("labels", "next")], {"labels": labels}))
         2
