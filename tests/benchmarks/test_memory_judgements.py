@@ -112,7 +112,7 @@ BREACHES = {
     "traced": Breach(
         judge=memory_predicted.judge,
         records=PREDICTED,
-        change={"traced": 1_000_001},
+        change={"traced": 1_000_101},
         what="gpt2: traced, worst",
     ),
     "composed": Breach(

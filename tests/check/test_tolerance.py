@@ -4,8 +4,10 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from anybatch import testing
+from anybatch import Total, check, testing
 from anybatch.check.tolerance import relative_error, tolerance
 
 
@@ -30,3 +32,14 @@ def test_error_is_of_all_tensors_as_one_vector() -> None:
 def test_testing_tells_the_same() -> None:
     assert testing.tolerance is tolerance
     assert testing.relative_error is relative_error
+
+
+def test_a_model_in_float64_is_held_to_the_limit_of_float64() -> None:
+    def nearly(model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
+        return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), len(micro[0]) + 1e-4)
+
+    batch = torch.randn(12, 5), torch.randn(12, 2)
+    sound = check(nn.Linear(5, 2), nn.MSELoss(), batch)
+    assert sound.exact
+    assert sound.limit < 1e-10
+    assert not check(nn.Linear(5, 2), nearly, batch).exact

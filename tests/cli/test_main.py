@@ -143,10 +143,6 @@ def test_resume_refuses_other_options(
             "--micro-batch to be at least 1, got 0",
         ),
         (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "the smallest budget"),
-        (
-            ["train", "lenet5", "--data", "{mnist}", "--micro-batch", "40", "--batch-size", "16"],
-            "at most the 16",
-        ),
         (["train", "lenet5", "--data", "{mnist}", "--batch-size", "0"], "--batch-size"),
         (["train", "lenet5", "--data", "{mnist}", "--epochs", "0"], "--epochs"),
         (["train", "lenet5", "--data", "{mnist}", "--clip-norm", "-1"], "clip_norm"),

@@ -129,8 +129,8 @@ def _after_opening(then: Callable[[Accumulator], None]) -> Mutation:
 
 
 def _forget_coefficients(sums: Accumulator) -> None:
-    division = sums._division
-    division.coefficients = dict.fromkeys(division.coefficients, 1.0)
+    forgotten = dict.fromkeys(sums._division.coefficients, 1.0)
+    sums._division = replace(sums._division, coefficients=forgotten, cotangents={})
 
 
 def _halve_divisors(sums: Accumulator) -> None:

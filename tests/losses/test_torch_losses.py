@@ -310,3 +310,16 @@ def test_output_and_target_that_meet_row_against_row_are_refused(loss: nn.Module
     step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(LossError, match=r"as many axes.*target\[:, None\]"):
         step((torch.ones(rows, 3), torch.ones(rows)))
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")  # which torch broadcasts rightly
+def test_a_model_that_squeezes_the_rows_away_is_not_refused_for_a_last_row() -> None:
+    class Squeezed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).squeeze()
+
+    model = Squeezed(4, 1)
+    trial = Trial(
+        nn.MSELoss(), (torch.randn(7, 5, 4).double(), torch.randn(7, 5).double()), model, micro_batch=3
+    )
+    assert trial.is_exact()

@@ -57,7 +57,7 @@ def state(step: ab.Step, batch: tuple[Tensor, Tensor]) -> list[Any]:
     hooks = [len(p._backward_hooks or {}) for p in model.parameters()]
     modes = [module.training for module in model.modules()]
     own = [list(model.calls), model.generator.get_state()] if isinstance(model, Busy) else []
-    scale = step.scale.state(), step.planning.most_rows, vars(step.effects).copy()
+    scale = step.scale.state(), vars(step.effects).copy()
     return [*values, hooks, modes, *own, scale, rng.capture_process()]
 
 

@@ -236,8 +236,6 @@ def test_best_by_a_term_of_the_users_own_is_known_after_the_first_forward(tmp_pa
         ({"batch_size": 0}, PlanError, r"batch_size to be a whole number of at least 1, got 0"),
         ({"batch_size": 2.5}, PlanError, r"batch_size.*got 2\.5"),
         ({"batch_size": True}, PlanError, r"batch_size.*got True"),
-        ({"batch_size": 2}, PlanError, r"micro_batch to be at most the 2 rows of a batch, got 3"),
-        ({"train": make_rows(2)}, PlanError, r"micro_batch to be at most the 2 rows of a batch, got 3"),
         ({"save_every": -1}, PlanError, r"save_every.*at least 0, got -1"),
         ({"seed": 1.0}, PlanError, r"seed to be a whole number.*got 1\.0"),
         ({"config": {"out": Path("a")}}, PlanError, r"config to hold JSON values.*PosixPath"),

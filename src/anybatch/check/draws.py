@@ -67,6 +67,7 @@ class Draws(private.TorchDispatchMode):
         self.has_packed = False  # whether nobody can tell of some draw what belongs to which row
         self.has_dropout = False  # whether there were draws that `without_dropout` switches off
         self.dtypes: set[torch.dtype] = set()  # floating dtypes that were computed in
+        self.notes_dtypes = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
         """Of the class that keeps torch's compiler out, where it has been loaded."""
@@ -116,7 +117,7 @@ class Draws(private.TorchDispatchMode):
             return self._draw(func, args, kwargs)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) and result else result
-        if isinstance(first, Tensor) and first.is_floating_point():
+        if self.notes_dtypes and isinstance(first, Tensor) and first.is_floating_point():
             self.dtypes.add(first.dtype)
         return result
 

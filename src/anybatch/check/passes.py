@@ -15,7 +15,7 @@ from anybatch.check.draws import Draws, plain_kernels
 from anybatch.check.rows import Cut, Part
 from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
-from anybatch.engine import carry_out
+from anybatch.engine import Observer, carry_out
 from anybatch.losses import Terms, call_loss, resolve
 from anybatch.state import rng
 from anybatch.step import Step
@@ -193,7 +193,7 @@ class _WatchedBatch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Micro-batches of the batch inside."""
         micros = self._inner.micro_batches(parts)
         for index in parts:
@@ -249,10 +249,13 @@ class Bench:
                     micro_batch=cut.micro_batch,
                     batch_norm=self.batch_norm,
                     listeners=[measure],
+                    observers=[_Finished(self.draws)],
                 )
                 report = carry_out(step.plan(batch.rows), step.task(), watched)
             except Exception as error:  # the user's code may raise anything
                 return PassResult(error=error, calls=calls)
+            finally:
+                self.draws.notes_dtypes = True
         used = [name for name, weight in report.weights.items() if weight]
         scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
         return PassResult(
@@ -266,6 +269,17 @@ class Bench:
             unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
         )
+
+
+class _Finished(Observer):
+    """From here on a step looks at what it has, with a flag in float32 that no result depends on."""
+
+    def __init__(self, draws: Draws) -> None:
+        self._draws = draws
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """All is computed."""
+        self._draws.notes_dtypes = False
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 
 from anybatch.core import tree
@@ -16,10 +18,10 @@ _SHOWN = 4  # tensors in an error
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How rows are divided into micro-batches: the row indices of each, in order.
+    """How rows are divided into micro-batches: the row indices of each, in the order in which they run.
 
     Args:
-        parts: row indices of each micro-batch; each begins where the one before it ends.
+        parts: row indices of each micro-batch; a `range` where they follow each other.
 
     Example:
         >>> cut = Cut.even(10, 4)
@@ -27,7 +29,7 @@ class Cut:
         ((4, 4, 2), (range(4, 7), range(7, 10)))
     """
 
-    parts: tuple[range, ...]
+    parts: tuple[Sequence[int], ...]
 
     @staticmethod
     def even(rows: int, micro_batch: int) -> "Cut":
@@ -51,7 +53,9 @@ class Cut:
 
     def after(self, done: int, *, most: int) -> "Cut":
         """The rows that come after so many parts, in the same order, in parts of at most so many rows."""
-        rest = range(self.parts[done].start, self.parts[-1].stop)
+        left = self.parts[done:]
+        is_row_after_row = left and _are_adjacent(left)
+        rest = range(left[0][0], left[-1][-1] + 1) if is_row_after_row else [*chain.from_iterable(left)]
         return Cut(tuple([rest[start : start + most] for start in range(0, len(rest), most)]))
 
 
@@ -64,7 +68,7 @@ class Micro(NamedTuple):
     """
 
     rows: Any
-    indices: range
+    indices: Sequence[int]
 
 
 class Batch:
@@ -93,8 +97,8 @@ class Batch:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
         return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
-    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
-        """Yield the rows of each part, with their indices. Each part begins where the one before it ends."""
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield the rows of each part, with their indices."""
         return iter(())
 
     def head(self, rows: int) -> "Batch":
@@ -151,15 +155,21 @@ class TensorBatch(Batch):
         """The dtype of each leaf and its size in one row."""
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
 
-    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
-        """Yield views; uncut, the very value that came in."""
-        if len(parts) == 1 and len(parts[0]) == self.rows:
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield views where rows follow each other, else copies; uncut, the very value that came in."""
+        if len(parts) == 1 and parts[0] == range(self.rows):
             yield Micro(self.whole, parts[0])
             return
-        build = self._nest.build
-        start, stop, sizes = parts[0].start, parts[-1].stop, [*map(len, parts)]
+        build, every = self._nest.build, self._nest.leaves
+        if not _are_adjacent(parts):
+            for index in parts:
+                places = torch.tensor(index)
+                leaves = [leaf.index_select(0, places.to(leaf.device)) for leaf in every]
+                yield Micro(build(iter(leaves)), index)
+            return
+        start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
-        views = [leaf[start:stop].split_with_sizes(sizes) for leaf in self._nest.leaves]
+        views = [leaf[start:stop].split_with_sizes(sizes) for leaf in every]
         for index, leaves in zip(parts, zip(*views, strict=True), strict=True):
             yield Micro(build(iter(leaves)), index)
 
@@ -199,7 +209,7 @@ class SampleBatch(Batch):
         self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
 
-    def micro_batches(self, parts: Sequence[range]) -> Iterator[Micro]:
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, collated."""
         for index in parts:
             yield Micro(self.collate([self.given[row] for row in index]), index)
@@ -228,9 +238,15 @@ def _copied(leaf: Tensor) -> Tensor:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
+def _are_adjacent(parts: Sequence[Sequence[int]]) -> bool:
+    stops = [part.stop if isinstance(part, range) and part.step == 1 else -1 for part in parts]
+    return min(stops) > 0 and all(part[0] == stop for part, stop in zip(parts[1:], stops, strict=False))
+
+
 def _common_rows(nest: tree.Nest, value: object) -> int:
     if not nest.leaves:
-        raise BatchError("Expected at least one tensor in the batch, got 0. Pass the tensors of all rows.")
+        count = len(nest.leaves)
+        raise BatchError(f"Expected a tensor in the batch, got {count}. Pass the tensors of all rows.")
     rows = nest.leaves[0].shape[0] if nest.leaves[0].dim() else -1
     for leaf in nest.leaves:
         if leaf.dim() == 0 or leaf.shape[0] != rows:

@@ -81,7 +81,7 @@ class Accumulator:
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
         self._is_dry = is_dry
         # No closure over this object: a circle would keep its tensors until garbage is collected.
-        self.share: Callable[[range], Loss] = (
+        self.share: Callable[[Sequence[int]], Loss] = (
             partial(_same, self.loss) if window is None else partial(_shifted, window)
         )
         self._computing = task.computing(plan)
@@ -213,7 +213,8 @@ class Accumulator:
             is_window = self._window is not None or bool(self.task.add_rows)
             is_late = is_window or (self.plan.non_finite == "drop" and self.plan.is_cut)
             division = Division.decide(self.loss, OpenBatch() if is_late else self.batch, terms, rows)
-        division.like = {name: (one.dtype, one.device) for name, one in terms.sums.items()}
+        for name, one in terms.sums.items():
+            division.like[name] = one.dtype, one.device
         self.gradients = self._accumulation(division)
         self._division = division  # last: weights take memory, which may run out
 
@@ -222,15 +223,13 @@ class Accumulator:
         banks = list(division.coefficients)
         banks = banks if division.divisors is None else banks[:1]
         chosen = plan.accumulation_dtype
-        if division.is_apart is None:
-            is_wide = self.task.is_wide
-            if chosen is not None:
-                is_wide = all(accumulation_dtype(p.dtype, chosen) == p.dtype for p in parameters)
-            is_looked_into = self.is_guarded or plan.compensated or self.task.is_apart
-            division.is_apart = is_looked_into or len(banks) > 1 or not is_wide
-        if not division.is_apart:
-            return InPlace(parameters, banks[0])
-        return self._apart(banks)
+        is_wide = self.task.is_wide
+        if chosen is not None:
+            is_wide = all(accumulation_dtype(p.dtype, chosen) == p.dtype for p in parameters)
+        is_looked_into = self.is_guarded or plan.compensated or self.task.is_apart
+        if is_looked_into or len(banks) > 1 or not is_wide:
+            return self._apart(banks)
+        return InPlace(parameters, banks[0])
 
     def _apart(self, names: Sequence[str]) -> Apart:
         return Apart(
@@ -372,14 +371,14 @@ class Accumulator:
             self.gradients.close()
 
 
-def _same(loss: Loss, index: range) -> Loss:
+def _same(loss: Loss, index: Sequence[int]) -> Loss:
     return loss
 
 
-def _shifted(window: "Accumulator", index: range) -> Loss:
+def _shifted(window: "Accumulator", index: Sequence[int]) -> Loss:
     """The loss of rows of an `add`, counted from the first row of the window."""
     offset = sum(window.rows)
-    return window.share(range(offset + index.start, offset + index.stop))
+    return window.share(range(offset + index[0], offset + index[-1] + 1))
 
 
 def _kept(value: Number) -> Number:

@@ -12,7 +12,7 @@ from anybatch.core import Batch, Number
 from anybatch.losses import Evaluated, Loss
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Division:
     """What divides each term: decided after the first forward of a step or of a window.
 
@@ -27,7 +27,6 @@ class Division:
         provisional: what stands in for them until then.
         is_counted: the divisors are exact without weighing the micro-batches.
         is_divided: the sums are divided already.
-        is_apart: gradients are summed beside `.grad`; None until that is decided.
         like: dtype and device of each sum.
         cotangents: what flows into each sum, by loss scale.
     """
@@ -37,8 +36,7 @@ class Division:
     provisional: Mapping[str, float]
     is_counted: bool
     is_divided: bool
-    is_apart: bool | None = None
-    like: Mapping[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict[str, Any])
+    like: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict[str, Any])
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod

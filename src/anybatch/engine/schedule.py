@@ -29,7 +29,7 @@ class Schedule:
         self.scale_before: dict[str, float] | None = None
 
     @property
-    def left(self) -> Sequence[range]:
+    def left(self) -> Sequence[Sequence[int]]:
         """Row indices of the micro-batches that are still to be done, the one at hand first."""
         return self._cut.parts[self._done :]
 
@@ -56,7 +56,7 @@ class Schedule:
         with sums.plan.precision.computing(task.kinds):
             along = sums.loss.along(sums.batch, self._cut.sizes, task.model, self._before.put_buffers_back)
             share = stack.enter_context(along)
-        sums.share = lambda index: share(index.start, index.stop)
+        sums.share = lambda index: share(index[0], index[-1] + 1)
         self.is_open = True
 
     def done(self) -> None:

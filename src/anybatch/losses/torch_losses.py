@@ -117,7 +117,8 @@ class SummedLoss(Plain):
 
     def _refuse_crossed_rows(self, output: Tensor, target: Tensor) -> None:
         """Broadcasting begins at the last axis: with fewer axes, rows of one meet all rows of the other."""
-        if output.dim() and target.dim():
+        is_row_squeezed = 1 not in output.shape and (1, *output.shape) == target.shape
+        if output.dim() and target.dim() and not is_row_squeezed:
             raise LossError(
                 f"Expected output and target of {self.name} to have as many axes, got {tuple(output.shape)} "
                 f"and {tuple(target.shape)}, which torch would broadcast row against row. Reshape one of "

@@ -33,7 +33,6 @@ class Planning:
     Attributes:
         settings: a plan without rows that holds all that does not depend on the batch.
         limits: what memory has taught.
-        most_rows: rows of the largest batch so far; shorter ones may then be the short tail of an epoch.
 
     Raises:
         PlanError: a choice that cannot be carried out.
@@ -74,7 +73,6 @@ class Planning:
         )
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
-        self.most_rows = 0
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
 
@@ -158,10 +156,6 @@ class Planning:
         self.budget.forget()
         return True
 
-    def see(self, rows: int) -> None:
-        """There are batches of so many rows: shorter ones may then be the short tail of an epoch."""
-        self.most_rows = max(self.most_rows, rows)
-
     def enforced(self, task: Task) -> AbstractContextManager[None]:
         """While a step runs: on CUDA the allocator itself keeps to the budget."""
         return _NOTHING if self.budget is None else enforced(self.budget.memory, task)
@@ -215,8 +209,7 @@ class Planning:
         )
 
     def _size(self, rows: int) -> int:
-        micro_batch = rows if self.micro_batch is None else self.micro_batch
-        return rows if rows < micro_batch <= self.most_rows else micro_batch
+        return rows if self.micro_batch is None else min(rows, self.micro_batch)
 
 
 class Guard:

@@ -52,7 +52,7 @@ class Step:
             over the outputs of all rows; or `ab.ModelLoss`, for a model that computes its own.
         optimizer: a torch optimizer, or several that share no parameter.
         micro_batch: rows that go through the model together; None for the whole batch at once, or for what
-            fits the memory budget. A batch of fewer rows is refused unless a larger one came before (`plan`).
+            fits the memory budget. A batch of fewer rows goes through uncut.
         memory: budget of bytes: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or a number.
             The fastest plan within it is chosen for each shape of rows; None for no budget.
         recompute: blocks of the model that are run again in backward rather than kept: "all", "selective",
@@ -164,7 +164,6 @@ class Step:
             plan = self.planning.of(task, logical)
             if plan.is_cut:
                 self.guard.before_cut(task, logical, plan.micro_batch)
-            self.planning.see(logical.rows)
             start = time.perf_counter()
             try:
                 with self.planning.enforced(task):
@@ -262,9 +261,8 @@ class Step:
     def plan(self, rows: int, like: Hashable = ()) -> Plan:
         """How a batch of this many rows will be cut.
 
-        A batch shorter than a micro-batch is refused, unless one of at least a micro-batch came before: then
-        it is the short tail of an epoch and goes through uncut. Where memory has run out in rows of this kind
-        before, micro-batches are smaller.
+        A batch of fewer rows than a micro-batch goes through uncut. Where memory has run out in rows of this
+        kind before, micro-batches are smaller.
 
         Args:
             rows: rows of the batch.

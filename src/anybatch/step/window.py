@@ -85,7 +85,7 @@ class Window:
         self._step, self._task = step, task
         self._before: Snapshot = snapshot(task, OpenBatch())
         self._sums = Accumulator(settings, task, OpenBatch())
-        self._sums.share = lambda index: share(index.start, index.stop)
+        self._sums.share = lambda index: share(index[0], index[-1] + 1)
         self._trained = [*map(_is_trained, task.everyone)]
         self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"

@@ -84,12 +84,6 @@ class Trainer:
         _check_whole("batch_size", batch_size, least=1)
         _check_whole("save_every", save_every, least=0)
         _check_whole("seed", seed, least=0)
-        most = min(batch_size, self.train.count)
-        if step.micro_batch is not None and step.micro_batch > most:
-            raise PlanError(
-                f"Expected micro_batch to be at most the {most} rows of a batch, got {step.micro_batch}. "
-                "Pass a smaller one."
-            )
         names = {"loss", *(metrics or {})}
         # The terms of a loss of the user's own have names that only a forward tells.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
@@ -135,8 +129,6 @@ class Trainer:
             total_updates=epochs * per_epoch,
             rows=self.train.count,
         )
-        # A step takes the short tail of an epoch only after a longer batch; here a resume may begin with it.
-        self.step.planning.see(min(self.batch_size, self.train.count))
         reports: list[EpochReport] = []
         with ExitStack() as stops, deferred() as interruption:
             for watcher in self.watchers:
