@@ -338,7 +338,7 @@ def test_no_file_is_too_long(house: House) -> Iterable[str]:
 
 
 @rule(
-    only("x = 1\n" * 24_701),
+    only("x = 1\n" * 22_501),
     {f"{SRC}core/f{number}.py": "" for number in range(131)},
     {f"{SRC}f{number}.py": "" for number in range(5)},
 )
