@@ -200,12 +200,6 @@ BATCHES: dict[str, tuple[Any, type[AnybatchError], str, str]] = {
     "a loader": (iter([(X, Y)]), BatchError, "got a list_iterator", "Turn it into"),
     "inputs elsewhere": ((X.to("meta"), Y), BatchError, "got meta", "Move the batch there with .to(device)"),
     "targets elsewhere": ((X, Y.to("meta")), BatchError, "device cpu, got meta", "Move the batch there"),
-    "fewer rows than a micro-batch": (
-        (X[:2], Y[:2]),
-        PlanError,
-        "2 rows of the batch, got 3",
-        "Pass a smaller",
-    ),
     "no target": ({"x": X}, LossError, "got ['x']", "Or write the loss as a function"),
     "two targets": (
         {"x": X, "y": Y, "labels": Y},
