@@ -1,5 +1,7 @@
 """What a user changes between steps and adds is noticed, or named; nothing goes on in silence."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,3 +100,36 @@ def test_memory_that_runs_out_half_way_through_the_backward_of_a_later_add() -> 
     for fails_at in ({1}, {3}, {1, 6}, {1, 7}):
         error = relative_error(trained(fails_at, (4, 4, 4)), trained(set(), (12,)))
         assert error <= tolerance(torch.float64, 3)
+
+
+def test_an_add_that_was_done_again_counts_once() -> None:
+    model = Counting()
+    model.forward = fails_once(model)  # type: ignore[method-assign]
+    step = make(model)
+    with step.window() as window:
+        for _ in range(3):
+            window.add((torch.ones(1, 3), torch.ones(1, 1)))
+        report = window.update()
+    assert (report.redone, report.rows) == (1, 3)
+
+
+def fails_once(model: Counting) -> object:
+    calls = [0]
+
+    def forward(x: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model.layer(x)
+
+    return forward
+
+
+def test_a_window_lets_the_rows_of_an_add_go() -> None:
+    window = make(nn.Linear(3, 1)).window()
+    rows = torch.ones(4, 3)
+    window.add((rows, torch.ones(4, 1)))
+    alive = weakref.ref(rows)
+    del rows
+    assert alive() is None
+    window.discard()
