@@ -61,8 +61,7 @@ def test_module_that_runs_inside_another_before_it_is_called_by_the_loss() -> No
             self.first = self.body[0]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Never called: the loss calls its parts."""
-            raise NotImplementedError
+            raise AssertionError("the loss calls the parts of this model, never the whole")
 
     def by_parts(model: nn.Module, micro: Any) -> Total:
         by_row = model.body(micro[0])[0] + model.first(micro[0])
