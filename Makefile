@@ -39,13 +39,13 @@ test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, wi
 check: env ## check format, lint and types
 	@echo "check: format, lint, types"
 	@$(BIN)/ruff format --quiet --check --diff . $(call or_say,run: make format)
-	@$(BIN)/ruff check --quiet . $(call or_say,run: make format; then mend what it still names)
-	@$(BIN)/pyright $(call or_say,mend the types named above)
+	@$(BIN)/ruff check --quiet . $(call or_say,run: make format; then fix what it still names)
+	@$(BIN)/pyright $(call or_say,fix the types named above)
 
-format: env ## format the code and mend what lint can mend by itself
+format: env ## format the code and fix what lint can fix by itself
 	@echo "format: rewriting in place"
-	@$(BIN)/ruff check --quiet --fix . $(call or_say,mend by hand what is named above)
-	@$(BIN)/ruff format --quiet . $(call or_say,mend the syntax named above)
+	@$(BIN)/ruff check --quiet --fix . $(call or_say,fix by hand what is named above)
+	@$(BIN)/ruff format --quiet . $(call or_say,fix the syntax named above)
 
 bench: env .venv/.with-bench ## compare speed and memory with hand-written PyTorch, accelerate and Fabric; ONLY="mlp gpt" for some
 	@echo "bench: measuring, about eight minutes; leave the machine alone meanwhile"

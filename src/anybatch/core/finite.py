@@ -10,7 +10,7 @@ from anybatch.core import torch_private as private
 
 
 class NonFinite(Exception):  # noqa: N818
-    """A micro-batch gave values that are not finite; whoever runs it mends that, or says so in words.
+    """A micro-batch gave values that are not finite; whoever runs it handles that, or says so in words.
 
     Attributes:
         where: "loss" or "gradient".
