@@ -11,11 +11,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from anybatch.check.rows import Axis, Part, find_axis, select, take
-from anybatch.core import torch_private as private
-from anybatch.state import rng
+from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
 
 Place = tuple[str, bytes]  # a stream and where it stands
 
@@ -33,7 +31,7 @@ class _Draw:
     axis: Axis | None = None  # on which axis rows lie, as far as a part has shown it
 
 
-class Draws(private.TorchDispatchMode):
+class Draws(SeenDraws):
     """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
 
     A draw is known by where the stream stood before it, so that a forward repeated in backward
@@ -63,21 +61,9 @@ class Draws(private.TorchDispatchMode):
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
-        self.count = self.unreplayed = 0  # draws since `begin`, and those of them that are not replayed
+        self.count = 0  # draws since `begin`; `unreplayed` are those of them that are not replayed
         self.has_packed = False  # whether nobody can tell of some draw what belongs to which row
         self.has_dropout = False  # whether there were draws that `without_dropout` switches off
-        self.dtypes: set[torch.dtype] = set()  # floating dtypes that were computed in
-        self.notes_dtypes = True
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Draws":
-        """Of the class that keeps torch's compiler out, where it has been loaded."""
-        kind: Any = _Uncompiled if private.is_compiler_loaded() else cls
-        return super().__new__(kind)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
-        return False
 
     def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
         """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
@@ -113,33 +99,27 @@ class Draws(private.TorchDispatchMode):
             raise OutOfTime
         if self._is_wide and kwargs.get("dtype") is torch.float32 and "_to_copy" in func.__name__:
             kwargs = {**kwargs, "dtype": torch.float64}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args):
-            return self._draw(func, args, kwargs)
-        result = func(*args, **kwargs)
-        first = result[0] if isinstance(result, tuple) and result else result
-        if self.notes_dtypes and isinstance(first, Tensor) and first.is_floating_point():
-            self.dtypes.add(first.dtype)
-        return result
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Answer a draw from what the whole batch drew."""
         self.count += 1
-        device = _device(args, kwargs)
-        stream = _stream(device)
-        own = [g for g in (*args, *kwargs.values()) if isinstance(g, torch.Generator) and g is not stream]
-        if not own and "bernoulli_" in func.__name__:
+        device = device_of(args, kwargs)
+        stream = stream_of(device)
+        is_own = has_own_generator(args, kwargs)
+        if not is_own and "bernoulli_" in func.__name__:
             self.has_dropout = True
             if self._without_dropout:
-                chance = args[1] if len(args) > 1 else 0.5
-                return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
+                return expected_of_bernoulli(args)
         before = stream.get_state()
         key = (str(device), bytes(before.tolist()))
-        draw = None if own else self._drawn.get(key)
+        draw = None if is_own else self._drawn.get(key)
         if draw is not None:
             value = self._answer(draw, func, args, kwargs)
             stream.set_state(draw.after)
             return value
         result = func(*args, **kwargs)
-        if own or not self._part.is_whole or key[1] != self._next.get(key[0]):
+        if is_own or not self._part.is_whole or key[1] != self._next.get(key[0]):
             self.unreplayed += 1
             return result
         after = stream.get_state()
@@ -179,42 +159,6 @@ class Draws(private.TorchDispatchMode):
         return None
 
 
-class _Uncompiled(Draws):
-    """The same, into which no compiled model's compiler looks."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def plain_kernels() -> Generator[None]:
-    """On a GPU, attention and recurrent layers draw inside one kernel, unseen; here they do not."""
-    if not torch.cuda.is_initialized():
-        yield
-        return
-    with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
-        yield
-
-
-def _is_idle(func: Any, args: Sequence[Any]) -> bool:
-    """Operations that could draw, but do not here: dropout in evaluation, and kernels that do it all at once.
-
-    Of those, `plain_kernels` leaves only the ones without dropout.
-    """
-    name = func.__name__
-    if "native_dropout" in name:
-        return len(args) > 2 and args[2] is False
-    if "rrelu_with_noise" in name:
-        return len(args) < 5 or not args[4]
-    return "attention" in name or "rnn" in name or "lstm" in name
-
-
 def _is_rrelu(func: Any) -> bool:
     """Whether what is drawn is put into the second argument: RReLU."""
     return "rrelu_with_noise" in func.__name__
@@ -223,18 +167,3 @@ def _is_rrelu(func: Any) -> bool:
 def _numbers(func: Any, args: Sequence[Any], result: Any) -> Tensor:
     """Where an operation puts what it draws."""
     return args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result
-
-
-def _device(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
-    for value in args:
-        if isinstance(value, Tensor):
-            return value.device
-    device = torch.device(kwargs.get("device") or "cpu")
-    # One that is named without its number is the current one.
-    return torch.empty(0, device=device).device if device.type == "cuda" else device
-
-
-def _stream(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.check.copies import Copied
-from anybatch.check.draws import Draws, plain_kernels
+from anybatch.check.draws import Draws
 from anybatch.check.rows import Cut, Part
 from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, carry_out
 from anybatch.losses import Terms, call_loss, resolve
-from anybatch.state import rng
+from anybatch.state import plain_kernels, rng
 from anybatch.step import Step
 
 _NAME = "loss"  # of a term that comes without one
@@ -255,7 +255,7 @@ class Bench:
             except Exception as error:  # the user's code may raise anything
                 return PassResult(error=error, calls=calls)
             finally:
-                self.draws.notes_dtypes = True
+                self.draws.is_watching = True
         used = [name for name, weight in report.weights.items() if weight]
         scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
         return PassResult(
@@ -279,7 +279,7 @@ class _Finished(Observer):
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """All is computed."""
-        self._draws.notes_dtypes = False
+        self._draws.is_watching = False
 
 
 def norm(tensors: Iterable[Tensor]) -> float:

@@ -105,6 +105,10 @@ class Batch:
         """A batch of the first rows."""
         return self
 
+    def only(self, indices: Sequence[int]) -> "Batch":
+        """A batch of these rows."""
+        return self
+
     def copied(self) -> "Batch":
         """The same rows in memory of their own: a model may work in place on its input."""
         return self
@@ -177,6 +181,12 @@ class TensorBatch(Batch):
         """A batch of the first rows, as views."""
         return TensorBatch(self._nest.build(iter([leaf[:rows] for leaf in self._nest.leaves])))
 
+    def only(self, indices: Sequence[int]) -> "TensorBatch":
+        """A batch of these rows, as copies."""
+        places = torch.tensor(indices)
+        every = [leaf.index_select(0, places.to(leaf.device)) for leaf in self._nest.leaves]
+        return TensorBatch(self._nest.build(iter(every)))
+
     def copied(self) -> "TensorBatch":
         """Copies of all tensors."""
         return TensorBatch(tree.map_leaves(_copied, self.whole))
@@ -217,6 +227,10 @@ class SampleBatch(Batch):
     def head(self, rows: int) -> "SampleBatch":
         """A batch of the first samples."""
         return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self.collate)
+
+    def only(self, indices: Sequence[int]) -> "SampleBatch":
+        """A batch of these samples."""
+        return SampleBatch([self.given[row] for row in indices], self.collate)
 
     def copied(self) -> "SampleBatch":
         """The same samples, whose tensors are copied once they are collated."""

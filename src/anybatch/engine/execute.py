@@ -322,7 +322,7 @@ def why_not_cut(sums: Accumulator, rows: int) -> str:
         )
     if not (sums.is_in_window or plan.is_cut):
         try:
-            task.before_cut(task, sums.batch, -(-rows // 2))
+            task.before_cut(task, sums.batch, plan, -(-rows // 2))
         except (PlanError, LossError) as error:
             return f"the batch must not be cut: {error}"
     return ""

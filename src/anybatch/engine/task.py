@@ -35,7 +35,7 @@ from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.state import Effects, ModuleState
 
-BeforeCut = Callable[["Task", Batch, int], None]
+BeforeCut = Callable[["Task", Batch, Plan, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,8 +51,8 @@ class Task:
             part in the update and is left alone.
         batch_norms: modules in which rows meet, as they stand.
         devices: where the parameters of the model are.
-        before_cut: called with this task, the batch and a number of rows that may fit, before a batch that
-            was not to be cut is cut after all; raises where that would change the result.
+        before_cut: called with this task, the batch, its plan and a number of rows that may fit, before a
+            batch that was not to be cut is cut after all; raises where that would change the result.
         effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
         add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
@@ -69,7 +69,7 @@ class Task:
     batch_norms: Sequence[BatchNorm]
     devices: Set[torch.device]
     listeners: Sequence[Listener]
-    before_cut: BeforeCut = lambda task, batch, rows: None
+    before_cut: BeforeCut = lambda task, batch, plan, rows: None
     effects: Effects = field(default_factory=Effects)
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))

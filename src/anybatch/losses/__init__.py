@@ -1,6 +1,5 @@
 """Losses as sums with weights: by torch's own names, or written by the user."""
 
-from anybatch.losses.additivity import refuse_what_does_not_add_up
 from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
@@ -26,7 +25,6 @@ __all__ = [
     "check_loss",
     "linear_cross_entropy",
     "module_of",
-    "refuse_what_does_not_add_up",
     "resolve",
     "split_batch",
     "summed_loss",

@@ -1,6 +1,14 @@
 """What code may change, noted and put back: random streams, buffers, modes, gradients, attributes."""
 
 from anybatch.state import rng
+from anybatch.state.draws import (
+    SeenDraws,
+    device_of,
+    expected_of_bernoulli,
+    has_own_generator,
+    plain_kernels,
+    stream_of,
+)
 from anybatch.state.objects import Contents, ObjectState, Reachable, ways
 from anybatch.state.snapshot import Effects, ModuleState, Snapshot, evaluating
 
@@ -10,8 +18,14 @@ __all__ = [
     "ModuleState",
     "ObjectState",
     "Reachable",
+    "SeenDraws",
     "Snapshot",
+    "device_of",
     "evaluating",
+    "expected_of_bernoulli",
+    "has_own_generator",
+    "plain_kernels",
     "rng",
+    "stream_of",
     "ways",
 ]

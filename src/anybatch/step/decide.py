@@ -14,11 +14,11 @@ from torch import nn
 from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
-from anybatch.losses import refuse_what_does_not_add_up
 from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
 from anybatch.precision import Precision
 from anybatch.recompute import choose_blocks, find_blocks
 from anybatch.step.limits import Limits
+from anybatch.step.look import refuse_what_depends_on_the_cut
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 _WHOLE = {"cut_refused": _DEPENDS}
@@ -217,27 +217,26 @@ class Guard:
 
     Args:
         batch_norm: what a step does with BatchNorm in training mode; None for nothing.
-        check: whether a loss of the caller's own is looked at before the first update.
-        has_budget: whether that look takes no more rows than a micro-batch has.
+        check: whether loss and gradient of a few rows are compared before the first cut of each kind of rows.
     """
 
-    def __init__(self, *, batch_norm: str | None, check: bool, has_budget: bool) -> None:
-        self.batch_norm, self._has_budget = batch_norm, has_budget
-        self._looks = 3 if check else 0  # some batches tell nothing
+    def __init__(self, *, batch_norm: str | None, check: bool) -> None:
+        self.batch_norm, self._checks = batch_norm, check
+        self._looks: dict[Hashable, int] = {}  # how often there is still to be looked, by the kind of rows
 
-    def before_cut(self, task: Task, batch: Batch, micro_batch: int) -> None:
-        """Refuse what would change the result."""
+    def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
+        """Refuse what would change the result; `most` rows are known to fit."""
         self.refuse_meetings(task)
-        self.check_loss(task, batch, micro_batch)
+        self.look(task, batch, plan, most)
 
-    def check_loss(self, task: Task, batch: Batch, micro_batch: int) -> None:
-        """Before the first update: whether a loss of the caller's own adds up. Once, if the rows can tell."""
-        if self._looks:
-            most = micro_batch if self._has_budget else batch.rows
-            said = refuse_what_does_not_add_up(
-                task.loss, task.model, task.modules, batch, micro_batch, most=most
-            )
-            self._looks = 0 if said else self._looks - 1
+    def look(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
+        """Whether the result depends on the cut; once for each kind of rows, if these can tell."""
+        if self._checks and batch.rows > 1:
+            kind = _kind(batch)
+            left = self._looks.get(kind, _LOOKS)
+            if left:
+                said = refuse_what_depends_on_the_cut(task, batch, plan, most)
+                self._looks[kind] = 0 if said else left - 1
 
     def refuse_meetings(self, task: Task) -> None:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
@@ -246,6 +245,12 @@ class Guard:
 
 
 _NOTHING = nullcontext()
+_LOOKS = 3  # some batches tell nothing
+
+
+def _kind(batch: Batch) -> Hashable:
+    """Dtypes and numbers of dimensions: rows of another length are not looked at again."""
+    return tuple([(leaf.dtype, leaf.dim()) for leaf in getattr(batch, "leaves", ())])
 
 
 def _at_least_one(rows: object) -> int:

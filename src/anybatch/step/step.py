@@ -70,8 +70,8 @@ class Step:
             "tf32", or an `ab.Precision`. The true ones store the model's weights short, from now on.
         non_finite: what becomes of a micro-batch whose loss or gradient is not finite: "raise" stops and
             names its rows, "drop" leaves its rows and their weight out, "skip" makes no update.
-        check: before the first update of a batch that is cut, compare a few rows at once with the same rows
-            in parts, if the loss is a function of the caller's own (`anybatch.losses.additivity`).
+        check: before the first batch of its kind is cut, compare loss and gradient of a few of its rows
+            between several cuts (`anybatch.step.look`).
         listeners: functions called with every event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
         observers: look at the finished gradients of each update, and change nothing
             (`anybatch.engine.Observer`).
@@ -130,7 +130,7 @@ class Step:
             precision=chosen,
             non_finite=non_finite,
         )
-        self.guard = Guard(batch_norm=batch_norm, check=check, has_budget=memory is not None)
+        self.guard = Guard(batch_norm=batch_norm, check=check)
         self.collate = collate
         self.listeners, self.observers = tuple(listeners), tuple(observers)
         self.strategy: Strategy = Single()
@@ -163,7 +163,7 @@ class Step:
         while True:
             plan = self.planning.of(task, logical)
             if plan.is_cut:
-                self.guard.before_cut(task, logical, plan.micro_batch)
+                self.guard.before_cut(task, logical, plan, plan.micro_batch)
             start = time.perf_counter()
             try:
                 with self.planning.enforced(task):

@@ -117,7 +117,7 @@ class Window:
             plan = planning.of_window(self._task, batch)
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
-            guard.check_loss(self._task, batch, plan.micro_batch)
+            guard.look(self._task, batch, plan, plan.micro_batch)
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
             if part is not None:

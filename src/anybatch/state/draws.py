@@ -1,0 +1,141 @@
+"""Random draws seen: every operation of torch goes by, and those that draw can be answered otherwise."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from anybatch.core import torch_private as private
+
+
+class SeenDraws(private.TorchDispatchMode):
+    """While it is entered, `draw` makes each random draw of torch; here all but dropout as usual.
+
+    Dropout gives its expected value, so that it is the same in every cut.
+
+    Attributes:
+        dtypes: floating dtypes that were computed in.
+        unreplayed: draws whose numbers are others in another cut.
+        is_watching: set it to False, and nothing is noted any more, and all is drawn as usual.
+
+    Example:
+        >>> with SeenDraws() as draws:
+        ...     print(torch.nn.functional.dropout(torch.ones(3), 0.5))
+        tensor([1., 1., 1.])
+        >>> draws.unreplayed, draws.dtypes
+        (0, {torch.float32})
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+        self.unreplayed = 0
+        self.is_watching = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Of a class that keeps torch's compiler out, where it has been loaded."""
+        kind: Any = _uncompiled(cls) if private.is_compiler_loaded() else cls
+        return super().__new__(kind)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else torch loads its compiler at the first operation, to keep it out, which takes a second."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Every operation of torch comes by here."""
+        kwargs = kwargs or {}
+        if not self.is_watching:
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_idle(func, args):
+            return self.draw(func, args, kwargs)
+        result = func(*args, **kwargs)
+        first = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(first, Tensor) and first.is_floating_point():
+            self.dtypes.add(first.dtype)
+        return result
+
+    def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make a draw."""
+        name = func.__name__
+        if "bernoulli_" in name and not has_own_generator(args, kwargs):
+            return expected_of_bernoulli(args)
+        if "native_dropout" in name:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        self.unreplayed += 1
+        return func(*args, **kwargs)
+
+
+@cache
+def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
+    class Uncompiled(kind):  # pyright: ignore[reportGeneralTypeIssues]
+        """The same, into which no compiled model's compiler looks."""
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Uncompiled
+
+
+@contextmanager
+def plain_kernels() -> Generator[None]:
+    """On a GPU, attention and recurrent layers draw inside one kernel, unseen; here they do not."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def expected_of_bernoulli(args: Sequence[Any]) -> Tensor:
+    """What a Bernoulli draw gives on average, in its place."""
+    chance = args[1] if len(args) > 1 else 0.5
+    return args[0].copy_(chance) if isinstance(chance, Tensor) else args[0].fill_(chance)
+
+
+def has_own_generator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether numbers come from another generator than torch's own of the device."""
+    stream = stream_of(device_of(args, kwargs))
+    return any(isinstance(one, torch.Generator) and one is not stream for one in (*args, *kwargs.values()))
+
+
+def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
+    """Where an operation draws."""
+    for value in args:
+        if isinstance(value, Tensor):
+            return value.device
+    device = torch.device(kwargs.get("device") or "cpu")
+    # One that is named without its number is the current one.
+    return torch.empty(0, device=device).device if device.type == "cuda" else device
+
+
+def stream_of(device: torch.device) -> torch.Generator:
+    """Torch's own generator of a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _is_idle(func: Any, args: Sequence[Any]) -> bool:
+    """Operations that could draw, but do not here: dropout in evaluation, and kernels that do it all at once.
+
+    Of those, `plain_kernels` leaves only the ones without dropout.
+    """
+    name = func.__name__
+    if "native_dropout" in name:
+        return len(args) > 2 and args[2] is False
+    if "rrelu_with_noise" in name:
+        return len(args) < 5 or not args[4]
+    return "attention" in name or "rnn" in name or "lstm" in name

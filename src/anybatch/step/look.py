@@ -1,0 +1,239 @@
+"""The look before the first cut: a few rows in several cuts must give the same loss and gradient."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from anybatch.core import Batch, LossError, OutOfMemoryError
+from anybatch.engine import Observer, Plan, Task, carry_out
+from anybatch.losses import ModelLoss, ModelTerms, Terms
+from anybatch.planner import reached_by
+from anybatch.state import Effects, SeenDraws, plain_kernels, rng
+
+ROWS = 8
+_LIMIT = 1e-2  # a smaller relative error of a gradient may be rounding in a deep network
+_SIGNS = 8  # rows of a sketch
+
+
+def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> bool:
+    """Compare loss and gradient of a few rows between three cuts, before a batch is cut for the first time.
+
+    A step is carried out on at most eight rows from all over the batch: at once, in two unequal parts, and in
+    small parts in another order; where only `most` rows may go through together, in parts of at most that.
+    The model is in the mode it is in. Dropout gives its expected value. Nothing is updated, and all is put
+    back. A difference within rounding, of other random numbers, or of a model that gives the same rows
+    another loss the second time, is no fault; what fails otherwise is left to the step.
+    `anybatch.check` is the whole test, and says where a fault lies.
+
+    Args:
+        task: whose loss and model are looked at.
+        batch: the rows to choose from.
+        plan: how the batch is to be carried out.
+        most: rows that are known to fit; two at least go through together.
+
+    Returns:
+        Whether these rows could tell.
+
+    Raises:
+        LossError: loss or gradient depends on the cut.
+    """
+    if plan.batch_norm == "micro" and task.batch_norms:  # the caller has said so
+        return True
+    rows = min(batch.rows, ROWS)
+    if rows < 2:
+        return False
+    most = min(rows, max(2, most))
+    few = batch.only([index * batch.rows // rows for index in range(rows)])
+    noted, streams = reached_by(task, few), rng.capture_process()
+    try:
+        return _look(task, few, plan, most)
+    except OutOfMemoryError:
+        return most > 2 and _look(task, few, plan, 2)
+    finally:
+        noted.put_back()
+        rng.restore_process(streams)
+
+
+def _look(task: Task, few: Batch, plan: Plan, most: int) -> bool:
+    first, *others = _cuts(few.rows, most)
+    is_own = isinstance(task.loss, ModelTerms)
+    whole = _outcome(task, few, plan, first)
+    if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
+        whole = _outcome(task, few, plan, first := others.pop(0))
+        if isinstance(whole, LossError):
+            raise whole
+    if isinstance(whole, Exception) or not any(whole.report.weights.values()):
+        return False
+    told = False
+    for cut in others:
+        parts = _outcome(task, few, plan, cut)
+        if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
+            raise parts
+        if isinstance(parts, Exception):
+            continue
+        told = True
+        if not _differ(whole, parts):
+            continue
+        if whole.is_random or parts.is_random:
+            return False  # other numbers in another cut, and rightly
+        # The same rows again must be the same; and what cancels in the sum is held against what is added up.
+        again = _outcome(task, few, plan, first)
+        halves = [few.only(half) for half in (range(few.rows // 2), range(few.rows // 2, few.rows))]
+        alone = [_outcome(task, half, plan, _Cut(_sizes(half.rows, [most]))) for half in halves]
+        sound = [one for one in alone if isinstance(one, _Outcome)]
+        if not isinstance(again, _Outcome) or _differ(whole, again):
+            return False
+        if not (found := _differ(whole, parts, *sound)):
+            return False
+        raise LossError(
+            f"Expected the same loss and gradient from {_name(task)} in every cut, got {found} from "
+            f"{few.rows} rows as {first} and as {cut}. Rows meet in the model or the loss (ab.WholeBatch), "
+            "or a weight is not what its sum is divided by. ab.check(model, loss, batch) names the place; "
+            "Step(check=False) skips this test."
+        )
+    return told
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Rows of each micro-batch; every second row comes first where they are interleaved."""
+
+    sizes: tuple[int, ...]
+    is_interleaved: bool = False
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
+
+
+def _cuts(rows: int, most: int) -> list[_Cut]:
+    """The reference, then unequal parts, which show a mean of means, then others of one size."""
+    if most == rows:
+        large = min(rows - 1, -(-5 * rows // 8))
+        small = max(1, rows // 4) if rows < 4 else 2
+        return [_Cut((rows,)), _Cut((large, rows - large)), _Cut(_sizes(rows, [small]), True)]
+    half = -(-most // 2)
+    return [_Cut(_sizes(rows, [most])), _Cut(_sizes(rows, [most, half])), _Cut(_sizes(rows, [most]), True)]
+
+
+def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
+    """Sizes that repeat a pattern, until all rows are taken."""
+    sizes: list[int] = []
+    while left := rows - sum(sizes):
+        sizes.append(min(left, pattern[len(sizes) % len(pattern)]))
+    return tuple(sizes)
+
+
+class _Outcome(Observer):
+    """Loss and gradient of some rows in one cut; the model, its gradients and all else are as before."""
+
+    def __init__(self, task: Task, few: Batch, plan: Plan, cut: _Cut) -> None:
+        self.gradients: dict[str, Tensor] = {}
+        self.sizes: dict[str, float] = {}
+        self._draws = SeenDraws()
+        effects = Effects()
+        own = replace(
+            task,
+            loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,
+            effects=effects,
+            observers=(self,),
+            listeners=(),
+            schedulers=(),
+            before_cut=_allowed,
+        )
+        effects.begin(own.modules)
+        order = range(few.rows)
+        rows = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few.copied()
+        like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
+        with torch.enable_grad(), plain_kernels(), self._draws:
+            self.report = carry_out(like, own, rows, is_dry=True)
+        if self.report.too_large:  # and so it was cut otherwise
+            raise OutOfMemoryError(f"Expected {max(cut.sizes)} rows to fit, got none left. Take fewer.")
+        self.is_random = bool(self._draws.unreplayed) or effects.draws or effects.draws_process
+        self.eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *self._draws.dtypes))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Keep what shows a difference, in little memory."""
+        self._draws.is_watching = False
+        self.gradients = {name: _sketch(value.detach()) for name, value in gradients.items()}
+
+    @property
+    def size(self) -> float:
+        """The norm of the gradient."""
+        return math.hypot(*[value.norm().item() for value in self.gradients.values()])
+
+
+def _differ(one: _Outcome, other: _Outcome, *alone: _Outcome) -> str:
+    """What differs by more than rounding; empty if nothing does.
+
+    Never less than float32's rounding is allowed for, as many a loss is computed in it whatever the
+    parameters are; nor less than what numbers of size 1 leave behind where they cancel.
+    """
+    eps = max(one.eps, other.eps)
+    outcomes = one, other, *alone
+    for name in sorted(one.report.terms.keys() & other.report.terms.keys()):
+        first, second = one.report.terms[name], other.report.terms[name]
+        sizes = [abs(each.report.terms.get(name, 0.0)) for each in outcomes]
+        if not math.isfinite(first):  # nothing to say, or the step will
+            continue
+        # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
+        if not abs(first - second) <= max(eps**0.5 * max(map(abs, sizes)), 100 * eps):
+            return f"{first:.6g} and {second:.6g} for {name!r}"
+    apart: dict[str, float] = {}
+    for name in one.gradients.keys() | other.gradients.keys():
+        pair = one.gradients.get(name), other.gradients.get(name)
+        first, second = [torch.zeros(()) if value is None else value for value in pair]
+        apart[name] = (first - second).norm().item()
+    error, size = math.hypot(*apart.values()), max(each.size for each in outcomes)
+    if not math.isfinite(error) or error <= max(max(_LIMIT, 3 * eps**0.5) * size, 100 * eps):
+        return ""
+    worst = max(apart, key=lambda name: apart[name])
+    return f"gradients that differ by {error / size:.2g}, most in {worst}"
+
+
+def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
+    """Rows may be cut: where memory runs out the report says so."""
+
+
+def _outcome(task: Task, few: Batch, plan: Plan, cut: _Cut) -> "_Outcome | Exception":
+    """What comes of a cut, or its error: a step meets that again, or would not meet it.
+
+    A model may refuse a single row, which a step need not send.
+    """
+    try:
+        return _Outcome(task, few, plan, cut)
+    except OutOfMemoryError:
+        raise
+    except Exception as error:
+        return error
+
+
+def _sketch(gradient: Tensor) -> Tensor:
+    """A few sums of the rows of a gradient with random signs, of the same norm on average.
+
+    The difference of two sketches is that of the two gradients, in little memory: Alon, Matias and Szegedy
+    1999, "The Space Complexity of Approximating the Frequency Moments", section 2.2.
+    """
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        signs = _signs(gradient.shape[0])[:, gradient.indices()[0].cpu()]
+        gradient = gradient.values()
+    elif gradient.dim() < 2 or gradient.shape[0] <= _SIGNS:
+        return gradient.clone()
+    else:
+        signs = _signs(gradient.shape[0])
+    return signs.to(gradient) @ gradient.flatten(1)
+
+
+@cache
+def _signs(rows: int) -> Tensor:
+    drawn = torch.randint(2, (_SIGNS, rows), generator=torch.Generator().manual_seed(rows))
+    return (2.0 * drawn - 1) / _SIGNS**0.5
+
+
+def _name(task: Task) -> str:
+    called = task.loss.function if isinstance(task.loss, Terms) else task.model
+    return getattr(called, "__name__", type(called).__name__)

@@ -1,0 +1,343 @@
+"""Before the first cut a few rows must give the same loss and gradient in every cut."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.errors import LossError
+from anybatch.memory.meter import Meter
+from anybatch.state import rng
+from anybatch.testing import Perceptron
+
+ROWS = 13
+
+
+def make_batch(rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    labels = torch.randint(3, (rows,))
+    labels[::3] = -100
+    return torch.randn(rows, 4), labels
+
+
+def step_on(model: nn.Module, loss: Any, batch: Any, micro_batch: int = 4, **options: Any) -> Any:
+    step = ab.Step(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=micro_batch, **options
+    )
+    return step, step(batch)
+
+
+def look(loss: Any, *, model: nn.Module | None = None, batch: Any = None, **options: Any) -> None:
+    step_on(Perceptron(4, 3) if model is None else model, loss, batch or make_batch(), **options)
+
+
+def by_labels(model: nn.Module, micro: Any) -> ab.Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="sum")
+    return ab.Total(losses, (micro[1] != -100).sum())
+
+
+def by_rows(model: nn.Module, micro: Any) -> ab.Total:
+    return ab.Total(F.cross_entropy(model(micro[0]), micro[1]) * len(micro[0]), len(micro[0]))
+
+
+def mean_of_means(model: nn.Module, micro: Any) -> ab.Total:
+    return ab.Total(model(micro[0]).square().mean(), 1)
+
+
+def broadcast(model: nn.Module, micro: Any) -> ab.Total:
+    errors = (model(micro[0])[:, :1] - micro[1].float()).square()  # (rows, 1) and (rows,)
+    return ab.Total(errors.sum(), errors.numel())
+
+
+class Meeting(nn.Module):
+    """A function over rows between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.function, self.last = nn.Linear(4, 4), function, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+class WrongAxis(nn.Module):
+    """Attention that takes rows for places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.last = nn.MultiheadAttention(4, 2, dropout=0.1), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None] * torch.ones(1, 3, 1)
+        return self.last(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+MEETINGS = {
+    "mean": lambda x: x - x.mean(0),
+    "batch norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "shuffled": lambda x: x.flip(0),
+    "largest": lambda x: x / x.detach().abs().max(),
+    "in training": lambda x: x + 0.3 * x.mean(0, keepdim=True) if x.requires_grad else x,
+}
+LOSSES = {"torch": nn.CrossEntropyLoss(), "own": by_labels, "function": partial(F.cross_entropy)}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("meeting", MEETINGS.values(), ids=MEETINGS)
+def test_rows_that_meet_in_the_model_are_refused(meeting: Any, loss: Any, micro_batch: int) -> None:
+    with pytest.raises(LossError, match="Rows meet"):
+        look(loss, model=Meeting(meeting), micro_batch=micro_batch)
+
+
+def test_attention_over_the_wrong_axis_is_refused() -> None:
+    with pytest.raises(LossError, match="Rows meet"):
+        look(nn.CrossEntropyLoss(), model=WrongAxis())
+
+
+def test_only_the_gradient_may_tell() -> None:
+    """The value of the loss is the same in every cut."""
+
+    class Crossed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+            return grad - grad.mean(0)
+
+    with pytest.raises(LossError, match=r"gradients that differ by .*, most in first"):
+        look(nn.CrossEntropyLoss(), model=Meeting(Crossed.apply))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])
+@pytest.mark.parametrize("loss", [by_rows, mean_of_means, broadcast])
+def test_a_wrong_weight_is_refused(loss: Any, micro_batch: int) -> None:
+    with pytest.raises(LossError, match="in every cut"):
+        look(loss, micro_batch=micro_batch)
+
+
+def test_a_wrong_term_is_named() -> None:
+    loss = ab.Terms(lambda model, micro: {"right": by_labels(model, micro), "wrong": by_rows(model, micro)})
+    with pytest.raises(LossError, match="'wrong'"):
+        look(loss)
+
+
+def test_samples_are_looked_at_too() -> None:
+    samples = list(zip(*make_batch(), strict=True))
+    look(by_labels, batch=samples, collate=torch.utils.data.default_collate)
+    with pytest.raises(LossError, match="in every cut"):
+        look(by_rows, batch=samples, collate=torch.utils.data.default_collate)
+
+
+def test_a_whole_batch_loss_is_looked_at_too() -> None:
+    loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
+    look(loss, batch=(make_batch()[0],))
+    with pytest.raises(LossError, match="Rows meet"):
+        look(loss, batch=(make_batch()[0],), model=Meeting(MEETINGS["mean"]))
+
+
+def test_a_window_looks_too() -> None:
+    model = Meeting(MEETINGS["mean"])
+    window = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)).window()
+    with pytest.raises(LossError, match="Rows meet"):
+        window.add(make_batch())
+
+
+class OwnLoss(nn.Module):
+    """A model whose own loss is one of its scores and labels."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.body, self.loss = nn.Linear(4, 3), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        return {"loss": self.loss(self.body(x), x, y)}
+
+
+def contrastive(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores @ x[:, :3].T, torch.arange(len(x)))
+
+
+def weighted_by_hand(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    weights = 1 / (torch.bincount(y.clamp(min=0), minlength=3) + 1.0)
+    return (F.cross_entropy(scores, y.clamp(min=0), reduction="none") * weights[y.clamp(min=0)]).mean()
+
+
+def divided_by_the_largest(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores / (1 + scores.detach().abs().max()), y)
+
+
+def divided_twice(scores: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(scores, y) / len(y)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize(
+    "labels", [[0, 1, 1, 0, 0, 1], [0, 1, 2, 0, 1, 1, 2], [-100, -100, 2, 0, 0, -100, 2]]
+)
+@pytest.mark.parametrize("loss", [contrastive, weighted_by_hand, divided_by_the_largest, divided_twice])
+def test_a_model_with_an_unsound_loss_of_its_own_is_refused(
+    loss: Any, labels: list[int], micro_batch: int
+) -> None:
+    """Small micro-batches show no fault of their own."""
+    y = torch.tensor(labels)
+    with pytest.raises(LossError):
+        look(
+            ab.ModelLoss(),
+            model=OwnLoss(loss),
+            batch={"x": torch.randn(len(y), 4), "y": y},
+            micro_batch=micro_batch,
+        )
+
+
+def distance(model: nn.Module, micro: Any) -> ab.Total:
+    """Of a distribution to itself: nothing but rounding."""
+    likely = model(micro[0]).log_softmax(1)
+    return ab.Total(F.kl_div(likely, model(micro[0] * 1).softmax(1), reduction="sum"), len(micro[0]))
+
+
+def cancelling(model: nn.Module, micro: Any) -> ab.Total:
+    return ab.Total((model(micro[0]) - model(micro[0] * (1 + 1e-7))).sum(), len(micro[0]))
+
+
+def in_float32(model: nn.Module, micro: Any) -> ab.Total:
+    losses = F.cross_entropy(model(micro[0].double()).float(), micro[1], reduction="sum")
+    return ab.Total(losses, (micro[1] != -100).sum())
+
+
+def penalty(model: nn.Module, micro: Any) -> ab.Total:
+    x = micro[0].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return ab.Total(slope.square().sum(), len(x))
+
+
+class Random(nn.Module):
+    """Random in ways that differ from cut to cut."""
+
+    def __init__(self, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.draw, self.last = draw, nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x * self.draw(x))
+
+
+OWN = torch.Generator().manual_seed(0)
+SOUND = {
+    "dropout": (nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.5), nn.Linear(9, 3)), nn.CrossEntropyLoss()),
+    "torch's numbers": (Random(lambda x: torch.rand_like(x)), nn.CrossEntropyLoss()),
+    "Python's numbers": (Random(lambda x: random.random()), nn.CrossEntropyLoss()),
+    "an own generator's": (Random(lambda x: torch.rand(x.shape, generator=OWN)), nn.CrossEntropyLoss()),
+    "bfloat16": (nn.Sequential(nn.Linear(4, 99), nn.Tanh(), nn.Linear(99, 3)).bfloat16(), in_float32),
+    "next to nothing": (Perceptron(4, 3), distance),
+    "what cancels": (Perceptron(4, 3), cancelling),
+    "float32 in float64": (Perceptron(4, 3).double(), in_float32),
+    "a gradient in the loss": (Perceptron(4, 3), penalty),
+    "micro statistics": (nn.Sequential(nn.BatchNorm1d(4), Perceptron(4, 3)), nn.CrossEntropyLoss()),
+    "sparse": (nn.Sequential(nn.EmbeddingBag(9, 4, sparse=True), Perceptron(4, 3)), nn.CrossEntropyLoss()),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_sound_passes(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model, loss = SOUND[name]
+    x, y = make_batch()
+    x = torch.randint(9, (ROWS, 5)) if name == "sparse" else x
+    if name == "bfloat16":
+        loss = lambda model, micro: by_labels(model, (micro[0].bfloat16(), micro[1]))  # noqa: E731
+    look(loss, model=model, batch=(x, y), batch_norm="micro", micro_batch=5)
+
+
+def test_it_changes_nothing() -> None:
+    """One step with the look gives the very weights, buffers and numbers of one without it."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.calls = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.5), nn.Linear(9, 3)), 0
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen = self.seen + len(x)
+            return self.body(x) * (1 + random.random())
+
+    found = []
+    for check in (True, False):
+        torch.manual_seed(0)
+        random.seed(0)
+        model, batch = Counting(), make_batch()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step_on(model, nn.CrossEntropyLoss(), batch, check=check)
+        found.append((model, rng.capture_process()))
+    (one, streams), (other, others) = found
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
+    assert one.calls == other.calls == 4
+    assert one.seen == other.seen == ROWS
+    assert torch.equal(streams["cpu"], others["cpu"])
+    assert streams["python"] == others["python"]
+
+
+@pytest.mark.parametrize(("micro_batch", "most"), [(1, 2), (2, 2), (5, 5), (10, 8)])
+def test_no_more_rows_go_through_together_than_are_known_to_fit(
+    micro_batch: int, most: int, capsys: Any
+) -> None:
+    def loss(model: nn.Module, micro: Tensor) -> ab.Total:
+        print(len(micro))  # a list would be put back
+        return ab.Total(model(micro).square().sum(), len(micro))
+
+    step, report = step_on(nn.Linear(4, 1), loss, torch.randn(20, 4), micro_batch=micro_batch)
+    looked = [*map(int, capsys.readouterr().out.split())][: -report.micro_batches]
+    assert max(looked) == most
+    again = step(torch.randn(20, 4))
+    assert len(capsys.readouterr().out.split()) == again.micro_batches  # never twice for rows of a kind
+
+
+def test_rows_of_another_kind_are_looked_at_again() -> None:
+    model = Meeting(lambda x: x - x.mean(0) if x.dim() == 3 else x)
+    step, _ = step_on(model, by_all, torch.randn(9, 4))
+    step(torch.randn(7, 4))
+    with pytest.raises(LossError, match="Rows meet"):
+        step(torch.randn(9, 5, 4))
+
+
+def by_all(model: nn.Module, micro: Tensor) -> ab.Total:
+    out = model(micro).square()
+    return ab.Total(out.sum(), out.numel())
+
+
+def test_rows_that_cannot_tell_are_followed_by_others() -> None:
+    step, _ = step_on(
+        Meeting(MEETINGS["mean"]), nn.CrossEntropyLoss(), (torch.ones(6, 4), torch.full((6,), -100))
+    )
+    with pytest.raises(LossError, match="Rows meet"):
+        step(make_batch())
+
+
+def test_check_false_skips_it() -> None:
+    look(nn.CrossEntropyLoss(), model=Meeting(MEETINGS["mean"]), check=False)
+
+
+def test_it_keeps_little() -> None:
+    """Of two sets of gradients only a sketch of one is kept, beside what a micro-batch takes."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    batch = torch.randn(16, 256), torch.randn(16, 256)
+    peaks = []
+    for check in (True, False):
+        step = ab.Step(
+            model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=8, check=check
+        )
+        with Meter(model) as meter:
+            step(batch)
+        peaks.append(meter.peak - meter.held)
+    assert peaks[0] < 1.2 * peaks[1]
