@@ -146,6 +146,7 @@ def test_a_whole_batch_loss_is_looked_at_too() -> None:
 def test_a_window_looks_too() -> None:
     model = Meeting(MEETINGS["mean"])
     window = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1)).window()
+    window.add(make_batch())  # alone it is no cut
     with pytest.raises(LossError, match="Rows meet"):
         window.add(make_batch())
 
@@ -263,12 +264,14 @@ def test_it_changes_nothing() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.key = nn.Parameter(torch.ones(4), requires_grad=False)
             self.body, self.calls = nn.Sequential(nn.Linear(4, 9), nn.Dropout(0.5), nn.Linear(9, 3)), 0
             self.register_buffer("seen", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             self.seen = self.seen + len(x)
+            self.key.data.mul_(0.9).add_(self.body[0].weight.data.mean(0), alpha=0.1)
             return self.body(x) * (1 + random.random())
 
     found = []

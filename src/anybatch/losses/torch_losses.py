@@ -135,6 +135,10 @@ class SummedLoss(Plain):
                 "the batch, and write the loss as a function (model, micro) -> ab.Total."
             )
 
+    def has_entries_per_row(self, batch: Batch) -> bool:
+        """Whether a setting has one entry for each row of this batch."""
+        return any(self._is_per_row(name, batch) for name in self.kind.per_row)
+
     def _is_per_row(self, name: str, batch: Batch) -> bool:
         """Settings broadcast from the last axis: one with as many axes as the target reaches the rows."""
         value = self.settings.get(name)

@@ -1,16 +1,21 @@
 """The look before the first cut: a few rows in several cuts must give the same loss and gradient."""
 
 import math
+import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from anybatch.core import Batch, LossError, OutOfMemoryError
+from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
-from anybatch.losses import ModelLoss, ModelTerms, Terms
+from anybatch.losses import ModelLoss, ModelTerms, SummedLoss, Terms
 from anybatch.planner import reached_by
 from anybatch.state import Effects, SeenDraws, plain_kernels, rng
 
@@ -41,8 +46,10 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     Raises:
         LossError: loss or gradient depends on the cut.
     """
-    if plan.batch_norm == "micro" and task.batch_norms:  # the caller has said so
+    if task.batch_norms and plan.batch_norm != "frozen":  # the caller has said so, or it is refused
         return True
+    if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
+        return True  # it belongs to these rows in this order
     rows = min(batch.rows, ROWS)
     if rows < 2:
         return False
@@ -50,9 +57,10 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     few = batch.only([index * batch.rows // rows for index in range(rows)])
     noted, streams = reached_by(task, few), rng.capture_process()
     try:
-        return _look(task, few, plan, most)
-    except OutOfMemoryError:
-        return most > 2 and _look(task, few, plan, 2)
+        for size in dict.fromkeys((most, 2)):
+            with suppress(OutOfMemoryError):
+                return _look(task, few, plan, size)
+        return False
     finally:
         noted.put_back()
         rng.restore_process(streams)
@@ -132,8 +140,7 @@ class _Outcome(Observer):
 
     def __init__(self, task: Task, few: Batch, plan: Plan, cut: _Cut) -> None:
         self.gradients: dict[str, Tensor] = {}
-        self.sizes: dict[str, float] = {}
-        self._draws = SeenDraws()
+        self._draws = _Watched(task.everyone)
         effects = Effects()
         own = replace(
             task,
@@ -148,22 +155,60 @@ class _Outcome(Observer):
         order = range(few.rows)
         rows = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few.copied()
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
-        with torch.enable_grad(), plain_kernels(), self._draws:
-            self.report = carry_out(like, own, rows, is_dry=True)
+        self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
+        self._has_drawn = False
+        try:
+            with torch.enable_grad(), plain_kernels(), self._draws:
+                self.report = carry_out(like, own, rows, is_dry=True)
+        finally:
+            self._draws.put_back()
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(cut.sizes)} rows to fit, got none left. Take fewer.")
-        self.is_random = bool(self._draws.unreplayed) or effects.draws or effects.draws_process
+        draws = self._draws.unreplayed or effects.draws or effects.draws_process
+        self.is_random = bool(draws or self._has_drawn)
         self.eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *self._draws.dtypes))
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep what shows a difference, in little memory."""
         self._draws.is_watching = False
+        self._has_drawn = any(pickle.dumps(read()) != found for read, found in self._streams)
         self.gradients = {name: _sketch(value.detach()) for name, value in gradients.items()}
 
     @property
     def size(self) -> float:
         """The norm of the gradient."""
         return math.hypot(*[value.norm().item() for value in self.gradients.values()])
+
+
+class _Watched(SeenDraws):
+    """Keeps a copy of each parameter that a forward writes to, as a momentum encoder does, from before it."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._places = {one.untyped_storage().data_ptr(): one for one in parameters if not is_lazy(one)}
+        self._copies: dict[Tensor, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What writes says so in its schema."""
+        if func._schema.is_mutable:
+            for value in private.pytree.tree_leaves((args, kwargs)):
+                known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
+                if known is not None and known not in self._copies:
+                    with private.disable_current_modes():
+                        self._copies[known] = known.detach().clone()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def put_back(self) -> None:
+        """Put the copies back."""
+        with torch.no_grad():
+            for parameter, value in self._copies.items():
+                parameter.copy_(value)
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _differ(one: _Outcome, other: _Outcome, *alone: _Outcome) -> str:

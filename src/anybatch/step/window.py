@@ -117,7 +117,8 @@ class Window:
             plan = planning.of_window(self._task, batch)
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
-            guard.look(self._task, batch, plan, plan.micro_batch)
+            if self.rows or plan.is_cut:
+                guard.look(self._task, batch, plan, plan.micro_batch)
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
             if part is not None:
