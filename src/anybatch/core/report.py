@@ -42,7 +42,7 @@ class StepReport:
         weights: what each term was divided by (rows, valid tokens, sum of class weights).
         rows: rows of the batch.
         micro_batches: number of micro-batches it was cut into.
-        grad_norm: 2-norm of the whole gradient before clipping; NaN where no clipping was asked for.
+        grad_norm: 2-norm of the whole gradient before clipping; NaN where no update was made.
         updated: False where every weight was 0 (a fully masked batch, or all of it left out), or where the
             update was skipped: then parameters, optimizer and scheduler are as they were.
         cut: rows of each micro-batch, as carried out.

@@ -151,6 +151,11 @@ def arguments_of(overload: Any) -> Sequence[Any]:
     return overload._schema.arguments
 
 
+def is_mutable(overload: Any) -> bool:
+    """Whether an overload writes to one of its arguments. No substitute."""
+    return overload._schema.is_mutable
+
+
 # ---- tensors
 
 
@@ -225,6 +230,9 @@ foreach_mul_: Callable[..., None] = torch._foreach_mul_
 On the CPU torch rounds the factor to the dtype of the values first, which changes results in bfloat16;
 `Tensor.mul_` does not. Powers of two are exact.
 """
+
+foreach_norm: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
+"""The 2-norm of each tensor; all are of one dtype and device. No substitute."""
 
 foreach_copy_: Callable[..., None] = torch._foreach_copy_
 """`foreach_copy_(targets, values)`: write each value into its target. No substitute."""

@@ -26,6 +26,7 @@ from anybatch.engine.task import Signature, Task, admit, check_parts, gather
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
+    norm_of,
     owned,
     step_optimizers,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "finish",
     "gather",
     "no_room_for_update",
+    "norm_of",
     "observe",
     "owned",
     "put_back",

@@ -333,13 +333,11 @@ class Accumulator:
 
         Raises:
             LossError: no term depends on a parameter of the optimizer.
-            NonFiniteLossError: a sum is not finite; the message names its rows.
         """
-        self._values = self._means(weights)
         if not (self._has_flowed or not any(weights.values())):
             raise LossError(
                 "Expected a loss that depends on the parameters of the optimizer, "
-                f"got terms {sorted(self._values)} without gradient. "
+                f"got terms {sorted(weights)} without gradient. "
                 "Look for .detach(), torch.no_grad() or frozen parameters."
             )
         if self.gradients is None:
@@ -347,15 +345,22 @@ class Accumulator:
         self.gradients.close()
         return self.gradients.gradients().finish(self._division.factors(weights))
 
-    def _means(self, weights: Mapping[str, float]) -> dict[str, float]:
+    def read(self, weights: Mapping[str, float], *others: Tensor) -> list[float]:
+        """Bring the sums to the host, with other scalars, which are returned: each device stops once.
+
+        Raises:
+            NonFiniteLossError: a sum is not finite; the message names its rows.
+        """
+        found = _all_to_host([*[sums[name] for name in weights for sums in self._sums], *others])
         means: dict[str, float] = {}
-        for name, weight in weights.items():
-            sums = _all_to_host([sums[name] for sums in self._sums])
+        for index, (name, weight) in enumerate(weights.items()):
+            sums = found[index * len(self._sums) : (index + 1) * len(self._sums)]
             if not all(map(math.isfinite, sums)) and weight and not self._is_dry:
                 _refuse_sums(sums, self.rows, name)
             divisor = 1 if self._division.is_divided else weight
             means[name] = math.fsum(sums) / divisor if weight else math.nan
-        return means
+        self._values = means
+        return found[len(found) - len(others) :]
 
     def value(self, weights: Mapping[str, float]) -> tuple[float, Mapping[str, float]]:
         """The loss of all rows, and that of each term."""
@@ -424,7 +429,7 @@ def _check_weights(weights: Mapping[str, float], where: str) -> None:
 
 def _all_to_host(values: Sequence[Number]) -> list[float]:
     """Scalars as numbers; those of a device come in one go, so that it stops once."""
-    device = next((value.device for value in values if isinstance(value, Tensor)), None)
+    device = next((one.device for one in values if isinstance(one, Tensor) and not one.is_cpu), None)
     if device is None:
         return [*map(float, values)]
     return torch.stack([torch.as_tensor(value).to(device) for value in values]).tolist()

@@ -4,7 +4,7 @@ import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ from anybatch.engine.gradients import Sums
 from anybatch.engine.plan import Plan
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.task import Task
-from anybatch.engine.update import TornUpdateError, clip, schedule_learning_rates, step_optimizers
+from anybatch.engine.update import TornUpdateError, clip, norm_of, schedule_learning_rates, step_optimizers
 from anybatch.losses import EvaluateAgain
 from anybatch.recompute import apply_policies
 from anybatch.state import Snapshot, rng
@@ -104,6 +104,7 @@ def execute(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False, **aga
             gradient = task.strategy.reduce(sums.finish(weights))
             observe(gradient, task)
             if is_dry:
+                sums.read(weights)
                 put_back(before, sums)
                 return report_of(sums, weights, math.nan, updated=False)
             report = update(gradient, weights, sums, before)
@@ -166,11 +167,12 @@ def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, befo
     """
     task, plan = sums.task, sums.plan
     if not any(weights.values()):
+        sums.read(weights)
         return report_of(sums, weights, math.nan, updated=False)
     for parameter, found in before.gradients_found():
         if parameter in task.trained:
             gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
-    norm = _look(gradient, sums)
+    norm = _look(gradient, weights, sums)
     try:
         with task.masters.raised(gradient, task.optimizers):
             step_optimizers(gradient, task.optimizers, plan.foreach)
@@ -432,20 +434,35 @@ def finish(sums: Accumulator, before: Snapshot) -> None:
     before.put_gradients_back(task.others if sums.is_updated else None)
 
 
-def _look(gradient: dict[nn.Parameter, Tensor], sums: Accumulator) -> float:
-    """The norm before clipping, NaN where none is asked for; one look at whether all is finite."""
-    values = list(gradient.values())
-    if not all_finite(values):
-        if sums.is_in_window:
-            raise NonFinite("gradient")
-        if not sums.is_guarded:
-            raise Restart(sums, sums.rows, is_guarded=True)  # which sees in which rows
-        raise NonFiniteLossError(
-            f"Expected a finite sum of gradients, got NaN or infinity from {sum(sums.rows)} rows, though "
-            "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
-            "the loss smaller."
-        )
-    return clip(gradient, sums.plan.clip_norm)
+def _look(gradient: dict[nn.Parameter, Tensor], weights: Mapping[str, float], sums: Accumulator) -> float:
+    """The norm before clipping, read with the loss; where it is not finite the gradients are looked at."""
+    values, most = list(gradient.values()), sums.plan.clip_norm
+    norm = norm_of(values)
+    (size,) = sums.read(weights, norm)
+    if not math.isfinite(size):
+        if not all_finite(values):
+            _refuse(sums)
+        if not math.isinf(most):
+            raise NonFiniteLossError(
+                f"Expected a gradient whose norm can be clipped, got a norm of {size}. No update was made. "
+                "Make the loss smaller, or accumulate in a wider dtype."
+            )
+    if not math.isinf(most):
+        clip(values, norm, most)
+    return size
+
+
+def _refuse(sums: Accumulator) -> NoReturn:
+    """The sum of gradients is not finite."""
+    if sums.is_in_window:
+        raise NonFinite("gradient")
+    if not sums.is_guarded:
+        raise Restart(sums, sums.rows, is_guarded=True)  # which sees in which rows
+    raise NonFiniteLossError(
+        f"Expected a finite sum of gradients, got NaN or infinity from {sum(sums.rows)} rows, though "
+        "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
+        "the loss smaller."
+    )
 
 
 def clear(parameters: Iterable[nn.Parameter]) -> None:

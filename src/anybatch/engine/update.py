@@ -1,9 +1,9 @@
 """From the finished gradient to new weights: clip once, hand over, update, one scheduler step."""
 
-import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,6 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from anybatch.core import (
-    NonFiniteLossError,
     OptimizerError,
     OutOfMemoryError,
     free_caches,
@@ -22,6 +21,7 @@ from anybatch.core import (
 )
 from anybatch.core import torch_private as private
 
+_KIND = attrgetter("device", "dtype")
 _TORN = "Some parameters may be updated and others not, which cannot be undone: go on from a checkpoint."
 _UNKNOWN = (
     "It is unknown what has been updated, as the optimizer is not one of torch's own, is fused or has hooks, "
@@ -29,31 +29,23 @@ _UNKNOWN = (
 )
 
 
-def clip(gradients: Mapping[nn.Parameter, Tensor], max_norm: float) -> float:
+def norm_of(gradients: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all entries, a scalar; the arithmetic is that of `torch.nn.utils.get_total_norm`."""
+    # A sparse gradient's norm is that of its values, each place once.
+    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    if len({*map(_KIND, dense)}) == 1:
+        return torch.linalg.vector_norm(torch.stack([*private.foreach_norm(dense)]))
+    return get_total_norm(dense)
+
+
+def clip(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the whole batch's gradient in place, once, so that its 2-norm is at most `max_norm`.
 
     The arithmetic is that of `torch.nn.utils.clip_grad_norm_`, in the accumulator's dtype.
-
-    Returns:
-        The norm before clipping; NaN where none was asked for.
-
-    Raises:
-        NonFiniteLossError: the norm is NaN or infinite, so there is nothing sound to scale.
     """
-    if math.isinf(max_norm):
-        return math.nan
-    values = list(gradients.values())
-    # A sparse gradient's norm is that of its values, each place once.
-    norm = get_total_norm([v.coalesce().values() if v.is_sparse else v for v in values])
-    if not math.isfinite(norm.item()):
-        raise NonFiniteLossError(
-            f"Expected a finite gradient, got a norm of {norm.item()}. No update was made. "
-            "Look for a division by zero or an overflow in the model or the loss."
-        )
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for value in values:
+    for value in gradients:
         value.mul_(factor.to(value.device))
-    return norm.item()
 
 
 def step_optimizers(

@@ -1,5 +1,6 @@
 """Steps that really run: one that cannot be traced, measured in bytes; and short runs, timed."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
@@ -12,7 +13,17 @@ from torch.optim import Optimizer
 
 from anybatch.core import Batch, OutOfMemoryError, SampleBatch, TensorBatch, tensors_in, tree
 from anybatch.core import torch_private as private
-from anybatch.engine import Plan, Task, accumulation_dtype, carry_out, clip, owned, snapshot, step_optimizers
+from anybatch.engine import (
+    Plan,
+    Task,
+    accumulation_dtype,
+    carry_out,
+    clip,
+    norm_of,
+    owned,
+    snapshot,
+    step_optimizers,
+)
 from anybatch.memory import FakeMode, Meter, Recording, dense_only, joined, replaced_by_fakes, undisturbed
 from anybatch.planner.trace import (
     CUDA_GRANULE,
@@ -63,7 +74,9 @@ def trace_update(
                 held=list(gradients.values()),
             )
             with meter:
-                clip(gradients, plan.clip_norm)
+                norm = norm_of(gradients.values())
+                if not math.isinf(plan.clip_norm):
+                    clip(gradients.values(), norm, plan.clip_norm)
                 with fake.masters.raised(gradients, fake.optimizers):
                     step_optimizers(gradients, task.optimizers)
             state = state_of(task)

@@ -192,7 +192,7 @@ class _Watched(SeenDraws):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """What writes says so in its schema."""
-        if func._schema.is_mutable:
+        if private.is_mutable(func):
             for value in private.pytree.tree_leaves((args, kwargs)):
                 known = self._places.get(value.untyped_storage().data_ptr()) if _is_strided(value) else None
                 if known is not None and known not in self._copies:
