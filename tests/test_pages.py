@@ -1,0 +1,180 @@
+"""Every block of the README and the docs runs as pasted, and prints what the page says.
+
+- A `python` block runs in a fresh namespace and an empty folder. `<!-- continues -->` above it says that it goes on
+  where the last one ended. A block that begins with `# name.py` is also a file of that name.
+- A `text` block shows what the block before it prints, with `...` for what varies.
+- The `anybatch` commands of a `sh` block run, for one epoch; those that need data that is not here are parsed only.
+"""
+
+import doctest
+import importlib.util
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+
+import anybatch as ab
+from anybatch.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+EXTRAS = ("accelerate", "lightning", "matplotlib", "transformers")  # a block that imports one may be skipped
+MOST_WORDS = 1_000  # of the README, without blocks
+
+FENCE = re.compile(r"^(<!-- continues -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    kind: str
+    text: str
+    before: tuple[str, ...] = ()  # blocks that it continues
+    output: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def read_blocks(page: str, text: str) -> Iterator[Block]:
+    last: dict[str, Block] = {}
+    block: Block | None = None
+    for found in FENCE.finditer(text):
+        continues, kind, code = found.groups()
+        if kind == "text" and block is not None:
+            block = replace(block, output=code)
+            continue
+        if block is not None:
+            yield block
+        block = Block(page, text[: found.start(3)].count("\n"), kind, code)
+        if continues:
+            block = replace(block, before=(*last[kind].before, last[kind].text))
+        last[kind] = block
+    if block is not None:
+        yield block
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page, (ROOT / page).read_text())]
+PYTHON = [block for block in BLOCKS if block.kind == "python"]
+SHELL = [block for block in BLOCKS if block.kind == "sh"]
+FILES = {name[1]: block.text for block in PYTHON if (name := re.match(r"# (\w+\.py)\b", block.text))}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    loaded = set(sys.modules)
+    yield
+    for name in FILES:
+        if (module := name.removesuffix(".py")) not in loaded:
+            sys.modules.pop(module, None)
+
+
+def run_python(block: Block) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for text in block.before:
+        exec(compile(text, f"before {block}", "exec"), namespace)
+    exec(compile("\n" * block.line + block.text, block.page, "exec"), namespace)
+
+
+def agrees(said: str, printed: str) -> bool:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(said, printed, options)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in EXTRAS:
+        if re.search(rf"^(import|from) {name}\b", block.text, re.MULTILINE):
+            pytest.importorskip(name)
+    run_python(block)
+    printed = capsys.readouterr().out
+    assert block.output is None or agrees(block.output, printed), f"{block} printed\n{printed}"
+
+
+def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run one line of a shell, or look that what it names is there."""
+    match shlex.split(line, comments=True):
+        case ["anybatch", *options] | ["python", "-m", "anybatch", *options]:
+            has_data = not any(option.startswith("path/to/") for option in options)
+            code = main.main(["1" if before == "--epochs" else now for before, now in pairwise(["", *options])])
+            assert code == (0 if has_data else 1), capsys.readouterr().err
+        case ["make", goal]:
+            assert re.search(rf"^{goal}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        case ["python", "-m", module, *_]:
+            assert importlib.util.find_spec(module)
+        case ["python", path]:
+            assert (ROOT / path).is_file()
+        case ["pip", "install", place]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            extras = re.fullmatch(r"\.(?:\[(.*)\])?", place)
+            assert extras
+            assert set((extras[1] or "digits").split(",")) <= set(project["optional-dependencies"])
+        case [] | ["git" | "cd", *_]:
+            pass
+        case _:
+            pytest.fail(f"nobody knows how to test {line!r}")
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_shell_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    for line in block.text.splitlines():
+        run_command(line, capsys)
+    printed = capsys.readouterr().out
+    assert block.output is None or agrees(block.output, printed), f"{block} printed\n{printed}"
+
+
+def test_every_block_says_its_kind() -> None:
+    assert {block.kind for block in BLOCKS} <= {"", "python", "sh", "text"}
+    assert len(PYTHON) > len(PAGES)
+    assert SHELL
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        ("```python\nstep = ab.Step()\n```\n", NameError),
+        ("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n", NameError),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", AssertionError),
+        ("```sh\nanybatch trian\n```\n", SystemExit),
+        ("```sh\nanybatch eval nowhere\n```\n", AssertionError),
+        ("```sh\nmake nothing\n```\n", AssertionError),
+    ],
+)
+def test_what_does_not_run_is_found(
+    page: str, error: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    test = {"python": test_python_block_runs_as_pasted, "sh": test_shell_block_runs_as_pasted}
+    with pytest.raises(error):
+        for block in read_blocks("page", page):
+            test[block.kind](block, capsys)
+
+
+def test_a_block_may_continue_another(capsys: pytest.CaptureFixture[str]) -> None:
+    page = "```python\nx = 1\n```\n<!-- continues -->\n```python\nprint(x)\n```\n\n```text\n1\n```\n"
+    for block in read_blocks("page", page):
+        test_python_block_runs_as_pasted(block, capsys)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_only_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert set(re.findall(r"\bab\.([A-Za-z_]+)", text)) <= set(dir(ab))
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_readme_is_short() -> None:
+    prose = FENCE.sub("", (ROOT / "README.md").read_text())
+    assert len(re.findall(r"\w[\w'.%-]*", prose)) <= MOST_WORDS
