@@ -1,9 +1,10 @@
 """Every block of the README and the docs runs as pasted, and prints what the page says.
 
-- A `python` block runs in a fresh namespace and an empty folder. `<!-- continues -->` above it says that it goes on
-  where the last one ended. A block that begins with `# name.py` is also a file of that name.
+- A `python` block runs in a fresh namespace and an empty folder. One that begins with `# name.py` is also
+  a file of that name, for the commands of its page.
 - A `text` block shows what the block before it prints, with `...` for what varies.
-- The `anybatch` commands of a `sh` block run, for one epoch; those that need data that is not here are parsed only.
+- The `anybatch` commands of a `sh` block run, for one epoch. One that needs data that is not here has to
+  say so.
 """
 
 import doctest
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
@@ -26,10 +26,13 @@ from anybatch.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-EXTRAS = ("accelerate", "lightning", "matplotlib", "transformers")  # a block that imports one may be skipped
+NEEDS = {
+    "transformers": "from transformers import",
+    "matplotlib": "anybatch[plot]",
+}  # and what shows it in a block
 MOST_WORDS = 1_000  # of the README, without blocks
 
-FENCE = re.compile(r"^(<!-- continues -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,6 @@ class Block:
     line: int
     kind: str
     text: str
-    before: tuple[str, ...] = ()  # blocks that it continues
     output: str | None = None
 
     def __str__(self) -> str:
@@ -46,19 +48,15 @@ class Block:
 
 
 def read_blocks(page: str, text: str) -> Iterator[Block]:
-    last: dict[str, Block] = {}
     block: Block | None = None
     for found in FENCE.finditer(text):
-        continues, kind, code = found.groups()
+        kind, code = found.groups()
         if kind == "text" and block is not None:
             block = replace(block, output=code)
             continue
         if block is not None:
             yield block
-        block = Block(page, text[: found.start(3)].count("\n"), kind, code)
-        if continues:
-            block = replace(block, before=(*last[kind].before, last[kind].text))
-        last[kind] = block
+        block = Block(page, text[: found.start(2)].count("\n"), kind, code)
     if block is not None:
         yield block
 
@@ -66,24 +64,17 @@ def read_blocks(page: str, text: str) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in read_blocks(page, (ROOT / page).read_text())]
 PYTHON = [block for block in BLOCKS if block.kind == "python"]
 SHELL = [block for block in BLOCKS if block.kind == "sh"]
-FILES = {name[1]: block.text for block in PYTHON if (name := re.match(r"# (\w+\.py)\b", block.text))}
+FILES = {
+    (block.page, name[1]): block.text for block in PYTHON if (name := re.match(r"# (\w+)\.py\b", block.text))
+}
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
-    loaded = set(sys.modules)
     yield
-    for name in FILES:
-        if (module := name.removesuffix(".py")) not in loaded:
-            sys.modules.pop(module, None)
-
-
-def run_python(block: Block) -> None:
-    namespace: dict[str, Any] = {"__name__": "__main__"}
-    for text in block.before:
-        exec(compile(text, f"before {block}", "exec"), namespace)
-    exec(compile("\n" * block.line + block.text, block.page, "exec"), namespace)
+    for _, name in FILES:
+        sys.modules.pop(name, None)
 
 
 def agrees(said: str, printed: str) -> bool:
@@ -93,10 +84,11 @@ def agrees(said: str, printed: str) -> bool:
 
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in EXTRAS:
-        if re.search(rf"^(import|from) {name}\b", block.text, re.MULTILINE):
+    for name, sign in NEEDS.items():
+        if sign in block.text:
             pytest.importorskip(name)
-    run_python(block)
+    code = compile("\n" * block.line + block.text, block.page, "exec")
+    exec(code, {"__name__": "__main__"})
     printed = capsys.readouterr().out
     assert block.output is None or agrees(block.output, printed), f"{block} printed\n{printed}"
 
@@ -106,7 +98,9 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     match shlex.split(line, comments=True):
         case ["anybatch", *options] | ["python", "-m", "anybatch", *options]:
             has_data = not any(option.startswith("path/to/") for option in options)
-            code = main.main(["1" if before == "--epochs" else now for before, now in pairwise(["", *options])])
+            code = main.main(
+                ["1" if before == "--epochs" else now for before, now in pairwise(["", *options])]
+            )
             assert code == (0 if has_data else 1), capsys.readouterr().err
         case ["make", goal]:
             assert re.search(rf"^{goal}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -127,8 +121,9 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("block", SHELL, ids=str)
 def test_shell_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, text in FILES.items():
-        Path(name).write_text(text)
+    for (page, name), text in FILES.items():
+        if page == block.page:
+            Path(f"{name}.py").write_text(text)
     for line in block.text.splitlines():
         run_command(line, capsys)
     printed = capsys.readouterr().out
@@ -156,15 +151,9 @@ def test_what_does_not_run_is_found(
     page: str, error: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     test = {"python": test_python_block_runs_as_pasted, "sh": test_shell_block_runs_as_pasted}
+    *_, block = read_blocks("page", page)
     with pytest.raises(error):
-        for block in read_blocks("page", page):
-            test[block.kind](block, capsys)
-
-
-def test_a_block_may_continue_another(capsys: pytest.CaptureFixture[str]) -> None:
-    page = "```python\nx = 1\n```\n<!-- continues -->\n```python\nprint(x)\n```\n\n```text\n1\n```\n"
-    for block in read_blocks("page", page):
-        test_python_block_runs_as_pasted(block, capsys)
+        test[block.kind](block, capsys)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -177,4 +166,4 @@ def test_pages_name_only_what_exists(page: str) -> None:
 
 def test_readme_is_short() -> None:
     prose = FENCE.sub("", (ROOT / "README.md").read_text())
-    assert len(re.findall(r"\w[\w'.%-]*", prose)) <= MOST_WORDS
+    assert len(prose.split()) <= MOST_WORDS
