@@ -1,4 +1,4 @@
-"""A batch of 4,096 rows on a card for 64: the loop you know, one line changed.
+"""A batch of 4,096 rows, 64 at a time: the training loop you know, with one line changed.
 
 Run it with `python examples/bigger_batch.py`. It needs nothing but anybatch.
 """

@@ -1,4 +1,4 @@
-"""A batch of 1,024 rows within a number of bytes: what a step would take, and what it takes with a budget.
+"""A batch of 1,024 rows within a memory budget: what a step would take, and what it takes with a budget.
 
 Run it with `python examples/budget.py`.
 """

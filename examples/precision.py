@@ -1,4 +1,4 @@
-"""Train LeNet-5 on digits with float16's speed and float32's result, and look at what a loss scale saves.
+"""Train LeNet-5 on digits in 16 bits, with an overflow and damaged rows, and count what a loss scale saves.
 
 Run it with `python examples/precision.py`; the picture needs `anybatch[plot]`, the digits `anybatch[digits]`.
 """

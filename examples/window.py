@@ -1,4 +1,4 @@
-"""A loop that already receives micro-batches, of any length: one window per update.
+"""A loop that already receives micro-batches, of any size: one window per update.
 
 Run it with `python examples/window.py`. It needs nothing but anybatch.
 """

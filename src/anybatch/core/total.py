@@ -32,8 +32,8 @@ class Total:
     Args:
         sum: the summed loss of these rows, a real scalar (tensor of shape () or number). Kept at least in
             float32.
-        weight: what the sum of the *whole batch* is divided by, as far as these rows contribute to it: the
-            number of rows, of valid tokens, the sum of class weights. At least 0, without gradient.
+        weight: the share of these rows in what the sum of the *whole batch* is divided by: their number,
+            their valid tokens, the sum of their class weights. At least 0, without gradient.
 
     Raises:
         LossError: the sum is not a real scalar, or the weight is not one, requires grad, is negative or not

@@ -29,15 +29,15 @@ def linear_cross_entropy(
 ) -> Total:
     """Sum and weight of the cross-entropy of `hidden @ weight.T + bias`, a few rows of logits at a time.
 
-    What `F.cross_entropy(F.linear(hidden, weight, bias), target)` divides, and what it divides by. The logits
-    of a large vocabulary are most of a language model's memory, three times over: their logarithmic softmax,
-    its gradient and their own. Here a block of rows exists at a time. Its gradient takes its place at once
-    and flows on into those of `hidden`, `weight` and `bias`, which `backward` only has to scale: three matrix
-    products in all, as without blocks. Of what is frozen, and under `torch.no_grad`, no gradient is made.
+    The same as `F.cross_entropy(F.linear(hidden, weight, bias), target)`, as a sum and a weight. The logits
+    of a large vocabulary take most of a language model's memory, three times: the logits, their log-softmax
+    and its gradient. Here only a block of rows exists at a time. Its gradient is computed in the forward and
+    multiplied into those of `hidden`, `weight` and `bias`, which `backward` only scales: three matrix
+    products in all, as without blocks. For frozen tensors, and under `torch.no_grad`, none is computed.
 
-    Sums and the gradients of weight and bias are added up in float32 at least. Under autocast the products
-    are in its dtype, as those of a linear layer, whatever dtype the parameters have. `backward` may be called
-    again with `retain_graph=True`; gradients of gradients are refused.
+    Sums and the gradients of weight and bias are accumulated in float32 or wider. Under autocast the matrix
+    products use its dtype, as in a linear layer. `backward` may be called again with `retain_graph=True`;
+    gradients of gradients are refused.
 
     torch has an `F.linear_cross_entropy` of its own from 2.13 on. With `options` it is as fast and as small,
     but it goes back to all logits where labels are smoothed, does not see autocast, adds up the weight's

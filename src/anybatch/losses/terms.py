@@ -27,16 +27,16 @@ _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"
 class Terms(Plain):
     """Named totals with coefficients: auxiliary losses, each divided by its own weight.
 
-    A bare function `(model, micro) -> Total` needs no `Terms`; use it to name coefficients, or to say the
-    weights of a batch before its first forward.
+    A function `(model, micro) -> Total` can be given to a step as it is. Use `Terms` to give coefficients, or
+    to give the weight of the whole batch before its first forward.
 
     Args:
         function: takes the model and a micro-batch, returns a `Total` or a mapping of named totals, with the
             same names for every micro-batch. Terms that carry no gradient are reported only.
         coefficients: factor of each named term in the loss, 1 where not given.
         weight: takes the whole batch as it was given to the step, returns the weight of the batch, or a
-            mapping of them by name. Not needed: without it the gradient is divided once at the end, which
-            costs one gradient buffer and one backward per further term.
+            mapping of them by name. Without it the gradient is divided at the end, which costs one gradient
+            buffer and one backward per further term.
 
     Raises:
         LossError: a coefficient is not a finite number.

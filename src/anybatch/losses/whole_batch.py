@@ -20,17 +20,17 @@ from anybatch.state import rng
 class WholeBatch(Plain):
     """A loss in which rows meet: contrastive, ranking, decorrelation, any function of all outputs at once.
 
-    Micro-batches of it cannot be added up, because each row's loss depends on the others. So a cut batch goes
-    through the model twice. The first pass, without graph, collects the outputs of all rows, and the gradient
-    of the loss with respect to them is taken. The second repeats each micro-batch with its graph, and sends
-    that gradient back. Random streams and buffers start the second pass where they started the first: dropout
-    draws the same masks, and buffers are updated once. What is held are the outputs of all rows and their
-    gradient; the price is one forward more. An uncut batch goes through once.
+    The loss of a row depends on other rows, so micro-batches cannot be added up. A batch that is split goes
+    through the model twice. The first pass, without graph, collects the outputs of all rows; then the
+    gradient of the loss with respect to the outputs is computed. The second pass runs each micro-batch again
+    with its graph and sends that gradient back. Both passes start from the same random state and buffers:
+    dropout draws the same masks, and buffers are updated once. This holds the outputs of all rows and their
+    gradient, and costs one more forward. A batch that is not split goes through once.
 
-    The function sees the outputs first, then the targets, each with all rows. A mapping with one of the keys
+    The function gets the outputs, then the targets, each of all rows. A mapping with one of the keys
     `target`, `targets`, `label`, `labels`, `y`, and a tuple `(inputs, target)`, have a target. Other
-    mappings, `(inputs,)`, and tuples of which `model.forward` requires every part, have none. Where a forward
-    could do with or without the last part, it is refused: name the parts.
+    mappings, `(inputs,)`, and tuples of which `model.forward` requires every part, have none. If the last
+    part is optional in `model.forward`, the batch is refused: name its parts in a mapping.
 
     Args:
         function: takes outputs and targets of all rows, returns a scalar tensor or an `ab.Total` (whose
@@ -39,8 +39,8 @@ class WholeBatch(Plain):
         loss_rows: rows per call of the function, for losses whose own memory grows with the square of the
             rows. It then gets all outputs and targets and, as the keyword `rows`, the rows whose share it
             returns as an `ab.Total`: int64 of shape (at most loss_rows,).
-        outputs: `(model, micro) -> outputs`, where the model is not called in the usual way. What else the
-            function needs, such as labels, is then among what it returns.
+        outputs: `(model, micro) -> outputs`, if the model is not called in the usual way. It also returns
+            what else the function needs, such as labels.
 
     Outputs have one entry per row in their first axis, or are scalars that all rows share (a learned
     temperature).

@@ -19,7 +19,7 @@ NON_FINITE_POLICIES = ("raise", "drop", "skip")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """In which dtypes a step works. By default in those that the model is in: nothing is changed.
+    """The dtypes of a step. By default those of the model: nothing is changed.
 
     Attributes:
         store: dtype of the weights and of what flows between modules, "bfloat16" or "float16"; None to leave

@@ -37,11 +37,11 @@ def plan(
 ) -> PlanReport:
     """The fastest plan of one step within a budget, and every byte of it.
 
-    The step is run on fake tensors, which hold no data: the model may be on the meta device, the batch may
-    hold only a few of its rows, and the device need not be here. Only what keeps the result is chosen: the
-    size of micro-batches, and which blocks of the model are kept, rebuilt or moved to the host. With
-    `measure`, and where the device is here, the fastest plans are raced for a few seconds on the rows given;
-    model, optimizer and random streams are as before.
+    The step runs on fake tensors, which have shapes and no data: the model may be on the meta device, the
+    batch may hold only a few of its rows, and the device need not be here. The plan chooses the size of
+    micro-batches, and which blocks of the model are kept, recomputed or offloaded; none of this changes the
+    result. With `measure`, and if the device is here, the fastest plans are timed for a few seconds on the
+    rows given; model, optimizer and random state are as before.
 
     Args:
         model: as for `anybatch.Step`, and so is all that is not named here. Without `micro_batch` or

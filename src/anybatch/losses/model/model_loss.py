@@ -43,18 +43,18 @@ class ModelLoss:
     The batch goes into the model as it is: a mapping as keyword arguments, labels included. What comes back
     holds the loss as `.loss`, `["loss"]`, the only scalar of a tuple, or is the loss.
 
-    While the model runs, its calls of torch's losses, full means and full sums are noted, and made with the
-    sum in place of the mean; then the loss is followed back to them. So the gradient is that of the model's
-    own loss of the whole batch, for every head whose loss is a sum of means and sums with constant factors.
-    The router loss of transformers' mixtures of experts, a product of means, takes a first pass. What is
-    neither is refused by name. A batch that is not cut goes through as it is, to the bit.
+    While the model runs, its calls of torch's losses, and its means and sums over all elements, are observed
+    and computed as sums; then the loss is followed back to them. The gradient is that of the model's own loss
+    on the whole batch, for every head whose loss is a sum of means and sums with constant factors. The router
+    loss of transformers' mixtures of experts, a product of means, takes a first pass. Anything else is
+    refused by name. A batch that is not split goes through as it is, bit for bit.
 
-    Many heads compute their loss in float32 whatever the model's dtype. Where the weight of the whole batch
-    is known beforehand (tensors, cut by the step) the arithmetic is the same; in windows and lists of samples
-    the division comes at the end, and agrees to a rounding of float32.
+    Many heads compute their loss in float32 whatever the model's dtype. If the weight of the whole batch is
+    known beforehand (tensors that the step splits) the arithmetic is the same; in windows and lists of
+    samples the division comes at the end, and agrees up to the rounding of float32.
 
-    In evaluation a router loss is left out: it belongs to a whole batch. A graph is built there too, because
-    it tells the terms apart, and dropped. `report.loss` holds what carries a gradient, and no constants.
+    In evaluation a router loss is left out: it belongs to a whole batch. A graph is built there too, to tell
+    the terms apart, and dropped. `report.loss` contains what carries a gradient, and no constants.
 
     Example:
         >>> class Classifier(nn.Module):

@@ -1,0 +1,156 @@
+"""Every block of the README and the docs runs as pasted, and prints what the page says.
+
+- A `python` block runs in a fresh namespace and an empty folder. One that begins with `# name.py` is also
+  a file of that name, for the commands of its page.
+- A `text` block shows what the block before it prints, with `...` for what varies.
+- The `anybatch` commands of a `sh` block run, for one epoch. One that needs data that is not here has to
+  say so.
+"""
+
+import doctest
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+
+import anybatch as ab
+from anybatch.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+NEEDS = {
+    "transformers": "from transformers import",
+    "matplotlib": "anybatch[plot]",
+}  # and what shows it in a block
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+MOST_WORDS = 1_000  # of the README, without blocks
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    kind: str
+    text: str
+    output: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def read_blocks(page: str, text: str) -> Iterator[Block]:
+    block: Block | None = None
+    for found in FENCE.finditer(text):
+        kind, code = found.groups()
+        if kind == "text" and block is not None:
+            block = replace(block, output=code)
+            continue
+        if block is not None:
+            yield block
+        block = Block(page, text[: found.start(2)].count("\n"), kind, code)
+    if block is not None:
+        yield block
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page, (ROOT / page).read_text())]
+PYTHON = [block for block in BLOCKS if block.kind == "python"]
+SHELL = [block for block in BLOCKS if block.kind == "sh"]
+FILES = {
+    (block.page, name[1]): block.text for block in PYTHON if (name := re.match(r"# (\w+)\.py\b", block.text))
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    yield
+    for _, name in FILES:
+        sys.modules.pop(name, None)
+
+
+def agrees(said: str, printed: str) -> bool:
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    return doctest.OutputChecker().check_output(said, printed, options)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, sign in NEEDS.items():
+        if sign in block.text:
+            pytest.importorskip(name)
+    code = compile("\n" * block.line + block.text, block.page, "exec")
+    exec(code, {"__name__": "__main__"})
+    printed = capsys.readouterr().out
+    assert block.output is None or agrees(block.output, printed), f"{block} printed\n{printed}"
+
+
+def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    match shlex.split(line, comments=True):
+        case ["anybatch", *options]:
+            has_data = not any(option.startswith("path/to/") for option in options)
+            short = ["1" if before == "--epochs" else now for before, now in pairwise(["", *options])]
+            assert main.main(short) == (0 if has_data else 1), capsys.readouterr().err
+        case ["pip", "install", "."]:
+            assert "build-backend" in (ROOT / "pyproject.toml").read_text()
+        case _:
+            pytest.fail(f"nobody knows how to test {line!r}")
+
+
+@pytest.mark.parametrize("block", SHELL, ids=str)
+def test_shell_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    for (page, name), text in FILES.items():
+        if page == block.page:
+            Path(f"{name}.py").write_text(text)
+    for line in block.text.splitlines():
+        run_command(line, capsys)
+    printed = capsys.readouterr().out
+    assert block.output is None or agrees(block.output, printed), f"{block} printed\n{printed}"
+
+
+def test_every_block_says_its_kind() -> None:
+    trees = [block for block in BLOCKS if not block.kind and block.text.startswith("src/anybatch/")]
+    assert len(BLOCKS) == len(PYTHON) + len(SHELL) + len(trees)
+    assert len(PYTHON) > len(PAGES)
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        ("```python\nstep = ab.Step()\n```\n", NameError),
+        ("```python\nx = 1\n```\n\n```python\nprint(x)\n```\n", NameError),
+        ("```python\nprint(1)\n```\n\n```text\n2\n```\n", AssertionError),
+        ("```sh\nanybatch trian\n```\n", SystemExit),
+        ("```sh\nanybatch eval nowhere\n```\n", AssertionError),
+        ("```sh\npip install anybatch\n```\n", pytest.fail.Exception),
+    ],
+)
+def test_what_does_not_run_is_found(
+    page: str, error: type[BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    test = {"python": test_python_block_runs_as_pasted, "sh": test_shell_block_runs_as_pasted}
+    *_, block = read_blocks("page", page)
+    with pytest.raises(error):
+        test[block.kind](block, capsys)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_name_only_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert set(re.findall(r"\bab\.([A-Za-z_]+)", text)) <= set(dir(ab))
+    assert set(re.findall(r"`\.\[(\w+)\]`", text)) <= set(EXTRAS)
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_readme_is_short() -> None:
+    prose = FENCE.sub("", (ROOT / "README.md").read_text())
+    assert len(prose.split()) <= MOST_WORDS
