@@ -207,6 +207,7 @@ def test_nothing_is_changed(fails: bool) -> None:
 def test_report_in_words_and_in_json() -> None:
     exact = check(Perceptron(5, 2), nn.MSELoss(), rows(), rows=5)
     assert str(exact).startswith("exact: split equals whole on 5 rows, cut as 2+2+1, 3+2 and 1 by 1")
+    assert "not say that the weight (what the loss is divided by) is the one you meant" in str(exact)
     broken = check(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)), nn.MSELoss(), rows())
     summaries = json.loads(broken.to_json())
     assert summaries["exact"] is False
@@ -401,6 +402,57 @@ def test_a_batch_norm_is_named_even_when_there_is_no_time(monkeypatch: pytest.Mo
         ("meeting", "1 (BatchNorm1d)")
     ]
     assert "No time" in report.findings[0].what
+
+
+# ---- state
+
+
+class Remembering(nn.Module):
+    """Keeps what it met: averaged and added up in saved buffers, counted in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5))
+        self.register_buffer("total", torch.zeros(5))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 5) to the same."""
+        self.calls += 1
+        self.average = self.average.lerp(x.detach().mean(0), 0.1)
+        self.total += x.detach().sum(0)
+        self.scratch += 1
+        return x
+
+
+def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attributes_are_a_note() -> None:
+    model = nn.Sequential(Remembering(), nn.Linear(5, 2))
+    report = check(model, nn.MSELoss(), rows())
+    (finding,) = report.findings
+    assert (finding.kind, finding.culprit) == ("buffer", "0 (Remembering)")
+    assert "`0.average`: " in finding.what
+    assert (report.exact, report.error <= report.limit) == (False, True)
+    assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
+    assert report.notes[0].endswith("not saved with the model: `0.calls`, `0.scratch`")
+
+    class Averaged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = Remembering()
+
+        def forward(self, model: nn.Module, micro: Any) -> Tensor:
+            return F.mse_loss(model(self.memory(micro[0])), micro[1])
+
+    report = check(nn.Linear(5, 2), Terms(Averaged()), rows())
+    assert [finding.kind for finding in report.findings] == ["denominator", "buffer"]
+    assert report.findings[1].culprit == "loss.memory (Remembering)"
+    assert str(report).startswith("NOT exact: gradient error ")
+
+
+def test_buffers_that_follow_from_another_fault_are_not_named() -> None:
+    report = check(nn.Sequential(Centred(), Remembering(), nn.Linear(5, 2)), nn.MSELoss(), rows())
+    assert [finding.kind for finding in report.findings] == ["meeting"]
 
 
 # ---- from cuts that differ to findings

@@ -229,6 +229,52 @@ def spectral_norm_in_training() -> Case:
     return classifier(layer, nn.Tanh())
 
 
+# ---- state that only the buffers show
+
+
+class Counted(nn.Module):
+    """Counts its calls; nothing reads the count but the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return x
+
+
+@fault("buffer", culprit="num_calls")
+def calls_counted_in_a_saved_buffer() -> Case:
+    return classifier(Counted())
+
+
+class Average(nn.Module):
+    """Keeps a running mean of what passes, for later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+        return x
+
+
+@fault("buffer", culprit="mean")
+def running_mean_kept_for_later() -> Case:
+    return classifier(Average())
+
+
+@fault("buffer", culprit="running_mean.*running_var")
+def running_statistics_of_instance_norm() -> Case:
+    """In training nothing reads them; `eval()` does."""
+    norm = nn.Sequential(
+        nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten()
+    )
+    return classifier(norm)
+
+
 # ---- without gradient, without output
 
 

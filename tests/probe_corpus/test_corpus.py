@@ -58,8 +58,8 @@ def as_totals(loss: Any) -> Any:
     return loss if known else counted
 
 
-def run(make: Make, micro_batch: int, *, repadded: bool = False) -> tuple[Tensor, Tensor]:
-    """By hand: the gradient with the loss at its end, and the same for sizes, which do not cancel.
+def run(make: Make, micro_batch: int, *, repadded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """By hand: the gradient with the loss at its end, the same for sizes, which do not cancel, and the buffers.
 
     Each term is summed over the micro-batches, then divided by the sum of its weights.
     """
@@ -83,7 +83,8 @@ def run(make: Make, micro_batch: int, *, repadded: bool = False) -> tuple[Tensor
         weights = dict.fromkeys(weights, 1.0)
     means = [sum(found) / weights[name] for name, found in parts.items()]
     sizes = [part.abs() / weights[name] for name, found in parts.items() for part in found]
-    return torch.stack(means).sum(dim=0), torch.stack(sizes).sum(dim=0)
+    saved = [value.double().flatten() for value in model.state_dict().values()]
+    return torch.stack(means).sum(dim=0), torch.stack(sizes).sum(dim=0), torch.cat(saved)
 
 
 def flat_gradient(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
@@ -103,14 +104,14 @@ def error(one: Tensor, other: Tensor, size: Tensor) -> float:
 
 
 def split_error(make: Make) -> float:
-    """How far the gradient and loss of 3 + 3 + 2 rows lie from those of the whole batch."""
-    split, size = run(make, MICRO_BATCH)
-    return error(split, run(make, WHOLE)[0], size)
+    """How far gradient, loss and saved buffers of 3 + 3 + 2 rows lie from those of the whole batch."""
+    (split, size, buffers), (whole, _, saved) = run(make, MICRO_BATCH), run(make, WHOLE)
+    return max(error(split, whole, size), float((buffers - saved).norm() / (saved.norm() + 1)))
 
 
 def padding_error(make: Make) -> float:
     """How far they move when the padding holds something else."""
-    whole, size = run(make, WHOLE)
+    whole, size, _ = run(make, WHOLE)
     return error(run(make, WHOLE, repadded=True)[0], whole, size)
 
 

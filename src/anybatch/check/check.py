@@ -15,6 +15,7 @@ from anybatch.check.compare import (
     Verdict,
     before_the_model,
     cut_sizes_to_try,
+    find_state,
     name_of,
     rows_agree,
     rows_agree_on,
@@ -32,6 +33,7 @@ from anybatch.engine import check_micro_batch
 
 CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
 CHECK_S = 8.0  # and after this one all else
+_NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,8 @@ class CheckReport:
     """What a check found.
 
     Attributes:
-        exact: every cut gave the gradient and the loss of the whole batch, and nothing else was found.
+        exact: every cut gave the gradient, the loss and the saved buffers of the whole batch, and nothing
+            else was found.
         error: largest relative error of the gradient; infinite where a cut did not come to its end.
         loss_error: largest relative error of the loss.
         rows: rows that were checked on.
@@ -73,10 +76,11 @@ class CheckReport:
         errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
         notes = [f"note: {note}" for note in self.notes]
         if self.exact:
-            return "\n".join(
-                [f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})", *notes]
-            )
-        head = f"NOT exact: {errors}, on {self.rows} rows cut as {cuts}"
+            head = f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})"
+            return "\n".join([head, _NOT_PROVEN, *notes])
+        is_update = any(finding.kind != "buffer" for finding in self.findings)
+        head = "NOT exact" if is_update else "NOT exact: the update is, saved buffers are not"
+        head += f": {errors}, on {self.rows} rows cut as {cuts}"
         found = ["  " + text.replace("\n", "\n  ") for text in summaries(self.findings)]
         return "\n".join([head, *found, *notes])
 
@@ -164,6 +168,10 @@ def check(
             )
         elif comparison.reference.bare or _differ(comparison, verdicts):
             findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
+        if all(finding.kind == "denominator" for finding in findings):  # else the model computes other values
+            more_findings, more_notes = find_state(comparison, verdicts)
+            findings += more_findings
+            notes += more_notes
         try:
             with comparison.bench.draws.until(start + CHECK_S):
                 more, found = _try_padding(comparison, prepared, verdicts, name_of(loss))

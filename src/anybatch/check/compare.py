@@ -1,16 +1,16 @@
-"""Cuts compared with the whole batch: the error of each, and whether the model gives each row the same."""
+"""Cuts compared with the whole batch: the error of each, the model's outputs row by row, and its state."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 
-from anybatch.check.finding import WAYS_OUT, Finding
-from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
-from anybatch.check.rows import Cut, Part, agree
+from anybatch.check.finding import SHOWN, WAYS_OUT, Finding, module_finding
+from anybatch.check.passes import Bench, Call, Calls, PassResult, State, norm
+from anybatch.check.rows import Cut, Part, agree, is_close
 from anybatch.check.tolerance import tolerance
 from anybatch.losses import Terms
 
@@ -188,3 +188,44 @@ def before_the_model(
                 what = f"What goes into `{call.key[0] or 'the model'}` differs already, before it has run."
                 return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
     return []
+
+
+# ---- state: what a step leaves in the model
+
+
+def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[list[Finding], list[str]]:
+    """A finding for each module whose saved buffers depend on the cut, and a note on other attributes."""
+    whole = comparison.reference.state
+    states = [verdict.result.state for verdict in verdicts if verdict.result.error is None]
+    differing = dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit))
+    saved: dict[str, list[str]] = {}
+    others: list[str] = []
+    for module, attribute in differing:
+        held = whole.get((module, attribute))
+        names = saved.setdefault(module, []) if held and held.is_saved else others
+        names.append(f"`{module}.{attribute}`".replace("`.", "`"))
+    findings = [
+        module_finding(
+            "buffer",
+            module,
+            next(held.module for (name, _), held in whole.items() if name == module),
+            f"{_listed(names)}: a split batch leaves another value there than the whole batch. "
+            "It depends on the number of micro-batches.",
+        )
+        for module, names in saved.items()
+    ]
+    note = f"depends on the number of micro-batches, but is not saved with the model: {_listed(others)}"
+    return findings, [note] if others else []
+
+
+def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
+    for key in dict.fromkeys((*whole, *other)):
+        values = [state[key].value for state in (whole, other) if key in state]
+        one, *rest = [value.double() if value.is_floating_point() else value for value in values]
+        if not rest or not is_close(rest[0], one, 10 * limit):
+            yield key
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest

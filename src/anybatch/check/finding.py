@@ -8,7 +8,7 @@ from torch import nn
 
 from anybatch.batchnorm import BatchNorm
 
-SHOWN = 3  # modules of a kind and class that are named when they are printed
+SHOWN = 3  # modules of a kind and class, or buffers, that are named when they are printed
 
 #: The kinds of findings, and what they mean.
 KINDS = {
@@ -17,6 +17,7 @@ KINDS = {
     "padding": "what stands in padded places, or how many there are, changes the result",
     "position": "a row's result depends on its place in the micro-batch",
     "state": "what an earlier micro-batch left behind changes the result of the next",
+    "buffer": "the update is exact, but a saved buffer depends on the number of micro-batches",
     "detached": "results agree, but gradients are lost or changed by the cut",
     "dropped rows": "rows that count in the whole batch are left out of a micro-batch",
     "unexplained": "split and whole differ, and none of the above was found",
@@ -39,6 +40,11 @@ WAYS_OUT = {
     "state": (
         "Update the state after the optimizer's step, not in forward.",
         "Freeze it while training: .eval(), or an argument that switches the update off.",
+        "Leave the batch uncut (micro_batch=None).",
+    ),
+    "buffer": (
+        "Update it once per step, outside of forward; or switch it off: track_running_stats=False, .eval().",
+        "Register it with persistent=False if nothing but a log reads it.",
         "Leave the batch uncut (micro_batch=None).",
     ),
     "detached": (
