@@ -386,7 +386,7 @@ def test_model_is_not_said_to_be_given_other_rows_where_only_samples_can_be_cut(
 
     report = check(Nodes(), loss, samples, collate=collate)
     assert not report.exact
-    assert not any("What goes into" in finding.what for finding in report.findings)
+    assert not any("Inputs of" in finding.what for finding in report.findings)
 
 
 def test_a_batch_norm_is_named_even_when_there_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +401,7 @@ def test_a_batch_norm_is_named_even_when_there_is_no_time(monkeypatch: pytest.Mo
     assert [(finding.kind, finding.culprit) for finding in report.findings] == [
         ("meeting", "1 (BatchNorm1d)")
     ]
-    assert "No time" in report.findings[0].what
+    assert "no time" in report.findings[0].what
 
 
 # ---- state
@@ -431,10 +431,10 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     report = check(model, nn.MSELoss(), rows())
     (finding,) = report.findings
     assert (finding.kind, finding.culprit) == ("buffer", "0 (Remembering)")
-    assert "`0.average`: " in finding.what
+    assert ": `0.average` depends" in finding.what
     assert (report.exact, report.error <= report.limit) == (False, True)
     assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
-    assert report.notes[0].endswith("not saved with the model: `0.calls`, `0.scratch`")
+    assert report.notes[0].endswith("number of micro-batches: `0.calls`, `0.scratch`")
 
     class Averaged(nn.Module):
         def __init__(self) -> None:
@@ -446,7 +446,7 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
 
     report = check(nn.Linear(5, 2), Terms(Averaged()), rows())
     assert [finding.kind for finding in report.findings] == ["denominator", "buffer"]
-    assert report.findings[1].culprit == "loss.memory (Remembering)"
+    assert report.findings[1].culprit == "loss.function.memory (Remembering)"
     assert str(report).startswith("NOT exact: gradient error ")
 
 

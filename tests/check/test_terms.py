@@ -90,7 +90,7 @@ def masked(model: nn.Module, micro: Any, epsilon: float) -> tuple[Tensor, Tensor
 def test_epsilon_in_a_denominator_hides_it_not() -> None:
     (finding,) = term_test(lambda m, b: Total(masked(m, b, 1e-6)[0], 1))
     assert finding.kind == "denominator"
-    assert "the entries of micro[1] that are not -100, apart from an epsilon in it" in finding.what
+    assert "the entries of micro[1] that are not -100, apart from an epsilon" in finding.what
     assert "ab.Total(sum, n)" in finding.ways_out[0]
 
 
@@ -101,7 +101,7 @@ def test_mean_with_an_epsilon_times_its_denominator_is_told_kindly() -> None:
 
     (finding,) = term_test(mended)
     assert finding.kind == "denominator"
-    assert "but for 4e-07 of it, as an epsilon in a denominator leaves it" in finding.what
+    assert "differ by 4e-07: there is an epsilon in the denominator" in finding.what
     assert "mean * n" in finding.ways_out[0]
 
 

@@ -59,7 +59,7 @@ def as_totals(loss: Any) -> Any:
 
 
 def run(make: Make, micro_batch: int, *, repadded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """By hand: the gradient with the loss at its end, the same for sizes, which do not cancel, and the buffers.
+    """By hand: the gradient with the loss at its end, sizes, which do not cancel, and the buffers.
 
     Each term is summed over the micro-batches, then divided by the sum of its weights.
     """

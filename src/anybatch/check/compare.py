@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from anybatch.check.finding import SHOWN, WAYS_OUT, Finding, module_finding
+from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, PassResult, State, norm
 from anybatch.check.rows import Cut, Part, agree, is_close
 from anybatch.check.tolerance import tolerance
@@ -128,7 +128,7 @@ class Comparison:
         size = norm(self.reference.gradients.values())
         if size >= tiny or max(size, self._scale[0]) >= tiny:
             return ""
-        return f"the gradient of these rows is so small (norm {size:.1g}) that comparing it says little"
+        return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding"
 
     @cached_property
     def _scale(self) -> tuple[float, float]:
@@ -185,7 +185,9 @@ def before_the_model(
             continue
         for value, *pieces in zip(call.inputs, *peers, strict=True):
             if agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit) is False:
-                what = f"What goes into `{call.key[0] or 'the model'}` differs already, before it has run."
+                what = (
+                    f"Inputs of `{call.key[0] or 'the model'}` depend on the cut already: rows meet before."
+                )
                 return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
     return []
 
@@ -197,35 +199,23 @@ def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[lis
     """A finding for each module whose saved buffers depend on the cut, and a note on other attributes."""
     whole = comparison.reference.state
     states = [verdict.result.state for verdict in verdicts if verdict.result.error is None]
-    differing = dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit))
     saved: dict[str, list[str]] = {}
     others: list[str] = []
-    for module, attribute in differing:
-        held = whole.get((module, attribute))
-        names = saved.setdefault(module, []) if held and held.is_saved else others
-        names.append(f"`{module}.{attribute}`".replace("`.", "`"))
+    for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
+        is_saved = key in whole and whole[key][1]
+        (saved.setdefault(key[0], []) if is_saved else others).append(f"`{key[1]}`")
+    what = "A split batch leaves other values than the whole: {} depends on the number of micro-batches."
     findings = [
-        module_finding(
-            "buffer",
-            module,
-            next(held.module for (name, _), held in whole.items() if name == module),
-            f"{_listed(names)}: a split batch leaves another value there than the whole batch. "
-            "It depends on the number of micro-batches.",
-        )
-        for module, names in saved.items()
+        Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
+        for culprit, names in saved.items()
     ]
-    note = f"depends on the number of micro-batches, but is not saved with the model: {_listed(others)}"
+    note = f"not saved with the model, but dependent on the number of micro-batches: {listed(others)}"
     return findings, [note] if others else []
 
 
 def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
     for key in dict.fromkeys((*whole, *other)):
-        values = [state[key].value for state in (whole, other) if key in state]
+        values = [state[key][0] for state in (whole, other) if key in state]
         one, *rest = [value.double() if value.is_floating_point() else value for value in values]
         if not rest or not is_close(rest[0], one, 10 * limit):
             yield key
-
-
-def _listed(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + rest

@@ -1,8 +1,7 @@
 """What a check found: a kind, a culprit, a plain sentence, and the ways out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -93,10 +92,6 @@ class Finding:
             [f"{self.kind}: {self.culprit}", *[f"  {line}" for line in "\n".join(lines).split("\n")]]
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def summaries(findings: Iterable[Finding]) -> list[str]:
     """Findings in words, where those that say the same of modules of one class are told once."""
@@ -112,9 +107,13 @@ def _as_one(group: Sequence[Finding]) -> Finding:
     names = [finding.culprit.rpartition(" (")[0] for finding in group]
     if len(group) == 1 or not names[0]:
         return group[0]
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    culprit = f"{', '.join(names[:SHOWN])}{rest} ({group[0].culprit.rpartition(' (')[2]}"
-    return replace(group[0], culprit=culprit, what=f"{group[0].what} The others do the like.")
+    culprit = f"{listed(names)} ({group[0].culprit.rpartition(' (')[2]}"
+    return replace(group[0], culprit=culprit, what=f"{group[0].what} The others do the same.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def module_finding(
@@ -123,5 +122,9 @@ def module_finding(
     """A finding about a module, with the ways out of its kind if it has none of its own."""
     is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
-    culprit = f"{name or 'the model'} ({type(module).__name__})"
-    return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or usual)
+    return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out or usual)
+
+
+def culprit_of(name: str, module: nn.Module) -> str:
+    """A module as `name (Class)`."""
+    return f"{name.strip('.') or 'the model'} ({type(module).__name__})"

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws, plain_kernels
+from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Cut, Part
 from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
@@ -54,12 +55,6 @@ def bare_terms(loss: Any) -> frozenset[str]:
     """The terms of which an observed loss has returned means that have lost their denominators."""
     function = loss.function if isinstance(loss, Terms) else None
     return function.bare if isinstance(function, Observed) else frozenset()
-
-
-def _module_of(loss: Any) -> nn.Module:
-    """The module that an observed loss is or holds."""
-    function = loss.function if isinstance(loss, Terms) else None
-    return module_of(function.function if isinstance(function, Observed) else loss)
 
 
 def _is_scalar(value: object) -> bool:
@@ -153,32 +148,24 @@ def tensors(value: Any) -> list[Tensor]:
 # ---- state
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    """A buffer, or an attribute that is a number or a tensor, as a pass left it."""
-
-    value: Tensor  # a number as a tensor
-    module: nn.Module  # whose it is
-    is_saved: bool  # whether it is in the state dict
-
-
-State = Mapping[tuple[str, str], Held]  # by the module's name, and the attribute's
+# By `module (Class)` and the attribute's dotted name: its value, and whether it is in the state dict.
+State = Mapping[tuple[str, str], tuple[Tensor, bool]]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
     """What a model and its loss hold but for parameters and containers; the loss's under `loss.`."""
-    found: dict[tuple[str, str], Held] = {}
+    found: dict[tuple[str, str], tuple[Tensor, bool]] = {}
     known: set[nn.Module] = set()
-    for root, prefix in ((model, ""), (loss, "loss")):
+    for root, prefix in ((model, ""), (loss, "loss.")):
         saved = set(root.state_dict())
         for name, module in root.named_modules():
-            own = (*vars(module).items(), *module.named_buffers(recurse=False)) if module not in known else ()
+            own = () if module in known else (*vars(module).items(), *module.named_buffers(recurse=False))
             known.add(module)
             for key, value in own:
                 if isinstance(value, int | float) or _is_plain(value):
-                    held = torch.as_tensor(value).detach()
-                    is_saved = f"{name}.{key}".strip(".") in saved
-                    found[f"{prefix}.{name}".strip("."), key] = Held(held, module, is_saved)
+                    path = f"{name}.{key}".strip(".")
+                    place = culprit_of(prefix + name, module), prefix + path
+                    found[place] = torch.as_tensor(value).detach(), path in saved
     return found
 
 
@@ -202,7 +189,7 @@ class PassResult:
     # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
     largest: float = 0.0
     calls: Calls = field(default_factory=Calls)  # of its modules
-    state: State = field(default_factory=dict[tuple[str, str], Held])  # what it left in model and loss
+    state: State = field(default_factory=dict[tuple[str, str], tuple[Tensor, bool]])  # that it left behind
     unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
     # terms of which the loss returned means that have lost their denominators
     bare: frozenset[str] = frozenset()
@@ -311,7 +298,7 @@ class Bench:
             # The sum may have been divided only at the end.
             largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
             calls=calls,
-            state=state_of(model, _module_of(loss)),
+            state=state_of(model, module_of(loss)),
             unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
         )
