@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -125,7 +126,28 @@ def smoothed(x: Tensor) -> Tensor:
     return (-(x[:, None] - x[None]).square().sum(dim=2)).softmax(dim=1) @ x
 
 
+def marked(x: Tensor) -> Tensor:
+    """Rows meet behind a switch that only leaves have."""
+    if x.requires_grad and not x.is_leaf:
+        raise RuntimeError("you can only change requires_grad flags of leaf variables")
+    x.requires_grad = True
+    return x - x.mean(0)
+
+
+def rows_that_look_for_their_like() -> Case:
+    case = before("Meeting", lambda x: x * (x[:, None] == x).all(2).sum(1, keepdim=True))
+    case.batch[0][5] = case.batch[0][0]
+    return case
+
+
 FAULTS.of("meeting", r"2\.norm", batch_norm_at_a_depth=batch_norm_at_a_depth)
+FAULTS.of(
+    "meeting",
+    r"Meeting[^$]*[17] other rows of 8 change",
+    a_row_in_the_middle_leads=lambda: classifier(layer("Meeting", lambda x: x + x[len(x) // 2])),
+    rows_that_look_for_their_like=rows_that_look_for_their_like,
+    inputs_that_ask_for_gradients=lambda: before("Meeting", marked),
+)
 FAULTS.of(
     "meeting",
     "BatchNorm1d",
@@ -231,6 +253,13 @@ FAULTS.of(
         layer("Layer", lambda x: x * (1 - 2 * (torch.arange(len(x)) % 2))[:, None])
     ),
 )
+FAULTS.of(
+    "position",
+    "from NumPy",
+    noise_from_numpy=lambda: classifier(
+        layer("Noise", lambda x: x + torch.as_tensor(np.random.rand(*x.shape), dtype=x.dtype))
+    ),
+)
 # As one does for packing; the labels stay where they were.
 FAULTS.of(
     "position, meeting, unexplained",
@@ -277,6 +306,13 @@ def carried(self: Any, x: Tensor) -> Tensor:
     out = torch.tanh(x + (self.state[-1] if self.state else 0.0))
     self.state.append(out.detach().mean(dim=0))
     return out
+
+
+def fading(self: Any, x: Tensor) -> Tensor:
+    """The same numbers, whose gradient depends on earlier calls."""
+    level = self.level
+    self.level = 0.9 * level
+    return x.detach() + (x - x.detach()) * level
 
 
 def counted(self: Any, x: Tensor) -> Tensor:
@@ -333,6 +369,7 @@ FAULTS.of(
     queue_of_negatives=queue_of_negatives,
     spectral_norm_in_training=spectral_norm_in_training,
 )
+FAULTS.of("state", "buffers", gradient_fades=lambda: classifier(Keeping(fading, level=torch.ones(()))))
 FAULTS.of(
     "state, meeting",
     "Keeping",
