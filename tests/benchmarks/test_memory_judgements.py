@@ -19,38 +19,18 @@ def failed(judge: Judge, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 # ---- predicted
 
-STEP = {
-    "model": "gpt2",
-    "device": "cpu",
-    "optimizer": "sgd",
-    "policy": "half",
-    "blocks": 6,
-    "rows": 8,
-    "micro_batch": 4,
-    "measured": 1_000_000,
-    "traced": 1_000_000,
-    "composed": 996_000,
-    "seconds": 2.0,
-    "source": "predicted",
-}
+STEP: dict[str, Any] = {"model": "gpt2", "device": "cpu", "optimizer": "sgd", "policy": "half", "blocks": 6}
+STEP |= {"rows": 8, "micro_batch": 4, "measured": 1_000_000, "traced": 1_000_000}
+STEP |= {"composed": 996_000, "seconds": 2.0, "source": "predicted"}
 CARD = STEP | {"device": "cuda", "traced": 1_070_000, "away": 1_070_000}
 NEAR = STEP | {"device": "cuda", "traced": 1_010_000, "away": 1_010_000}
 PREDICTED, CUDA = [STEP, STEP], [NEAR, NEAR, CARD]
 
 # ---- planner
 
-DUEL = {
-    "model": "bert",
-    "rows": 16,
-    "fraction": 0.5,
-    "budget": 1_000,
-    "best": "8 keep",
-    "best_peak": 990,
-    "chosen": {"micro_batch": 8, "blocks": []},
-    "predicted": 1_000,
-    "peak": 1_000,
-    "asked_s": 1.0,
-}
+DUEL: dict[str, Any] = {"model": "bert", "rows": 16, "fraction": 0.5, "budget": 1_000, "best": "8 keep"}
+DUEL |= {"best_peak": 990, "chosen": {"micro_batch": 8, "blocks": []}, "predicted": 1_000}
+DUEL |= {"peak": 1_000, "asked_s": 1.0}
 TIMES = [1.0, 1.2, 0.9]
 
 
@@ -83,17 +63,8 @@ GPT2 = [within(0.25, 1.3)]
 
 # ---- peers
 
-DONE = {
-    "device": "cpu",
-    "failed": "",
-    "first_s": 1.0,
-    "seconds": 2.0,
-    "lost": 0,
-    "rows": 300,
-    "limit": 9,
-    "made": [ROWS] * UPDATES,
-    "deviation": 1e-6,
-}
+DONE: dict[str, Any] = {"device": "cpu", "failed": "", "first_s": 1.0, "seconds": 2.0, "lost": 0, "rows": 300}
+DONE |= {"limit": 9, "made": [ROWS] * UPDATES, "deviation": 1e-6}
 REFERENCE = DONE | {"model": memory_peers.REFERENCE}
 TRAINED = [DONE | {"model": name} for name in OURS]
 

@@ -13,31 +13,18 @@ from benchmarks.precision_overflow import AGAIN, OURS, SCALER
 
 Records = Sequence[Mapping[str, Any]]
 
-LESSON = {
+LESSON: dict[str, Any] = {
     "part": "lenet5",
     "accuracy": [0.9, 0.985],
     "updates": 900,
     "redone": 0,
     "scale": 1.0,
-    "seconds": 30.0,
-    "points": 0.4,
-    "worst": 2.0,
-    "rows": 60_000,
-    "batch": 128,
-    "micro_batch": 64,
 }
+LESSON |= {"seconds": 30.0, "points": 0.4, "worst": 2.0, "rows": 60_000, "batch": 128}
+LESSON |= {"micro_batch": 64}
 LENET5 = [LESSON | {"precision": name} for name in PRECISIONS]
-OUTCOME = {
-    "part": "overflow",
-    "computed": 9,
-    "updates": 1,
-    "redone": 1,
-    "scale": 2.0**15,
-    "distance": 0.001,
-    "from_float32": 0.002,
-    "calm_redone": 0,
-    "limit": 0.0078,
-}
+OUTCOME: dict[str, Any] = {"part": "overflow", "computed": 9, "updates": 1, "redone": 1, "scale": 2.0**15}
+OUTCOME |= {"distance": 0.001, "from_float32": 0.002, "calm_redone": 0, "limit": 0.0078}
 LOST = {"computed": 8, "updates": 0, "redone": 0, "distance": 1.0}
 OVERFLOW = [
     OUTCOME | {"way": OURS},

@@ -263,6 +263,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention": lambda x: F.scaled_dot_product_attention(*[x[:, None].double()] * 3, dropout_p=0.5),
     "noise of a distribution": lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).sample(),
     "one number for all": lambda x: x * torch.rand(()),
+    "in one kernel": lambda x: torch.native_dropout(x, 0.3, True)[0],
     "slopes": lambda x: F.rrelu(x, training=True),
 }
 
