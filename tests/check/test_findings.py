@@ -51,7 +51,7 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     report = check(model, nn.MSELoss(), rows())
     (finding,) = report.findings
     assert (finding.kind, finding.culprit) == ("buffer", "0 (Remembering)")
-    assert ": `0.average` depends" in finding.what
+    assert finding.what.endswith("by the number of micro-batches: `0.average`.")
     assert (report.exact, report.error <= report.limit) == (False, True)
     assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
     assert report.notes[0].endswith("number of micro-batches: `0.calls`, `0.scratch`")

@@ -204,7 +204,7 @@ def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[lis
     for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
         is_saved = key in whole and whole[key][1]
         (saved.setdefault(key[0], []) if is_saved else others).append(f"`{key[1]}`")
-    what = "A split batch leaves other values than the whole: {} depends on the number of micro-batches."
+    what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
     findings = [
         Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
         for culprit, names in saved.items()
