@@ -59,6 +59,9 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     assert [finding.kind for finding in report.findings] == ["denominator", "buffer"]
     assert report.findings[1].culprit == "loss.function.memory (Remembering)"
     assert str(report).startswith("NOT exact: gradient error ")
+    shared = Averaged()
+    shared.memory = model[0]
+    assert kinds(model, Terms(shared), rows())[1:] == [("buffer", "0 (Remembering)")]
 
 
 def test_buffers_that_follow_from_another_fault_are_not_named() -> None:
