@@ -40,18 +40,6 @@ def test_policies_name_all_blocks_none_or_every_second() -> None:
     assert gpt2.blocks("half") == ((names[0], "recompute"), (names[2], "recompute"))
 
 
-def test_blocks_named_by_hand_where_none_repeats() -> None:
-    assert [name for name, _ in subject("lenet5").blocks("recompute")] == ["conv1", "conv2", "linear1"]
-    assert [name for name, _ in subject("lstm").blocks("recompute")] == ["lstm"]
-
-
-def test_everybody_in_a_race_takes_as_many_turns() -> None:
-    small = subject("lenet5")
-    seconds = small.race({"whole": small.plan(4, 4), "cut": small.plan(4, 2)}, 3)
-    assert {name: len(values) for name, values in seconds.items()} == {"whole": 3, "cut": 3}
-    assert min(min(values) for values in seconds.values()) > 0
-
-
 @pytest.mark.slow
 def test_records_of_predictions_are_judged_sound() -> None:
     records = list(memory_predicted.measure("unet", "small", "cpu"))

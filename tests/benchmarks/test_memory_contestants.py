@@ -12,7 +12,6 @@ from benchmarks.memory_contestants import (
     UPDATES,
     Job,
     Tally,
-    collate,
     planned,
     rows_of,
     surviving,
@@ -41,12 +40,6 @@ def test_rows_of_one_update_are_longer() -> None:
     assert (lengths.count(LONG), lengths.count(SHORT)) == (ROWS, (UPDATES - 1) * ROWS)
     assert set(lengths[LONG_UPDATE * ROWS : (LONG_UPDATE + 1) * ROWS]) == {LONG}
     assert len(lengths) == UPDATES * ROWS
-
-
-def test_padding_has_no_label() -> None:
-    batch = collate([torch.tensor([1, 2, 3]), torch.tensor([4])])
-    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
-    assert batch["labels"].tolist() == [[1, 2, 3], [4, IGNORE, IGNORE]]
 
 
 def test_ours_make_every_update() -> None:

@@ -1,7 +1,7 @@
 """Tests of the judgements of memory: every limit can be passed, and each breach is named once."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from math import nan
 from typing import Any
 
 import pytest
@@ -17,50 +17,20 @@ def failed(judge: Judge, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return [verdict.what for verdict in judge(records) if not verdict.holds]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Breach:
-    """A change of the sound records that must fail one threshold."""
-
-    judge: Judge
-    records: Sequence[Mapping[str, Any]]
-    change: Mapping[str, Any]
-    what: str
-
-
 # ---- predicted
 
-STEP = {
-    "model": "gpt2",
-    "device": "cpu",
-    "optimizer": "sgd",
-    "policy": "half",
-    "blocks": 6,
-    "rows": 8,
-    "micro_batch": 4,
-    "measured": 1_000_000,
-    "traced": 1_000_000,
-    "composed": 996_000,
-    "seconds": 2.0,
-    "source": "predicted",
-}
+STEP: dict[str, Any] = {"model": "gpt2", "device": "cpu", "optimizer": "sgd", "policy": "half", "blocks": 6}
+STEP |= {"rows": 8, "micro_batch": 4, "measured": 1_000_000, "traced": 1_000_000}
+STEP |= {"composed": 996_000, "seconds": 2.0, "source": "predicted"}
 CARD = STEP | {"device": "cuda", "traced": 1_070_000, "away": 1_070_000}
 NEAR = STEP | {"device": "cuda", "traced": 1_010_000, "away": 1_010_000}
 PREDICTED, CUDA = [STEP, STEP], [NEAR, NEAR, CARD]
 
 # ---- planner
 
-DUEL = {
-    "model": "bert",
-    "rows": 16,
-    "fraction": 0.5,
-    "budget": 1_000,
-    "best": "8 keep",
-    "best_peak": 990,
-    "chosen": {"micro_batch": 8, "blocks": []},
-    "predicted": 1_000,
-    "peak": 1_000,
-    "asked_s": 1.0,
-}
+DUEL: dict[str, Any] = {"model": "bert", "rows": 16, "fraction": 0.5, "budget": 1_000, "best": "8 keep"}
+DUEL |= {"best_peak": 990, "chosen": {"micro_batch": 8, "blocks": []}, "predicted": 1_000}
+DUEL |= {"peak": 1_000, "asked_s": 1.0}
 TIMES = [1.0, 1.2, 0.9]
 
 
@@ -93,106 +63,40 @@ GPT2 = [within(0.25, 1.3)]
 
 # ---- peers
 
-DONE = {
-    "device": "cpu",
-    "failed": "",
-    "first_s": 1.0,
-    "seconds": 2.0,
-    "lost": 0,
-    "rows": 300,
-    "limit": 9,
-    "made": [ROWS] * UPDATES,
-    "deviation": 1e-6,
-}
+DONE: dict[str, Any] = {"device": "cpu", "failed": "", "first_s": 1.0, "seconds": 2.0, "lost": 0, "rows": 300}
+DONE |= {"limit": 9, "made": [ROWS] * UPDATES, "deviation": 1e-6}
 REFERENCE = DONE | {"model": memory_peers.REFERENCE}
 TRAINED = [DONE | {"model": name} for name in OURS]
-OTHERS = [REFERENCE, *TRAINED[:-1]]
 
-BREACHES = {
-    "traced": Breach(
-        judge=memory_predicted.judge,
-        records=PREDICTED,
-        change={"traced": 1_000_101},
-        what="gpt2: traced, worst",
-    ),
-    "composed": Breach(
-        judge=memory_predicted.judge,
-        records=PREDICTED,
-        change={"composed": 994_000},
-        what="gpt2: composed, worst",
-    ),
-    "prediction time": Breach(
-        judge=memory_predicted.judge,
-        records=[STEP],
-        change={"seconds": 3.1},
-        what="gpt2: CPU seconds of a prediction",
-    ),
-    "card, worst": Breach(
-        judge=memory_predicted.judge, records=CUDA, change={"traced": 1_081_000}, what="traced, worst"
-    ),
-    "card, away": Breach(
-        judge=memory_predicted.judge, records=CUDA, change={"away": 919_000}, what="away, worst"
-    ),
-    "over budget": Breach(
-        judge=memory_planner.judge,
-        records=PLANNER,
-        change={"peak": 1_001},
-        what="bert at 50%: peak over budget",
-    ),
-    "slow at worst": Breach(
-        judge=memory_planner.judge,
-        records=PLANNER,
-        change=raced(1.11),
-        what="time over the best plan's, worst",
-    ),
-    "refused": Breach(
-        judge=memory_planner.judge,
-        records=PLANNER,
-        change={"error": "nothing fits"},
-        what="bert: nothing fits",
-    ),
-    "GPT-2 over budget": Breach(
-        judge=memory_gpt2.judge, records=GPT2, change={"peak": 1_001}, what="peak over the budget of 25%"
-    ),
-    "GPT-2 slow": Breach(
-        judge=memory_gpt2.judge,
-        records=GPT2,
-        change=within(0.25, 1.36),
-        what="time at 25% over the plain step's",
-    ),
-    "updates lost": Breach(
-        judge=memory_peers.judge,
-        records=[*OTHERS, TRAINED[-1]],
-        change={"lost": 1},
-        what=f"{TRAINED[-1]['model']}: updates lost",
-    ),
-    "updates missing": Breach(
-        judge=memory_peers.judge,
-        records=[*OTHERS, TRAINED[-1]],
-        change={"made": [ROWS]},
-        what=f"{TRAINED[-1]['model']}: updates missing",
-    ),
-    "another result": Breach(
-        judge=memory_peers.judge,
-        records=[*OTHERS, TRAINED[-1]],
-        change={"deviation": float("nan")},
-        what=f"{TRAINED[-1]['model']}: parameters away from the wanted ones",
-    ),
-    "died": Breach(
-        judge=memory_peers.judge,
-        records=[*OTHERS, TRAINED[-1]],
-        change={"failed": "MemoryError: "},
-        what=f"{TRAINED[-1]['model']}: MemoryError: ",
-    ),
-}
+LAST = TRAINED[-1]["model"]
+PEERS = [REFERENCE, *TRAINED]
+
+#: A change of the last of sound records, and the one threshold that it fails.
+BREACHES: list[tuple[Any, Sequence[Mapping[str, Any]], Mapping[str, Any], str]] = [
+    (memory_predicted, PREDICTED, {"traced": 1_000_101}, "gpt2: traced, worst"),
+    (memory_predicted, PREDICTED, {"composed": 994_000}, "gpt2: composed, worst"),
+    (memory_predicted, [STEP], {"seconds": 3.1}, "gpt2: CPU seconds of a prediction"),
+    (memory_predicted, CUDA, {"traced": 1_081_000}, "traced, worst"),
+    (memory_predicted, CUDA, {"away": 919_000}, "away, worst"),
+    (memory_planner, PLANNER, {"peak": 1_001}, "bert at 50%: peak over budget"),
+    (memory_planner, PLANNER, raced(1.11), "time over the best plan's, worst"),
+    (memory_planner, PLANNER, {"error": "nothing fits"}, "bert: nothing fits"),
+    (memory_gpt2, GPT2, {"peak": 1_001}, "peak over the budget of 25%"),
+    (memory_gpt2, GPT2, within(0.25, 1.36), "time at 25% over the plain step's"),
+    (memory_peers, PEERS, {"lost": 1}, f"{LAST}: updates lost"),
+    (memory_peers, PEERS, {"made": [ROWS]}, f"{LAST}: updates missing"),
+    (memory_peers, PEERS, {"deviation": nan}, f"{LAST}: parameters away from the wanted ones"),
+    (memory_peers, PEERS, {"failed": "MemoryError: "}, f"{LAST}: MemoryError: "),
+]
 
 
-@pytest.mark.parametrize("name", BREACHES)
-def test_one_breach_fails_one_threshold(name: str) -> None:
-    breach = BREACHES[name]
-    *others, last = breach.records
-    assert failed(breach.judge, breach.records) == []
-    assert failed(breach.judge, [*others, last | breach.change]) == [breach.what]
+@pytest.mark.parametrize(("study", "records", "change", "what"), BREACHES)
+def test_one_breach_fails_one_threshold(
+    study: Any, records: Sequence[Mapping[str, Any]], change: Mapping[str, Any], what: str
+) -> None:
+    *others, last = records
+    assert failed(study.judge, records) == []
+    assert failed(study.judge, [*others, last | change]) == [what]
 
 
 def test_medians_have_limits_of_their_own() -> None:
@@ -209,8 +113,8 @@ def test_time_rises_as_budgets_shrink() -> None:
 
 def test_peers_are_shown_and_not_judged() -> None:
     peer = DONE | {"model": "accelerate", "lost": 12, "made": [8] * 24, "failed": "RuntimeError: no"}
-    assert failed(memory_peers.judge, [REFERENCE, *TRAINED, peer]) == []
-    assert "RuntimeError: no" in "\n".join(memory_peers.sections([REFERENCE, *TRAINED, peer]))
+    assert failed(memory_peers.judge, [*PEERS, peer]) == []
+    assert "RuntimeError: no" in "\n".join(memory_peers.sections([*PEERS, peer]))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
+from benchmarks.memory_report import Raw, Record, Study, broken, child, sound
 from benchmarks.thresholds import Verdict
 
 
@@ -30,11 +30,6 @@ def raw(value: float = 0.5) -> Raw:
     )
 
 
-def test_raw_results_come_back(tmp_path: Path) -> None:
-    raw().save(tmp_path / "folder" / "raw.json")
-    assert Raw.load(tmp_path / "folder" / "raw.json") == raw()
-
-
 def test_report_says_what_was_measured() -> None:
     text = STUDY.render(raw())
     assert "# A test (quick), 2026-11-21" in text
@@ -52,18 +47,6 @@ def test_exit_code_is_the_judgement(
     name = "memory-test-quick_a-processor-r-2-ghz-2-cores_2026-11-21"
     assert {path.name for path in tmp_path.iterdir()} == {f"{name}.md", f"{name}.json"}
     assert ("FAILED: bert" in capsys.readouterr().out) == bool(code)
-
-
-def test_a_broken_record_fails_and_leaves_the_others() -> None:
-    records = [{"model": "bert", "value": 0.5}, {"model": "t5", "error": "exit code 9"}]
-    assert [verdict.holds for verdict in judge(records)] == [False, True]
-
-
-def test_lines_are_kept_as_they_come(tmp_path: Path) -> None:
-    path = tmp_path / "records.jsonl"
-    write_lines([{"a": 1}], path)
-    write_lines([{"a": 2}], path)
-    assert path.read_text() == '{"a": 1}\n{"a": 2}\n'
 
 
 def test_a_child_that_ends_early_is_an_error() -> None:

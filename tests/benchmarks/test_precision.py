@@ -121,25 +121,6 @@ def test_lessons_are_the_same_from_one_seed(name: str) -> None:
     assert {**one, "seconds": 0} == {**other, "seconds": 0}
 
 
-def test_the_share_of_right_answers_is_counted() -> None:
-    rows = digits(500)
-    model = torch.nn.Linear(1, 1)
-    step = ab.Step(model, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    step.model = Always(3)
-    assert precision_lenet5.tested(step, rows) == 0.1
-
-
-class Always(torch.nn.Module):
-    """The same class for every row."""
-
-    def __init__(self, chosen: int) -> None:
-        super().__init__()
-        self.chosen = chosen
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(torch.full((len(images),), self.chosen), 10).float()
-
-
 def test_without_data_lenet5_is_left_out(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         (record,) = precision_lenet5.measure(replace(FULL, data=folder))
@@ -160,17 +141,11 @@ def test_a_run_writes_what_it_could_measure(
     text = path.read_text()
     assert "## An overflow in micro-batch 3 of 8" in text
     assert "Left out: Expected --data" in text
+    assert precision.main(["--only", "lenet5", "--folder", str(tmp_path)]) == 1
+    assert "nothing was measured" in capsys.readouterr().out
     path.unlink()
     assert precision.main(["--raw", str(path.with_suffix(".json")), "--folder", str(tmp_path)]) == 0
     assert path.read_text() == text
-
-
-def test_a_run_that_measured_nothing_has_not_passed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    without_child(monkeypatch)
-    assert precision.main(["--only", "lenet5", "--folder", str(tmp_path)]) == 1
-    assert "nothing was measured" in capsys.readouterr().out
 
 
 def test_a_part_that_broke_fails_and_leaves_the_others(

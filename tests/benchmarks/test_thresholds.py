@@ -10,6 +10,7 @@ import pytest
 from benchmarks.__main__ import chosen, entrants, main
 from benchmarks.config import FULL, HeadCase, MemoryCase, RaceCase
 from benchmarks.contestants import PEERS, RIVALS, hand
+from benchmarks.report import file_name, render
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import growth, judge, ratio
 
@@ -154,6 +155,10 @@ def test_what_is_held_all_along_hides_no_growth() -> None:
     assert growth(memory(5_050), "anybatch") == pytest.approx(0.05)  # 1 % of the whole peak
 
 
-def test_raw_results_come_back_from_json(tmp_path: Path) -> None:
-    raw().save(tmp_path / "folder" / "raw.json")
-    assert Raw.load(tmp_path / "folder" / "raw.json") == raw()
+def test_report_says_what_was_measured() -> None:
+    text = render(raw(), list(judge(raw())))
+    assert "A processor (R) @ 2 GHz, 2 cores, one thread. torch 2.13.0." in text
+    assert "anybatch (identical)" in text
+    assert "1.020..1.020" in text
+    assert "FAIL" not in text
+    assert file_name(raw()) == "steps-quick_a-processor-r-2-ghz-2-cores_2026-11-21.md"

@@ -67,10 +67,3 @@ def test_same_seed_same_model_and_batch(name: str, scale: str) -> None:
         assert not all(torch.equal(a, b) for a, b in pairs)
     assert all(torch.equal(a, b) for a, b in zip(leaves(one), leaves(other), strict=True))
     assert {leaf.shape[0] for leaf in leaves(one)} == {ROWS}
-
-
-@pytest.mark.parametrize("name", ZOO)
-def test_sizes_to_try_cut_the_last_one(name: str) -> None:
-    small, middle, whole = ZOO[name].rows
-    assert 2 <= small < middle < whole
-    assert whole % small == whole % middle == 0

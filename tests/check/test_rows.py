@@ -1,30 +1,24 @@
-"""Rows: which ones a check runs on, on which axis they lie, how they are cut."""
+"""Tables: on which axis rows lie, which rows are chosen, where padding is, what may be a denominator."""
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from anybatch.check.rows import (
-    Axis,
-    Cut,
-    Part,
-    agree,
-    choose,
-    find_axis,
-    is_close,
-    rows_of,
-    select,
-    shorten,
-    signatures,
-    subset,
-    take,
-)
-from anybatch.core.errors import BatchError
+from anybatch.check.denominators import candidates, held_weights
+from anybatch.check.padding import find_padding, refilled
+from anybatch.check.rows import Axis, Cut, Part, agree, choose, find_axis, is_close, select, signatures, take
+from anybatch.core import tree
 
 PARTS = [Part((0, 1, 2), 8), Part((3, 4, 5), 8), Part((6, 7), 8)]
+
+
+# ---- on which axis rows lie
 
 
 @pytest.mark.parametrize(
@@ -61,21 +55,15 @@ def test_longer_axes_are_cut_short_but_rows_are_not() -> None:
     taken = take(whole, (2, 1), PARTS[2])
     assert taken is not None
     assert taken.tolist() == [[18], [21]]
-    assert take(whole, (1, 3), PARTS[2]) is None
-    assert take(whole, (2, 4), PARTS[2]) is None
-    assert shorten(whole, (8, 4)) is None
+    assert (take(whole, (1, 3), PARTS[2]), take(whole, (2, 4), PARTS[2])) == (None, None)
 
 
 def test_agreement_of_rows_of_packed_tokens_and_of_neither() -> None:
-    whole = torch.randn(8, 2)
-    pieces = list(zip(whole.split([3, 3, 2]), PARTS, strict=True))
-    assert agree(whole, pieces, 0.0) is True
-    assert agree(whole + 1, pieces, 0.0) is False
-    packed = torch.randn(11, 2)  # rows of different numbers of tokens
-    pieces = list(zip(packed.split([4, 2, 5]), PARTS, strict=True))
-    assert agree(packed, pieces, 0.0) is True
-    assert agree(packed.flip(0), pieces, 0.0) is False
-    assert agree(packed[:7], pieces, 0.0) is None
+    for whole, sizes in ((torch.randn(8, 2), [3, 3, 2]), (torch.randn(11, 2), [4, 2, 5])):
+        pieces = list(zip(whole.split(sizes), PARTS, strict=True))
+        assert agree(whole, pieces, 0.0) is True
+        assert agree(whole.flip(0), pieces, 0.0) is False
+        assert agree(whole[:7], pieces, 0.0) is None
 
 
 def test_closeness_minds_infinities_and_huge_fill_values() -> None:
@@ -88,7 +76,7 @@ def test_closeness_minds_infinities_and_huge_fill_values() -> None:
     assert is_close(huge, huge.clone(), 0.0)
 
 
-# ---- choose
+# ---- which rows are chosen
 
 
 def test_rows_that_differ_come_first() -> None:
@@ -98,94 +86,183 @@ def test_rows_that_differ_come_first() -> None:
     assert choose({row: [0.0] for row in (0, 7)}, 3) == [0, 7]
 
 
-def test_signatures_tell_valid_targets_and_classes_apart() -> None:
-    labels = torch.tensor([[1, 2, -100], [1, 2, 3], [1, 2, 3]])
-    one, two, three = signatures({"x": torch.randn(3, 20), "y": labels}, None).values()
-    assert one != two == three
-    samples = [torch.arange(length) for length in (2, 3)]
-    one, two = signatures(samples, lambda rows: rows[0][None]).values()
-    assert one != two
+def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
+    leaf[rows] = value
+    return leaf
 
 
-def masked(rows: int) -> Tensor:
-    mask = torch.ones(rows, 20)
-    mask[40:43, 5:] = 0
-    return mask
-
-
-def unknown(rows: int) -> Tensor:
-    target = torch.randn(rows, 20)
-    target[40:43, 5:] = math.nan
-    return target
-
-
-def weighted(rows: int) -> Tensor:
-    weight = torch.ones(rows)
-    weight[40:43] = 5
-    return weight
-
-
-def late(rows: int) -> Tensor:
-    return torch.arange(rows) // 200
-
-
-@pytest.mark.parametrize("leaf", [masked, unknown, weighted, late])
-def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Callable[[int], Tensor]) -> None:
-    batch = torch.randn(300, 20), leaf(300)
-    chosen = choose(signatures(batch, None), 4)
-    assert {40, 41, 42} & set(chosen) if leaf is not late else max(chosen) >= 200
+@pytest.mark.parametrize(
+    ("leaf", "rare"),
+    [
+        (but_for(slice(40, 43), torch.ones(300, 20), 0), range(40, 43)),  # a mask
+        (but_for(slice(40, 43), torch.randn(300, 20), math.nan), range(40, 43)),  # unknown targets
+        (but_for(slice(40, 43), torch.ones(300), 5), range(40, 43)),  # weights
+        (but_for(slice(40, 43), torch.ones(300, 3).long(), -100), range(40, 43)),
+        (torch.arange(300) // 200, range(200, 300)),
+    ],
+)
+def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare: range) -> None:
+    assert set(rare) & set(choose(signatures((torch.randn(300, 20), leaf), None), 4))
 
 
 def test_samples_are_looked_at_from_the_first_to_the_last() -> None:
     table = signatures(list(range(1000)), lambda rows: torch.tensor([[row] for row in rows]))
-    assert len(table) == 64
-    assert max(table) > 900
+    assert (len(table), max(table) > 900) == (64, True)
+    one, two = signatures([torch.arange(2), torch.arange(3)], lambda rows: rows[0][None]).values()
+    assert one != two
 
 
-def test_subset_is_of_its_own() -> None:
-    x = torch.arange(4.0)
-    part = subset((x, None), None, [3, 1])
-    part[0].zero_()
-    assert x.tolist() == [0, 1, 2, 3]
-    assert subset(["a", "b", "c"], list, [2, 0]) == ["c", "a"]
+# ---- where padding is
 
 
-def test_rows_are_counted_or_refused() -> None:
-    assert rows_of(torch.zeros(3), None) == 3
-    assert rows_of([1, 2], torch.tensor) == 2
-    with pytest.raises(BatchError):
-        rows_of((torch.zeros(3), torch.zeros(2)), None)
+LENGTHS = torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])
+MASK = torch.arange(5) < LENGTHS[:, None]
+TOKENS = torch.randint(1, 9, (8, 5), generator=torch.Generator().manual_seed(0)) * MASK
 
 
-# ---- cut
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"x": TOKENS, "attention_mask": MASK.long()},
+        {"x": TOKENS, "key_padding_mask": ~MASK},
+        {"x": TOKENS, "mask": MASK.float()},
+        (TOKENS, MASK, TOKENS),
+        {"x": TOKENS, "target_padding_mask": MASK},
+        ((TOKENS, MASK), torch.zeros(8)),
+    ],
+)
+def test_padding_is_told_by_a_mask(batch: Any) -> None:
+    found = find_padding(batch, nn.Identity())
+    assert found is not None
+    assert (found.length, found.valid) == (5, tuple(LENGTHS.tolist()))
+    assert "mask" in found.source or "[1]" in found.source
 
 
-BATCH = torch.arange(40.0).view(8, 5), torch.arange(8)
+def test_padding_is_told_by_the_token() -> None:
+    labels = TOKENS.clone()
+    labels[3, 4] = 7  # a target may stand where nothing goes in
+    for targets, length in ((torch.zeros(8), 1), (labels, 5)):
+        found = find_padding((TOKENS, targets), nn.Embedding(9, 2, padding_idx=0))
+        assert found is not None
+        assert found.valid[2:5] == (4, length, 2)
 
 
-def cut(micro_batch: int) -> Cut:
-    return Cut(data=BATCH, micro_batch=micro_batch, part=Part.whole(8))
+@pytest.mark.parametrize(
+    ("batch", "model"),
+    [
+        ((TOKENS,), nn.Embedding(9, 2)),
+        ({"x": TOKENS, "mask": torch.tensor([[1, 0, 1, 0, 1]] * 8)}, nn.Identity()),  # picks places
+        ({"x": TOKENS, "mask": torch.ones(8, 5)}, nn.Identity()),
+        ({"x": TOKENS, "mask": torch.rand(8, 5)}, nn.Identity()),
+        ((TOKENS.clamp(min=1),), nn.Embedding(9, 2, padding_idx=0)),
+        ({"x": TOKENS, "y": MASK}, nn.Identity()),  # ordinal targets
+        ((torch.randn(8, 5), MASK), nn.Identity()),
+        ({"x": torch.randn(8, 5, 2), "target_mask": MASK.float()}, nn.Identity()),
+        ({"x": torch.randn(8, 5, 2), "loss_mask": MASK.float()}, nn.Identity()),
+        ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), nn.Embedding(9, 2, padding_idx=0)),  # a word too
+    ],
+)
+def test_what_is_no_padding_is_left_alone(batch: Any, model: nn.Module) -> None:
+    assert find_padding(batch, model) is None
 
 
-def test_cut_says_its_parts_in_rows_and_words() -> None:
-    assert [part.rows for part in cut(3).parts] == [(0, 1, 2), (3, 4, 5), (6, 7)]
-    assert (cut(3).words, cut(1).words) == ("3+3+2", "1 by 1")
-    some = cut(3).only([6, 2])
-    assert some.part == Part((6, 2), 8)
-    assert some.data[0].equal(BATCH[0][[6, 2]])
+def test_refilled_rows_differ_in_padded_places_alone() -> None:
+    batch = {"tokens": TOKENS, "x": torch.randn(8, 5, 2), "labels": TOKENS, "mask": MASK}
+    padding = find_padding(batch, nn.Identity())
+    assert padding is not None
+    other = refilled(Cut(data=batch, micro_batch=8, part=Part.whole(8)), padding, 1).data
+    for name in ("tokens", "x"):
+        assert other[name][MASK].equal(batch[name][MASK])
+        assert not (other[name][~MASK] == batch[name][~MASK]).any()
+    assert other["labels"].equal(TOKENS)
+    assert other["mask"].equal(MASK)
 
 
-def test_batch_is_of_its_own_and_in_the_dtype_that_is_asked_for() -> None:
-    for dtype in (None, torch.float64):
-        batch = cut(8).batch(dtype)
-        x, y = next(iter(batch.cut(8)))
-        assert (x.dtype, y.dtype) == (dtype or torch.float32, torch.int64)
-        x.zero_()
-    assert BATCH[0].any()
+# ---- what may be a denominator
 
 
-def test_samples_are_collated_part_by_part() -> None:
-    samples = Cut(data=[1.0, 2.0, 3.0], micro_batch=2, part=Part.whole(3), collate=torch.tensor)
-    found = list(samples.batch(torch.float64).cut(2))
-    assert [micro.tolist() for micro in found] == [[1, 2], [3]]
-    assert found[0].dtype == torch.float64
+LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])
+BATCH = {
+    "x": torch.randn(3, 3, 2),
+    "labels": LABELS,
+    "mask": LABELS != -100,
+    "picked": torch.tensor([[1, 0, 1], [1, 1, 1], [0, 1, 1]]),
+    "lengths": torch.tensor([2, 1, 3]),
+    "reach": torch.tensor([0.5, math.nan, 2.0]),
+}
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ("len(micro['x'])", 3),
+        ("micro['x'].numel()", 18),
+        ("(micro['labels'] != -100).sum()", 6),
+        ("(micro['labels'][:, 1:] != -100).sum()", 3),
+        ("(micro['labels'] != -100).flatten(1).any(1).sum()", 3),
+        ("micro['mask'].sum()", 6),
+        ("(~micro['mask']).sum()", 3),
+        ("weight[micro['labels'][micro['labels'] >= 0]].sum()", 4 + 2 + 3 + 1 + 2 + 3),
+        ("(~micro['reach'].isnan()).sum()", 2),
+        ("(micro['lengths'] - 1).sum()", 3),
+        ("(micro['mask'] * micro['picked']).sum()", 4),
+    ],
+)
+def test_candidates_count_what_their_code_says(code: str, count: float) -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    found = {one.code: one for one in candidates(BATCH, {"weight": weight})}
+    assert found[code].count(tree.flatten(BATCH).leaves) == count
+    assert float(eval(code, {"micro": BATCH, "weight": weight})) == count
+
+
+def test_targets_are_counted_before_what_goes_in() -> None:
+    words = [one.words for one in candidates((LABELS, LABELS), {})]
+    of_last, of_first = (f"the entries of micro[{place}] that are not -100" for place in (1, 0))
+    assert words.index("the rows") < words.index(of_last) < words.index(of_first)
+
+
+class Weighted(nn.Module):
+    """Holds class weights in a buffer."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("balance", weight)
+
+    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
+        """Not called."""
+        return micro
+
+
+class Trainer:
+    """Holds class weights and a loss, and cannot be called."""
+
+    balance: Tensor
+
+    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
+        """Not called."""
+        return micro
+
+
+def test_class_weights_are_found_wherever_they_are_held() -> None:
+    weight, numbers = torch.ones(3), [1.0, 2.0]
+    trainer = Trainer()
+    trainer.balance = weight
+
+    def default(model: nn.Module, micro: Tensor, balance: Tensor = weight) -> Tensor:
+        return balance[micro]
+
+    holders: list[Callable[..., Any]] = [
+        lambda model, micro: weight[micro],
+        default,
+        partial(F.cross_entropy, weight=weight),
+        Weighted(weight),
+        Weighted(weight).measure,
+        trainer.measure,
+    ]
+    for holder in holders:
+        (found,) = held_weights(holder).values()
+        assert found is weight
+    assert list(held_weights(trainer.measure)) == ["self.balance"]
+    ((name, values),) = held_weights(lambda model, micro: numbers).items()
+    assert (name, values.tolist()) == ("torch.tensor(numbers)", numbers)
+    assert held_weights(F.mse_loss, lambda model, micro: LABELS) == {}

@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from anybatch import Terms, Total, check
 from anybatch.check.finding import Finding
-from anybatch.check.terms import TermTest
-from anybatch.core.total import Total
-from anybatch.losses.terms import Terms
 from anybatch.testing import Perceptron
-from tests.check.benches import LIMIT, ROWS, bench, calls, cut
 
+ROWS = 8
 GENERATOR = torch.Generator().manual_seed(0)
 LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])
 LABELS = torch.randint(0, 3, (ROWS, 3), generator=GENERATOR)
@@ -34,20 +32,8 @@ def right(model: nn.Module, micro: Any) -> Total:
     return Total(losses(model, micro, reduction="sum"), (micro[1] != -100).sum())
 
 
-def term_test(loss: Any, *, bare: frozenset[str] = frozenset()) -> list[Finding]:
-    model = Perceptron(4, 3)
-    ours, whole = bench(model, loss), cut(BATCH, ROWS)
-    outermost = calls(ours, whole).parts[whole.part]
-    found = TermTest(
-        bench=ours,
-        whole=whole,
-        outermost=outermost,
-        tolerance=LIMIT,
-        name="mine",
-        bare=bare,
-        pooled=True,
-    )
-    return found.find([cut(BATCH), cut(BATCH, 5), cut(BATCH, 1)])
+def found(loss: Any) -> list[Finding]:
+    return list(check(Perceptron(4, 3), loss, BATCH).findings)
 
 
 def two_sound(model: nn.Module, micro: Any) -> dict[str, Total]:
@@ -57,7 +43,7 @@ def two_sound(model: nn.Module, micro: Any) -> dict[str, Total]:
 
 @pytest.mark.parametrize("loss", [right, two_sound, Terms(two_sound, coefficients={"size": 0.1})])
 def test_sound_terms_are_not_found(loss: Any) -> None:
-    assert term_test(loss) == []
+    assert found(loss) == []
 
 
 @pytest.mark.parametrize(
@@ -75,9 +61,9 @@ def test_sound_terms_are_not_found(loss: Any) -> None:
     ids=["as one", "times rows", "of squares", "class weights", "shifted"],
 )
 def test_right_denominator_is_found(loss: Any, code: str) -> None:
-    (finding,) = term_test(loss)
+    (finding,) = found(loss)
     assert finding.kind == "denominator"
-    assert finding.culprit == "term 'loss' of mine"
+    assert finding.culprit == "term 'loss' of <lambda>"
     assert code in finding.ways_out[0]
     assert "ab.Total(mean * n, n)" in finding.ways_out[0]
 
@@ -88,9 +74,9 @@ def masked(model: nn.Module, micro: Any, epsilon: float) -> tuple[Tensor, Tensor
 
 
 def test_epsilon_in_a_denominator_hides_it_not() -> None:
-    (finding,) = term_test(lambda m, b: Total(masked(m, b, 1e-6)[0], 1))
+    (finding,) = found(lambda m, b: Total(masked(m, b, 1e-6)[0], 1))
     assert finding.kind == "denominator"
-    assert "the entries of micro[1] that are not -100, apart from an epsilon in it" in finding.what
+    assert "the entries of micro[1] that are not -100, apart from an epsilon" in finding.what
     assert "ab.Total(sum, n)" in finding.ways_out[0]
 
 
@@ -99,9 +85,9 @@ def test_mean_with_an_epsilon_times_its_denominator_is_told_kindly() -> None:
         mean, count = masked(model, micro, 1e-6)
         return Total(mean * count, count)
 
-    (finding,) = term_test(mended)
+    (finding,) = found(mended)
     assert finding.kind == "denominator"
-    assert "but for 4e-07 of it, as an epsilon in a denominator leaves it" in finding.what
+    assert "differ by 4e-07: there is an epsilon in the denominator" in finding.what
     assert "mean * n" in finding.ways_out[0]
 
 
@@ -132,11 +118,11 @@ def dice(model: nn.Module, micro: Any) -> Total:
 
 @pytest.mark.parametrize("loss", [unlisted_mean, root, over_largest, dice])
 def test_what_no_candidate_divides_is_told_as_a_meeting(loss: Any) -> None:
-    assert [finding.kind for finding in term_test(loss)] == ["meeting"]
+    assert [finding.kind for finding in found(loss)] == ["meeting"]
 
 
 def test_bare_mean_is_found_even_where_it_adds_up() -> None:
-    (finding,) = term_test(lambda m, b: m(b[0]).square().mean(), bare=frozenset({"loss"}))
+    (finding,) = found(lambda m, b: m(b[0]).square().mean())
     assert "bare mean" in finding.what
     assert "the rows" in finding.what
 
@@ -197,20 +183,13 @@ def detached(model: nn.Module, micro: Any) -> Total:
     ids=["fading", "contrast", "few", "last", "place", "seed", "detached"],
 )
 def test_other_faults_are_told_apart(loss: Any, kind: str) -> None:
-    assert [finding.kind for finding in term_test(loss)] == [kind]
+    assert [finding.kind for finding in found(loss)] == [kind]
 
 
-def test_only_the_term_that_does_not_add_up_is_named() -> None:
-    def two(model: nn.Module, micro: Any) -> dict[str, Total]:
-        return {"main": right(model, micro), "mean": Total(losses(model, micro), 1)}
-
-    assert [finding.culprit for finding in term_test(two)] == ["term 'mean' of mine"]
-
-
-def test_bare_term_does_not_accuse_a_sound_one() -> None:
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_only_the_term_that_does_not_add_up_is_named(is_bare: bool) -> None:
     def two(model: nn.Module, micro: Any) -> dict[str, Any]:
-        return {"main": right(model, micro), "mean": losses(model, micro)}
+        mean = losses(model, micro)
+        return {"main": right(model, micro), "mean": mean if is_bare else Total(mean, 1)}
 
-    assert [finding.culprit for finding in term_test(two, bare=frozenset({"mean"}))] == [
-        "term 'mean' of mine"
-    ]
+    assert [finding.culprit for finding in found(two)] == ["term 'mean' of two"]

@@ -1,15 +1,21 @@
 """A case of the corpus: a model, a loss and a batch as a user brings them, and what is wrong with them."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from anybatch.core.batch import Collate
+import anybatch as ab
+from anybatch.core import Collate
+
+ROWS, WIDTH, CLASSES, WORDS = 8, 4, 3, 11
+LENGTHS = (7, 2, 5, 3, 6, 2, 4, 3)
+Batch = dict[str, Tensor]
+Vectors = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -18,7 +24,6 @@ class Case:
 
     Attributes:
         model, loss, batch, collate: as for `ab.Step`; the loss may also return a bare mean.
-        name: of the function that makes the case.
         kinds: kinds of findings of which one must be made; empty for a sound case.
         culprit: a pattern that the culprit or the text of such a finding must match.
         dtype: in which the case can be run; float32 where the user's own code holds on to it.
@@ -29,7 +34,6 @@ class Case:
     loss: Any
     batch: Any
     collate: Collate | None = None
-    name: str = ""
     kinds: frozenset[str] = frozenset()
     culprit: str = ""
     dtype: torch.dtype = torch.float64
@@ -39,19 +43,187 @@ class Case:
 Make = Callable[[], Case]
 
 
-def entry(corpus: list[Make], *kinds: str, culprit: str = "") -> Callable[[Make], Make]:
-    """Put what a function makes into a corpus, from a seed of its own, without moving the global stream."""
+class Corpus(list[Make]):
+    """Cases, each made from a seed of its own, without moving the global stream."""
 
-    def add(make: Make) -> Make:
-        name = make.__name__
+    def add(self, name: str, make: Make, kinds: str = "", culprit: str = "") -> None:
+        """A case by name; kinds are separated by commas."""
 
-        @wraps(make)
         def seeded() -> Case:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(zlib.crc32(name.encode()))
-                return replace(make(), name=name, kinds=frozenset(kinds), culprit=culprit)
+                return replace(make(), kinds=frozenset(filter(None, kinds.split(", "))), culprit=culprit)
 
-        corpus.append(seeded)
-        return seeded
+        seeded.__name__ = name
+        self.append(seeded)
 
-    return add
+    def of(self, kinds: str = "", culprit: str = "", **makes: Make) -> None:
+        """Cases of one kind by name; the culprit is by default what the case calls its layer."""
+        for name, make in makes.items():
+            self.add(name, make, kinds, culprit)
+
+    def loss(
+        self,
+        kinds: str = "",
+        culprit: str = "",
+        *,
+        model: Callable[[], nn.Module],
+        batch: Callable[[], Any],
+        terms: dict[str, float] | None = None,
+        **more: Any,
+    ) -> Callable[[Any], Any]:
+        """A decorator: the function is the loss of a case of its name; `terms` are its coefficients."""
+
+        def add(function: Any) -> Any:
+            loss = function if terms is None else ab.Terms(function, coefficients=terms)
+            make = lambda: Case(model=model(), loss=loss, batch=batch(), **more)  # noqa: E731
+            self.add(function.__name__, make, kinds, culprit)
+            return function
+
+        return add
+
+
+# ---- rows
+
+
+def vectors() -> Vectors:
+    """Features and classes."""
+    return torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+
+
+def numbers(outputs: int = 1) -> Vectors:
+    """Features and numbers to be predicted."""
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, outputs)
+
+
+def images() -> Vectors:
+    """Small pictures and classes."""
+    return torch.randn(ROWS, 2, 6, 6), torch.randint(CLASSES, (ROWS,))
+
+
+def series() -> Vectors:
+    """Sequences of equal length, (rows, time, features), and classes."""
+    return torch.randn(ROWS, 5, WIDTH), torch.randint(CLASSES, (ROWS,))
+
+
+def features(**more: Tensor) -> Batch:
+    """Features, and what else is given."""
+    return {"x": torch.randn(ROWS, WIDTH), **more}
+
+
+def sentences(lengths: Sequence[int] = LENGTHS) -> list[Batch]:
+    """A list of samples of unequal length: tokens, a label for each token, a class for the whole."""
+    words = lambda length: torch.randint(1, WORDS, (length,))  # noqa: E731
+    topic = lambda: torch.randint(CLASSES, ())  # noqa: E731
+    return [{"input_ids": words(n), "labels": words(n), "topic": topic()} for n in lengths]
+
+
+def pad(samples: list[Batch]) -> Batch:
+    """Collate sentences to the longest of them: 0 pads tokens, -100 pads labels, the mask says which."""
+
+    def padded(name: str, value: int) -> Tensor:
+        rows = [sample[name] for sample in samples]
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)
+
+    input_ids = padded("input_ids", 0)
+    topic = torch.stack([sample["topic"] for sample in samples])
+    mask = (input_ids != 0).long()
+    return {"input_ids": input_ids, "attention_mask": mask, "labels": padded("labels", -100), "topic": topic}
+
+
+def padded_sentences(lengths: Sequence[int] = LENGTHS) -> Batch:
+    """Sentences padded once, all to the same length."""
+    return pad(sentences(lengths))
+
+
+def repad(batch: Batch) -> Batch:
+    """Other words where the padding was; mask and labels stay."""
+    return batch | {"input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], 5)}
+
+
+# ---- models and losses that several cases share
+
+
+def layer(name: str, forward: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A module of a class of this name that computes a function."""
+    return type(name, (nn.Module,), {"forward": lambda self, x: forward(x)})()
+
+
+def mlp(*middle: nn.Module, outputs: int = CLASSES) -> nn.Sequential:
+    """A perceptron with something in the middle."""
+    return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), *middle, nn.Linear(6, outputs))
+
+
+def classifier(*middle: nn.Module) -> Case:
+    """The layer in the middle of a perceptron that tells classes apart."""
+    return Case(model=mlp(*middle), loss=nn.CrossEntropyLoss(), batch=vectors())
+
+
+def regression(*middle: nn.Module, outputs: int = 1) -> Case:
+    """The layer in the middle of a perceptron that predicts numbers."""
+    return Case(model=mlp(*middle, outputs=outputs), loss=nn.MSELoss(), batch=numbers(outputs))
+
+
+def of_series(model: nn.Module) -> Case:
+    """Sequences of equal length to be told apart."""
+    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=series())
+
+
+class Words(nn.Module):
+    """Reads words: an embedding, layers of a case's own, a head, and how they are put together."""
+
+    def __init__(
+        self,
+        forward: Callable[[Any, Tensor, Tensor], Tensor],
+        outputs: int = WORDS,
+        *,
+        width: int = WIDTH,
+        padding_idx: int | None = None,
+        **layers: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=padding_idx)
+        for name, one in layers.items():
+            self.add_module(name, one)
+        self.head, self.compute = nn.Linear(width, outputs), forward
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.compute(self, input_ids, attention_mask)
+
+
+class Tagger(nn.Module):
+    """Each token by itself: no token sees another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, **_: Tensor) -> Tensor:
+        return self.head(self.embedding(input_ids).tanh())
+
+
+def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of every token, 0 where the label is -100: (rows, time)."""
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def tag_loss(model: nn.Module, micro: Batch) -> ab.Total:
+    """Of every token that has a label."""
+    losses = token_losses(model(micro["input_ids"], micro["attention_mask"]), micro["labels"])
+    return ab.Total(losses.sum(), (micro["labels"] != -100).sum())
+
+
+def topic_loss(model: nn.Module, micro: Batch) -> ab.Total:
+    """Of every row."""
+    logits = model(micro["input_ids"], micro["attention_mask"])
+    return ab.Total(F.cross_entropy(logits, micro["topic"], reduction="sum"), len(logits))
+
+
+def collated(model: nn.Module, loss: object) -> Case:
+    """Padded micro-batch by micro-batch, so the padding changes with the cut."""
+    return Case(model=model, loss=loss, batch=sentences(), collate=pad, repad=repad)
+
+
+def tensors(model: nn.Module, loss: object) -> Case:
+    """Padded beforehand, so that no cut shows the fault; other padding does."""
+    return Case(model=model, loss=loss, batch=padded_sentences(), repad=repad)

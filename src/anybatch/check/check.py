@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -15,6 +15,7 @@ from anybatch.check.compare import (
     Verdict,
     before_the_model,
     cut_sizes_to_try,
+    find_state,
     name_of,
     rows_agree,
     rows_agree_on,
@@ -32,6 +33,7 @@ from anybatch.engine import check_micro_batch
 
 CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
 CHECK_S = 8.0  # and after this one all else
+_NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,8 @@ class CheckReport:
     """What a check found.
 
     Attributes:
-        exact: every cut gave the gradient and the loss of the whole batch, and nothing else was found.
+        exact: every cut gave the gradient, the loss and the saved buffers of the whole batch, and nothing
+            else was found.
         error: largest relative error of the gradient; infinite where a cut did not come to its end.
         loss_error: largest relative error of the loss.
         rows: rows that were checked on.
@@ -64,19 +67,20 @@ class CheckReport:
 
     def to_json(self) -> str:
         """One JSON object; what is infinite is null."""
-        values = {name: getattr(self, name) for name in CheckReport.__slots__}
+        values = asdict(self)
         values |= {name: None for name in ("error", "loss_error") if not math.isfinite(values[name])}
-        return json.dumps(values | {"findings": [finding.to_dict() for finding in self.findings]})
+        return json.dumps(values)
 
     def __str__(self) -> str:
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
         errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
         notes = [f"note: {note}" for note in self.notes]
         if self.exact:
-            return "\n".join(
-                [f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})", *notes]
-            )
-        head = f"NOT exact: {errors}, on {self.rows} rows cut as {cuts}"
+            head = f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})"
+            return "\n".join([head, _NOT_PROVEN, *notes])
+        is_update = any(finding.kind != "buffer" for finding in self.findings)
+        head = "NOT exact" if is_update else "NOT exact: the update is, saved buffers are not"
+        head += f": {errors}, on {self.rows} rows cut as {cuts}"
         found = ["  " + text.replace("\n", "\n  ") for text in summaries(self.findings)]
         return "\n".join([head, *found, *notes])
 
@@ -133,17 +137,7 @@ def check(
     if micro_batch is not None:
         check_micro_batch(micro_batch)
     with untouched(model, loss):
-        prepared = prepare(
-            model,
-            loss,
-            batch,
-            collate=collate,
-            micro_batch=micro_batch,
-            rows=rows,
-            batch_norm=batch_norm,
-            seed=seed,
-            start=start,
-        )
+        prepared = prepare(model, loss, batch, collate, micro_batch, rows, batch_norm, seed, start)
         comparison, verdicts = _compare_cuts(prepared, micro_batch, start)
         if (
             _differ(comparison, verdicts)
@@ -158,12 +152,16 @@ def check(
             notes.append(comparison.doubt)
         if comparison.doubt and _differ(comparison, verdicts) and not comparison.reference.bare:
             what = f"Split and whole differ, perhaps by rounding: {comparison.doubt}."
-            way_out = "Hand over rows that the model does not fit yet."
+            way_out = "Hand over rows that the model does not fit perfectly."
             findings.append(
                 Finding(kind="unexplained", culprit=name_of(loss), what=what, ways_out=(way_out,))
             )
         elif comparison.reference.bare or _differ(comparison, verdicts):
             findings += explain(comparison, verdicts, name_of(loss), deadline=start + CHECK_S)
+        if all(finding.kind == "denominator" for finding in findings):  # else the model computes other values
+            more_findings, more_notes = find_state(comparison, verdicts)
+            findings += more_findings
+            notes += more_notes
         try:
             with comparison.bench.draws.until(start + CHECK_S):
                 more, found = _try_padding(comparison, prepared, verdicts, name_of(loss))
@@ -294,7 +292,7 @@ def explain(
             terms = _terms(comparison, verdicts, loss_name, is_sound=is_sound)
             if terms and is_sound:
                 return terms  # to take a sound model apart costs the most
-            norms = _batch_norms(comparison, "; with running statistics the same cuts agree.")
+            norms = _batch_norms(comparison, ". With running statistics the same cuts agree.")
             frozen = replace(comparison.bench, batch_norm="frozen")
             if norms and not is_sound and rows_agree_on(frozen, comparison, worst.cut):
                 found = norms
@@ -311,7 +309,7 @@ def explain(
         pass
     found = [*found, *terms]
     found = found or before_the_model(outermost, worst.result.calls, parts, comparison, loss_name) or pooled
-    found = found or _batch_norms(comparison, ". (No time was left to try if it is all.)")
+    found = found or _batch_norms(comparison, ". There was no time to test whether it is the only cause.")
     return found or [_unexplained(worst, loss_name, is_late=time.perf_counter() > deadline)]
 
 
@@ -347,7 +345,7 @@ def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
         return []
     with comparison.bench.fresh() as (model, _):
         norms = [(name, one) for name, one in model.named_modules() if find_batch_norms([one])]
-    what = f"takes mean and variance of all rows of a micro-batch{what}"
+    what = f"normalises by mean and variance over the micro-batch{what}"
     return [module_finding("meeting", name, norm, f"`{name or 'the model'}` {what}") for name, norm in norms]
 
 
@@ -389,9 +387,7 @@ def explain_padding(
         if error is not None
         else f"the gradient changes by {short.error:.2g}, the loss by {short.loss_error:.2g}"
     )
-    source = (
-        f"{source}; {'without what rows do not need' if padding is None else 'with other content'} {apart}"
-    )
+    source = f"{source}; {'with less padding' if padding is None else 'with other content there'} {apart}"
     if found is None:
         what = f"It counts padded places ({source})."
         ways_out = ("Ignore padded places: ignore_index, or a weight of 0.", *WAYS_OUT["padding"][1:])
@@ -400,13 +396,13 @@ def explain_padding(
         name, inside = found
         module = model.get_submodule(name)
     place = f"`{name or type(module).__name__}`" + f" (first at `{inside}` inside it)" * (inside != name)
-    what = f"{place} lets padding change what belongs to valid places: {source}."
+    what = f"{place} lets padding change the results at valid places: {source}."
     return module_finding("padding", name, module, what)
 
 
 def _unexplained(verdict: Verdict, loss_name: str, *, is_late: bool) -> Finding:
     error = verdict.result.error
     reason = "" if error is None else f" It fails with {type(error).__name__}: {str(error).splitlines()[0]}"
-    where = "there was no time to look where" if is_late else "nobody can tell where"
+    where = "there was no time to look for the cause" if is_late else "no cause was found"
     what = f"Cut as {verdict.words}, it differs from the whole batch, and {where}.{reason}"
     return Finding(kind="unexplained", culprit=loss_name, what=what, ways_out=WAYS_OUT["unexplained"])

@@ -1,16 +1,16 @@
-"""Cuts compared with the whole batch: the error of each, and whether the model gives each row the same."""
+"""Cuts compared with the whole batch: the error of each, the model's outputs row by row, and its state."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 
-from anybatch.check.finding import WAYS_OUT, Finding
-from anybatch.check.passes import Bench, Call, Calls, PassResult, norm
-from anybatch.check.rows import Cut, Part, agree
+from anybatch.check.finding import WAYS_OUT, Finding, listed
+from anybatch.check.passes import Bench, Call, Calls, PassResult, State, norm
+from anybatch.check.rows import Cut, Part, agree, is_close
 from anybatch.check.tolerance import tolerance
 from anybatch.losses import Terms
 
@@ -128,7 +128,7 @@ class Comparison:
         size = norm(self.reference.gradients.values())
         if size >= tiny or max(size, self._scale[0]) >= tiny:
             return ""
-        return f"the gradient of these rows is so small (norm {size:.1g}) that comparing it says little"
+        return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding"
 
     @cached_property
     def _scale(self) -> tuple[float, float]:
@@ -185,6 +185,37 @@ def before_the_model(
             continue
         for value, *pieces in zip(call.inputs, *peers, strict=True):
             if agree(value, list(zip(pieces, parts, strict=True)), 10 * comparison.limit) is False:
-                what = f"What goes into `{call.key[0] or 'the model'}` differs already, before it has run."
+                what = (
+                    f"Inputs of `{call.key[0] or 'the model'}` depend on the cut already: rows meet before."
+                )
                 return [Finding(kind="meeting", culprit=loss_name, what=what, ways_out=WAYS_OUT["meeting"])]
     return []
+
+
+# ---- state: what a step leaves in the model
+
+
+def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[list[Finding], list[str]]:
+    """A finding for each module whose saved buffers depend on the cut, and a note on other attributes."""
+    whole = comparison.reference.state
+    states = [verdict.result.state for verdict in verdicts if verdict.result.error is None]
+    saved: dict[str, list[str]] = {}
+    others: list[str] = []
+    for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):
+        is_saved = key in whole and whole[key][1]
+        (saved.setdefault(key[0], []) if is_saved else others).append(f"`{key[1]}`")
+    what = "A split batch leaves other values than the whole, by the number of micro-batches: {}."
+    findings = [
+        Finding(kind="buffer", culprit=culprit, what=what.format(listed(names)), ways_out=WAYS_OUT["buffer"])
+        for culprit, names in saved.items()
+    ]
+    note = f"not saved with the model, but dependent on the number of micro-batches: {listed(others)}"
+    return findings, [note] if others else []
+
+
+def _differing(whole: State, other: State, limit: float) -> Iterator[tuple[str, str]]:
+    for key in dict.fromkeys((*whole, *other)):
+        values = [state[key][0] for state in (whole, other) if key in state]
+        one, *rest = [value.double() if value.is_floating_point() else value for value in values]
+        if not rest or not is_close(rest[0], one, 10 * limit):
+            yield key

@@ -81,7 +81,9 @@ def untouched(model: nn.Module, loss: object) -> Generator[None]:
 def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:
     """Hooks on gradients, which a deep copy of a parameter loses, on the copies."""
     for parameter in parameters:
-        twin = memo[id(parameter)]
+        twin = memo.get(id(parameter))
+        if twin is None:  # a `__deepcopy__` of the model's own kept it from sight
+            continue
         on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
         for hook in on_gradient.values():
             twin.register_hook(hook)

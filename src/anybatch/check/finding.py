@@ -1,14 +1,13 @@
 """What a check found: a kind, a culprit, a plain sentence, and the ways out."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from anybatch.batchnorm import BatchNorm
 
-SHOWN = 3  # modules of a kind and class that are named when they are printed
+SHOWN = 3  # modules of a kind and class, or buffers, that are named when they are printed
 
 #: The kinds of findings, and what they mean.
 KINDS = {
@@ -17,6 +16,7 @@ KINDS = {
     "padding": "what stands in padded places, or how many there are, changes the result",
     "position": "a row's result depends on its place in the micro-batch",
     "state": "what an earlier micro-batch left behind changes the result of the next",
+    "buffer": "the update is exact, but a saved buffer depends on the number of micro-batches",
     "detached": "results agree, but gradients are lost or changed by the cut",
     "dropped rows": "rows that count in the whole batch are left out of a micro-batch",
     "unexplained": "split and whole differ, and none of the above was found",
@@ -39,6 +39,11 @@ WAYS_OUT = {
     "state": (
         "Update the state after the optimizer's step, not in forward.",
         "Freeze it while training: .eval(), or an argument that switches the update off.",
+        "Leave the batch uncut (micro_batch=None).",
+    ),
+    "buffer": (
+        "Update it once per step, outside of forward; or switch it off: track_running_stats=False, .eval().",
+        "Register it with persistent=False if nothing but a log reads it.",
         "Leave the batch uncut (micro_batch=None).",
     ),
     "detached": (
@@ -87,10 +92,6 @@ class Finding:
             [f"{self.kind}: {self.culprit}", *[f"  {line}" for line in "\n".join(lines).split("\n")]]
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 def summaries(findings: Iterable[Finding]) -> list[str]:
     """Findings in words, where those that say the same of modules of one class are told once."""
@@ -106,9 +107,13 @@ def _as_one(group: Sequence[Finding]) -> Finding:
     names = [finding.culprit.rpartition(" (")[0] for finding in group]
     if len(group) == 1 or not names[0]:
         return group[0]
-    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    culprit = f"{', '.join(names[:SHOWN])}{rest} ({group[0].culprit.rpartition(' (')[2]}"
-    return replace(group[0], culprit=culprit, what=f"{group[0].what} The others do the like.")
+    culprit = f"{listed(names)} ({group[0].culprit.rpartition(' (')[2]}"
+    return replace(group[0], culprit=culprit, what=f"{group[0].what} The others do the same.")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def module_finding(
@@ -117,5 +122,9 @@ def module_finding(
     """A finding about a module, with the ways out of its kind if it has none of its own."""
     is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
-    culprit = f"{name or 'the model'} ({type(module).__name__})"
-    return Finding(kind=kind, culprit=culprit, what=what, ways_out=ways_out or usual)
+    return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out or usual)
+
+
+def culprit_of(name: str, module: nn.Module) -> str:
+    """A module as `name (Class)`."""
+    return f"{name.strip('.') or 'the model'} ({type(module).__name__})"

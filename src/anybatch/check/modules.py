@@ -17,12 +17,12 @@ from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
 
 ROW_BY_ROW = (
-    "draws random numbers for one row after the other ({} times for {} rows, {} for half of them), which "
-    "cannot be replayed: a row gets others in another micro-batch"
+    "draws random numbers for one row after the other ({} times for {} rows, {} for half of them). They "
+    "cannot be replayed: a row gets other numbers in another micro-batch"
 )
 ROW_BY_ROW_WAYS_OUT = (
     "Draw for all rows at once, one entry for each: torch.rand(len(x)).",
-    "Where rows may have any numbers, as in augmentation, this is no fault: check the rest in .eval().",
+    "If any numbers will do, as in augmentation, this is no fault: check the rest in .eval().",
 )
 Run = Callable[[Sequence[Tensor], Part], list[Tensor]]
 GIVE_TENSOR = WAYS_OUT["position"][-1]  # the other one is about random numbers
@@ -65,37 +65,35 @@ class ModuleTest:
         """The kind, what is wrong, and ways out other than those of the kind."""
         if tested.fault == "gradients":
             if self._changes_buffers(tested):
-                return "state", "changes its buffers when it is called, and its gradient with them"
-            return "detached", "gives rows the same output, cut or not, but another gradient when it is cut"
+                return "state", "changes its buffers in each call, and its gradient depends on them"
+            return "detached", "returns the same outputs when the batch is split, but another gradient"
         if tested.fault == "dropped rows":
             return "dropped rows", "returns fewer rows for micro-batches than for the whole batch"
         if tested.unreplayed:
             return "position", (
-                "draws random numbers by position: from a generator of its own, or after setting a seed, "
-                "so a row gets other numbers in another micro-batch"
+                "draws random numbers by position, from a generator of its own or after setting a seed: "
+                "a row gets other numbers in another micro-batch"
             )
         if not self._is_deterministic(tested):
-            return "state", "gives another output when it is called again with the same rows"
+            return "state", "returns another output when it is called again with the same rows"
         if tested.fault == "pooled":
-            return "meeting", "returns one value for all rows, which is another one for each micro-batch"
+            return "meeting", "returns one value for all rows, and each micro-batch gets another"
         changed = self._count_changed(tested)
         if changed:
-            return "meeting", (
-                f"changes its output for {changed} other rows of {self.total} when one row is changed"
-            )
+            return "meeting", f"mixes rows: when one is changed, {changed} other rows of {self.total} change"
         sources, draws, draws_of_half = self._count_draws(tested)
         if sources:
             return "position", (
-                f"draws random numbers from {sources}, which go by position: a row gets other numbers in "
-                "another micro-batch"
+                f"draws random numbers from {sources}, by position: a row gets other numbers in another "
+                "micro-batch"
             )
         if not self._is_row_wise(tested):
-            return "meeting", "gives a row another output at the same place among fewer or other rows"
+            return "meeting", "returns another output for a row when other rows are missing or replaced"
         if draws > draws_of_half:
             return "position", ROW_BY_ROW.format(draws, self.total, draws_of_half), *ROW_BY_ROW_WAYS_OUT
         if not self._is_equivariant(tested):
-            return "position", "gives a row another output at another place in the batch", GIVE_TENSOR
-        return "unexplained", "gives rows another output in a micro-batch than in the whole batch"
+            return "position", "returns another output for a row at another place in the batch", GIVE_TENSOR
+        return "unexplained", "returns other outputs in a micro-batch than in the whole batch"
 
     @property
     def _whole(self) -> Part:

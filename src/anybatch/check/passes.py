@@ -1,4 +1,4 @@
-"""One pass of a step over some rows, in one cut: its loss, gradient, terms, and the calls of its modules."""
+"""One pass of a step over some rows, in one cut: its loss, gradient, state, and the calls of its modules."""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
+from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Cut, Part
 from anybatch.core import Batch, Event, Micro, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, carry_out
-from anybatch.losses import Terms, call_loss, resolve
+from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Step
 
@@ -144,6 +145,36 @@ def tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
+# ---- state
+
+
+# By `module (Class)` and the attribute's dotted name: its value, and whether it is in the state dict.
+State = Mapping[tuple[str, str], tuple[Tensor, bool]]
+
+
+def state_of(model: nn.Module, loss: nn.Module) -> State:
+    """What a model and its loss hold but for parameters and containers; the loss's under `loss.`."""
+    found: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+    known: set[nn.Module] = set()
+    for root, prefix in ((model, ""), (loss, "loss.")):
+        saved = set(root.state_dict())
+        for name, module in root.named_modules():
+            own = () if module in known else (*vars(module).items(), *module.named_buffers(recurse=False))
+            known.add(module)
+            for key, value in own:
+                if isinstance(value, int | float) or _is_plain(value):
+                    path = f"{name}.{key}".strip(".")
+                    place = culprit_of(prefix + name, module), prefix + path
+                    found[place] = torch.as_tensor(value).detach(), path in saved
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or nn.parameter.is_lazy(value):
+        return False
+    return value.layout == torch.strided and not value.is_meta
+
+
 # ---- passes
 
 
@@ -158,6 +189,7 @@ class PassResult:
     # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
     largest: float = 0.0
     calls: Calls = field(default_factory=Calls)  # of its modules
+    state: State = field(default_factory=dict[tuple[str, str], tuple[Tensor, bool]])  # that it left behind
     unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
     # terms of which the loss returned means that have lost their denominators
     bare: frozenset[str] = frozenset()
@@ -266,6 +298,7 @@ class Bench:
             # The sum may have been divided only at the end.
             largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
             calls=calls,
+            state=state_of(model, module_of(loss)),
             unreplayed=self.draws.unreplayed,
             bare=bare_terms(loss),
         )

@@ -38,7 +38,7 @@ class Prepared:
 
     def without_dropout(self) -> "Prepared":
         """The same with dropout switched off."""
-        note = "dropout was switched off: which of its numbers belong to which row cannot be told"
+        note = "dropout was switched off: it is unknown which of its numbers belong to which row"
         bench = replace(self.bench, draws=self.bench.draws.restarted(without_dropout=True))
         return replace(self, bench=bench, notes=(*self.notes, note), probed=None)
 
@@ -47,7 +47,6 @@ def prepare(
     model: nn.Module,
     loss: object,
     batch: Any,
-    *,
     collate: Collate | None,
     micro_batch: int | None,
     rows: int | None,
@@ -71,14 +70,9 @@ def prepare(
         return Cut(data=data, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
 
     # Two rows may be too few for a model, and fewer than all for a loss that holds something for each row.
-    sizes = [2, wanted] + [total] * (total <= ALL_ROWS)
+    cuts = [cut(size) for size in [2, wanted] + [total] * (total <= ALL_ROWS)]
     found = _first_that_runs(
-        model,
-        loss,
-        [cut(size) for size in sizes],
-        batch_norm=batch_norm or "micro",
-        seed=seed,
-        is_short=rows is None,
+        model, loss, cuts, batch_norm=batch_norm or "micro", seed=seed, is_short=rows is None
     )
     least = len(found.cut.part.rows)
     wanted = max(wanted, least)

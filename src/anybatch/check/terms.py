@@ -80,10 +80,12 @@ class TermTest:
     ) -> tuple[str, ...]:
         """The kind, what is wrong, and ways out other than those of the kind."""
         if any(part.unreplayed for part in (whole, *[p for parts in parted for p in parts])):
-            what = "It draws random numbers by position: by its own generator, or after setting a seed."
+            what = (
+                "It draws random numbers by position: from a generator of its own, or after setting a seed."
+            )
             return "position", what
         if not self._is_same(name, whole, self.evaluate([self.whole, self.whole])[1]):
-            return "state", "Called again with the same rows it returns something else."
+            return "state", "It returns another value when it is called again with the same rows."
         dropped = self._dropped(name, whole, parted)
         if dropped:
             rows = len(self.whole.part.rows)
@@ -108,15 +110,15 @@ class TermTest:
                 return "dropped rows", what
             return "position", "The same rows in another order give another value."
         what = (
-            f"Rows meet in it: {whole.mean(name):.6g} on the whole batch is no weighted mean of "
-            f"{[float(f'{p.mean(name):.6g}') for p in parted[0]]} on its parts, by rows, elements, valid "
-            "entries, masks or class weights."
+            f"Rows meet in it, or its denominator is unknown: {whole.mean(name):.6g} on the whole is not "
+            f"a mean of {[float(f'{p.mean(name):.6g}') for p in parted[0]]} on its parts, weighted by rows, "
+            "elements, valid entries, masks or class weights."
         )
         return (
             "meeting",
             what,
             "Write it as ab.WholeBatch(fn), a function of the outputs of all rows.",
-            "If it is a mean, return its sum and what that is divided by: ab.Total(sum, n).",
+            "If it is a mean, return the sum and what it is divided by: ab.Total(sum, n).",
             "If it is several means, return each as a term of its own: {'name': ab.Total(sum, weight), ...}.",
             "Leave the batch uncut (micro_batch=None).",
         )
@@ -135,12 +137,12 @@ class TermTest:
         key = f'{{"{name}": ab.Total(%s, n)}}' if name != "loss" else "ab.Total(%s, n)"
         lines = f"Return the sum and what it is divided by:\n    n = {right.code}\n    return "
         if is_near:
-            what = f"{wrong}; the right denominator is {right.words}, apart from an epsilon in it."
+            what = f"{wrong}; the right denominator is {right.words}, apart from an epsilon."
             return what, lines + key % "sum", "Where it may be 0, n.clamp(min=1) is exact; n + 1e-8 is not."
         what = f"{wrong}; the right denominator is {right.words}."
         with self.bench.fresh() as (model, _):
             computes_its_own = name in self.bare and hasattr(model, "config")
-        more = ("A transformers model that computes its own loss goes in with ab.ModelLoss().",)
+        more = ("For a transformers model that computes its own loss, use ab.ModelLoss().",)
         return what, lines + key % "mean * n", *(more if computes_its_own else ())
 
     def _right(
@@ -194,7 +196,7 @@ def _own_error(name: str, whole: Evaluation, parts: Sequence[Evaluation]) -> flo
 
 def _as_epsilon(error: float) -> tuple[str, ...]:
     return (
-        f"Its mean is that of its parts but for {error:.1g} of it, as an epsilon in a denominator leaves it.",
+        f"Its mean and that of its parts differ by {error:.1g}: there is an epsilon in the denominator.",
         "Return the sum as it is before it is divided, instead of mean * n.",
         "Where the denominator may be 0, n.clamp(min=1) is exact; n + 1e-8 is not.",
     )

@@ -1,0 +1,295 @@
+"""From cuts that differ to findings: state, padding, losses, gradients next to nothing."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import Terms, Total, check
+from anybatch.testing import Perceptron
+from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
+
+# ---- state
+
+
+class Remembering(nn.Module):
+    """Keeps what it met: averaged and added up in saved buffers, counted in others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(5))
+        self.register_buffer("total", torch.zeros(5))
+        self.register_buffer("scratch", torch.zeros(5), persistent=False)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(rows, 5) to the same."""
+        self.calls += 1
+        self.average = self.average.lerp(x.detach().mean(0), 0.1)
+        self.total += x.detach().sum(0)
+        self.scratch += 1
+        return x
+
+
+class Averaged(nn.Module):
+    """A loss that keeps a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = Remembering()
+
+    def forward(self, model: nn.Module, micro: Any) -> Tensor:
+        """A bare mean."""
+        return F.mse_loss(model(self.memory(micro[0])), micro[1])
+
+
+def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attributes_are_a_note() -> None:
+    model = nn.Sequential(Remembering(), nn.Linear(5, 2))
+    report = check(model, nn.MSELoss(), rows())
+    (finding,) = report.findings
+    assert (finding.kind, finding.culprit) == ("buffer", "0 (Remembering)")
+    assert finding.what.endswith("by the number of micro-batches: `0.average`.")
+    assert (report.exact, report.error <= report.limit) == (False, True)
+    assert str(report).startswith("NOT exact: the update is, saved buffers are not: gradient error ")
+    assert report.notes[0].endswith("number of micro-batches: `0.calls`, `0.scratch`")
+    report = check(nn.Linear(5, 2), Terms(Averaged()), rows())
+    assert [finding.kind for finding in report.findings] == ["denominator", "buffer"]
+    assert report.findings[1].culprit == "loss.function.memory (Remembering)"
+    assert str(report).startswith("NOT exact: gradient error ")
+    shared = Averaged()
+    shared.memory = model[0]
+    assert kinds(model, Terms(shared), rows())[1:] == [("buffer", "0 (Remembering)")]
+
+
+def test_buffers_that_follow_from_another_fault_are_not_named() -> None:
+    model = nn.Sequential(centred(), Remembering(), nn.Linear(5, 2))
+    assert kinds(model, nn.MSELoss(), rows()) == [("meeting", "0 (Computed)")]
+
+
+# ---- modules
+
+
+def test_all_modules_are_found_at_any_depth_and_sound_ones_are_not() -> None:
+    inner = nn.Sequential(nn.Dropout(0.5), nn.Sequential(centred(), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(5, 5), inner, nn.LayerNorm(5), centred(), nn.Linear(5, 2))
+    assert kinds(model, nn.MSELoss(), rows()) == [
+        ("meeting", "1.1.0 (Computed)"),
+        ("meeting", "3 (Computed)"),
+    ]
+
+
+def leaving(x: Tensor) -> Tensor:
+    """Rows decide together: scales where their mean is small, as it is for one of them alone."""
+    return x if x.square().mean() > x.square().mean(1).min() * 1.01 else 2 * x
+
+
+def fixed(x: Tensor) -> Tensor:
+    """Another result in small micro-batches, and not to be run on 7 rows."""
+    if len(x) == 7:
+        raise ValueError("no")
+    return x * (len(x) > 5)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (leaving, "meeting", "missing or replaced"),
+        (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
+        (fixed, "unexplained", "fails with ValueError"),
+    ],
+)
+def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> None:
+    (finding,) = check(nn.Sequential(Computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
+    assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")
+    assert said in finding.what
+
+
+def test_value_that_a_module_makes_of_all_rows_is_found() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(5, 5), Computed(lambda x: (x, x.square().mean().sqrt())))
+
+        def forward(self, x: Tensor) -> Tensor:
+            by_row, size = self.layers(x)
+            return by_row.sum(1, keepdim=True) * size
+
+    ((kind, culprit),) = kinds(Own(), nn.MSELoss(), rows(1))
+    assert kind == "meeting"
+    assert culprit in ("layers.1 (Computed)", "the model (Own)")
+
+
+def test_hooks_on_gradients_of_parameters_count() -> None:
+    model = nn.Linear(5, 2)
+    model.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    assert kinds(model, nn.MSELoss(), rows())
+
+
+# ---- the loss
+
+
+def test_modules_and_terms_are_both_found() -> None:
+    def means(model: nn.Module, micro: Any) -> Total:
+        return Total(F.mse_loss(model(micro[0]), micro[1]), 1)
+
+    meeting, denominator = kinds(nn.Sequential(centred(), Perceptron(5, 1)), means, rows(1))
+    assert meeting == ("meeting", "0 (Computed)")
+    assert denominator[0] == "denominator"
+    assert [kind for kind, _ in kinds(Perceptron(5, 1), means, rows(1))] == ["denominator"]
+
+
+def test_what_the_loss_does_before_the_model_is_found() -> None:
+    def loss(model: nn.Module, micro: Any) -> Total:
+        return sum_of_squares(model, (micro[0] - micro[0].mean(0), micro[1]))
+
+    assert kinds(Perceptron(5, 2), loss, rows()) == [("meeting", "loss")]
+
+
+def test_what_cannot_be_explained_is_said() -> None:
+    def whole_only(model: nn.Module, micro: Any) -> Total:
+        if len(micro[0]) < 8:
+            raise RuntimeError("too few rows")
+        return sum_of_squares(model, micro)
+
+    report = check(Perceptron(5, 2), whole_only, rows(2, 8), rows=8)
+    (finding,) = report.findings
+    assert finding.kind == "unexplained"
+    assert "too few rows" in finding.what
+    assert (report.error, report.loss_error) == (math.inf, math.inf)
+
+
+def test_a_model_in_parts_whose_first_part_the_loss_calls_again() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(5, 5), centred())
+            self.first = self.body[0]
+
+    def by_parts(model: Any, micro: Any) -> Total:
+        by_row = model.body(micro[0]) + model.first(micro[0])
+        return Total(by_row.square().mean(), 1)
+
+    assert [kind for kind, _ in kinds(Tied(), by_parts, rows())] == ["meeting", "denominator"]
+
+
+# ---- padding
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
+    """It cannot be cut off, so that other content is put there."""
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.places, self.head = nn.Linear(4, 3), nn.Linear(3 * 5, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            hidden = self.places(x) * mask[:, :, None] if is_masked else self.places(x)
+            return self.head(hidden.flatten(1))
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        return sum_of_squares(lambda x: model(x, micro["mask"]), (micro["x"], micro["y"]))
+
+    mask = torch.arange(5) < (torch.arange(ROWS) % 5 + 1)[:, None]
+    batch = {"x": torch.randn(ROWS, 5, 4), "y": torch.randn(ROWS, 2), "mask": mask}
+    assert kinds(Fixed(), loss, batch) == ([] if is_masked else [("padding", "the model (Fixed)")])
+
+
+def test_loss_that_counts_padding_is_told_from_a_module() -> None:
+    mask = torch.arange(5) < torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])[:, None]
+    batch = {"x": torch.randn(8, 5, 4), "y": torch.ones(8, 5, 1), "mask": mask}
+    softmax = nn.Sequential(nn.Flatten(1), nn.Softmax(1), nn.Unflatten(1, (-1, 1)))
+
+    def counts(model: nn.Module, micro: Any) -> Total:
+        return sum_of_squares(model, (micro["x"], micro["y"]))
+
+    for model, culprit in ((Perceptron(4, 1), "counts"), (nn.Sequential(Perceptron(4, 1), softmax), "1.1")):
+        (finding,) = check(model, counts, batch).findings
+        assert finding.kind == "padding"
+        assert culprit in finding.culprit or f"`{culprit}`" in finding.what
+        assert "batch['mask']" in finding.what
+
+
+# ---- samples
+
+
+def test_model_is_not_said_to_be_given_other_rows_where_only_samples_can_be_cut() -> None:
+    """Rows are graphs, whose nodes stand in a line; they meet in a mean over all nodes."""
+    samples = [(torch.randn(nodes, 3), torch.randn(3)) for nodes in (3, 5, 2, 7, 4, 3, 6, 2)]
+
+    class Nodes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
+            h = self.inner(x)
+            return h.new_zeros(graphs, 3).index_add(0, graph, torch.tanh(h - h.mean(0)))
+
+    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        graph = torch.cat([torch.full((len(x),), index) for index, (x, _) in enumerate(rows)])
+        return {"x": torch.cat([x for x, _ in rows]), "graph": graph, "y": torch.stack([y for _, y in rows])}
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        outputs = model(micro["x"], micro["graph"], len(micro["y"]))
+        return Total((outputs - micro["y"]).square().sum(), len(outputs))
+
+    report = check(Nodes(), loss, samples, collate=collate)
+    assert not report.exact
+    assert not any("Inputs of" in finding.what for finding in report.findings)
+
+
+@pytest.mark.parametrize("is_noisy", [False, True])
+def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
+    samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
+
+    def collate(chosen: list[Tensor]) -> Any:
+        padded = nn.utils.rnn.pad_sequence(chosen, batch_first=True)
+        return padded + torch.rand_like(padded) * is_noisy, torch.ones(len(chosen), 1, 2)
+
+    model = nn.Sequential(Computed(lambda x: x.sum(1, keepdim=True)), nn.Linear(5, 2))
+    report = check(model, nn.MSELoss(), samples, collate=collate)
+    assert report.exact, str(report)
+    assert [("random" in note) for note in report.notes] == [True] * is_noisy
+    assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy
+
+
+# ---- gradients next to nothing
+
+
+def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None:
+    """In a perfect fit loss and gradient are rounding of numbers that cancel inside of each row."""
+    student = nn.Sequential(nn.Linear(5, 64), nn.Tanh(), nn.Linear(64, 2)).double()
+    x = torch.randn(ROWS, 5, dtype=torch.float64)
+    with torch.no_grad():
+        y = torch.stack([student(row) for row in x])
+    (finding,) = check(student, nn.MSELoss(), (x, y)).findings
+    assert finding.kind == "unexplained"
+    assert "so small (norm " in finding.what
+
+    def tiny(model: nn.Module, micro: Any) -> Total:
+        total = sum_of_squares(model, micro)
+        return Total(1e-20 * total.sum, total.weight)
+
+    report = check(Perceptron(5, 2), tiny, rows())
+    assert report.exact
+    assert "so small (norm " in report.notes[0]
+    labelled = torch.randn(ROWS, 5), torch.arange(ROWS) % 2
+    wrong = check(Perceptron(5, 2), lambda m, b: Total(1e-20 * mean_of_means(m, b).sum, 1), labelled)
+    assert not wrong.exact
+
+
+def test_rows_that_cancel_are_measured_by_their_own_size() -> None:
+    """The gradient of the whole is rounding: relative to it, any cut is far off."""
+    x = torch.randn(ROWS // 2, 5, dtype=torch.float64).repeat(2, 1)
+    sign = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat_interleave(ROWS // 2)[:, None]
+
+    def signed(model: nn.Module, micro: Any) -> Total:
+        return Total((model(micro[0]).exp() * micro[1]).sum(), len(micro[0]))
+
+    report = check(Perceptron(5, 1), signed, (x * 1.1, sign), rows=ROWS)
+    assert report.error <= report.limit, str(report)

@@ -1,0 +1,454 @@
+"""Faults in models: rows meet, their place or earlier calls matter, gradients or rows get lost."""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from tests.probe_corpus.case import (
+    CLASSES,
+    WIDTH,
+    Case,
+    Corpus,
+    Vectors,
+    classifier,
+    images,
+    layer,
+    mlp,
+    numbers,
+    of_series,
+    regression,
+    vectors,
+)
+
+FAULTS = Corpus()
+
+# ---- rows meet
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.conv(x)))
+
+
+def batch_norm_at_a_depth() -> Case:
+    """The first block is sound, so the second must be named."""
+    blocks = nn.Sequential(nn.Conv2d(2, 4, 3), Block(nn.GroupNorm(2, 4)), Block(nn.BatchNorm2d(4)))
+    model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
+    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=images())
+
+
+def without_running_statistics() -> Case:
+    """`eval()` does not help here: there is nothing to use but the batch."""
+    case = classifier(nn.BatchNorm1d(6, track_running_stats=False))
+    case.model.eval()
+    return case
+
+
+class Gate(nn.Module):
+    """Attention weights over the wrong axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scores(x).softmax(dim=0)
+
+
+def with_spread(x: Tensor) -> Tensor:
+    """The standard deviation over the batch as one more feature (Karras et al. 2018, section 3)."""
+    spread = (x.var(dim=0, unbiased=False) + 1e-8).sqrt().mean()
+    return torch.cat([x, spread.expand(len(x), 1)], dim=1)
+
+
+def spread_of_the_batch() -> Case:
+    model = nn.Sequential(nn.Linear(WIDTH, 6), layer("Spread", with_spread), nn.Linear(7, 1))
+    batch = torch.randn(8, WIDTH), torch.rand(8, 1).round()
+    return Case(model=model, loss=nn.BCEWithLogitsLoss(), batch=batch)
+
+
+class Series(nn.Module):
+    """Reads (rows, time, features) with a layer that takes the axes for (time, rows, features)."""
+
+    def __init__(self, reader: nn.Module, width: int, *, is_reshaped: bool = False) -> None:
+        super().__init__()
+        self.reader, self.head, self.is_reshaped = reader, nn.Linear(width, CLASSES), is_reshaped
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_reshaped:  # a view in place of a transposition
+            rows, time, features = x.shape
+            return self.head(self.reader(x.reshape(time, rows, features))[0][-1])
+        is_attention = isinstance(self.reader, nn.MultiheadAttention)
+        out = self.reader(*[x] * 3, need_weights=False) if is_attention else self.reader(x)
+        return self.head((out[0] if isinstance(out, tuple) else out).mean(dim=1))
+
+
+def encoder() -> nn.Module:
+    inner = nn.TransformerEncoderLayer(WIDTH, 2, dim_feedforward=8, dropout=0.1)
+    return nn.TransformerEncoder(inner, 1, enable_nested_tensor=False)
+
+
+class Router(nn.Module):
+    """Sends each row to one of two experts; those for which there is no room pass by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(6, 2), nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        with torch.no_grad():
+            self.gate.bias.copy_(torch.tensor([1.5, -1.5]))  # most rows want the first expert
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, room, out = self.gate(x).softmax(dim=1), max(1, len(x) // 2), x
+        for index, expert in enumerate(self.experts):
+            sent = (shares.argmax(dim=1) == index).nonzero()[:room, 0]
+            out = out.index_add(0, sent, expert(x[sent]) * shares[sent, index, None])
+        return out
+
+
+def before(name: str, forward: Any) -> Case:
+    """What is done to the inputs of a model, by the model."""
+    case = classifier()
+    return Case(model=nn.Sequential(layer(name, forward), case.model), loss=case.loss, batch=case.batch)
+
+
+def smoothed(x: Tensor) -> Tensor:
+    """Each row with those that lie near it."""
+    return (-(x[:, None] - x[None]).square().sum(dim=2)).softmax(dim=1) @ x
+
+
+def marked(x: Tensor) -> Tensor:
+    """Rows meet behind a switch that only leaves have."""
+    if x.requires_grad and not x.is_leaf:
+        raise RuntimeError("you can only change requires_grad flags of leaf variables")
+    x.requires_grad = True
+    return x - x.mean(0)
+
+
+def rows_that_look_for_their_like() -> Case:
+    case = before("Meeting", lambda x: x * (x[:, None] == x).all(2).sum(1, keepdim=True))
+    case.batch[0][5] = case.batch[0][0]
+    return case
+
+
+FAULTS.of("meeting", r"2\.norm", batch_norm_at_a_depth=batch_norm_at_a_depth)
+FAULTS.of(
+    "meeting",
+    r"Meeting[^$]*[17] other rows of 8 change",
+    a_row_in_the_middle_leads=lambda: classifier(layer("Meeting", lambda x: x + x[len(x) // 2])),
+    rows_that_look_for_their_like=rows_that_look_for_their_like,
+    inputs_that_ask_for_gradients=lambda: before("Meeting", marked),
+)
+FAULTS.of(
+    "meeting",
+    "BatchNorm1d",
+    batch_norm_in_a_perceptron=lambda: regression(nn.BatchNorm1d(6), outputs=3),
+    batch_norm_without_running_statistics=without_running_statistics,
+    batch_norm_before_dropout=lambda: classifier(nn.BatchNorm1d(6), nn.Dropout(0.4)),
+)
+FAULTS.of(
+    "meeting",
+    "Meeting|Gate|Spread",
+    functional_batch_norm=lambda: classifier(
+        layer("Meeting", lambda x: F.batch_norm(x, None, None, training=True))
+    ),
+    batch_mean_subtracted=lambda: classifier(
+        layer("Meeting", lambda x: x - x.mean(dim=0, keepdim=True)), nn.Linear(6, 6), nn.Tanh()
+    ),
+    softmax_over_the_rows=lambda: classifier(Gate()),
+    spread_of_the_batch_as_a_feature=spread_of_the_batch,
+    inputs_divided_by_their_largest=lambda: before("Meeting", lambda x: x / x.abs().max()),
+    inputs_divided_by_a_quantile=lambda: before("Meeting", lambda x: x / x.abs().flatten().quantile(0.75)),
+    neighbours_within_the_batch=lambda: regression(layer("Meeting", smoothed)),
+)
+FAULTS.of(
+    "meeting",
+    r"reader|self_attn",
+    attention_across_rows=lambda: of_series(Series(nn.MultiheadAttention(WIDTH, 2), WIDTH)),
+    batch_first_forgotten_in_an_encoder=lambda: of_series(Series(encoder(), WIDTH)),
+    batch_first_forgotten_in_a_gru=lambda: of_series(Series(nn.GRU(WIDTH, 6), 6)),
+)
+FAULTS.of(
+    "meeting, position",
+    "Series|Router|Mixup",
+    view_in_place_of_transpose=lambda: of_series(Series(nn.GRU(WIDTH, 6), 6, is_reshaped=True)),
+    router_with_capacity=lambda: classifier(Router()),
+    # Each row is mixed with another, chosen at random.
+    rows_mixed_at_random=lambda: regression(
+        layer("Mixup", lambda x: 0.7 * x + 0.3 * x[torch.randperm(len(x))]), outputs=CLASSES
+    ),
+)
+FAULTS.of(
+    "meeting, unexplained",
+    "Share",
+    divided_by_the_number_of_rows=lambda: regression(layer("Share", lambda x: x / len(x)), outputs=CLASSES),
+)
+
+# ---- by position
+
+
+class OwnDropout(nn.Module):
+    """Draws the same mask in every call, row by row from the top."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.generator.manual_seed(7)
+        return x * 2 * (torch.rand(x.shape, generator=self.generator) > 0.5)
+
+
+def noisy(x: Tensor) -> Tensor:
+    """A new generator for each call."""
+    return x + 0.5 * torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
+
+
+def reseeded(x: Tensor) -> Tensor:
+    """For the sake of reproducibility."""
+    torch.manual_seed(0)
+    return F.dropout(x, 0.5, training=True)
+
+
+class MaskTable(nn.Module):
+    """A dropout mask drawn once, one line for each place in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", (torch.rand(32, 6) > 0.5).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask[: len(x)]
+
+
+class Place(nn.Module):
+    """A learned vector for each place in the batch: meant for the places of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.arange(len(x), device=x.device))
+
+
+FAULTS.of(
+    "position",
+    "OwnDropout|Layer|MaskTable|Place",
+    dropout_from_a_seed_of_its_own=lambda: classifier(OwnDropout()),
+    noise_from_a_seed_of_its_own=lambda: classifier(layer("Layer", noisy)),
+    mask_by_place_in_the_batch=lambda: classifier(MaskTable()),
+    global_seed_set_in_forward=lambda: classifier(layer("Layer", reseeded)),
+    embedding_of_the_row_number=lambda: classifier(Place()),
+    every_other_row_flipped=lambda: classifier(
+        layer("Layer", lambda x: x * (1 - 2 * (torch.arange(len(x)) % 2))[:, None])
+    ),
+)
+FAULTS.of(
+    "position",
+    "from NumPy",
+    noise_from_numpy=lambda: classifier(
+        layer("Noise", lambda x: x + torch.as_tensor(np.random.rand(*x.shape), dtype=x.dtype))
+    ),
+)
+# As one does for packing; the labels stay where they were.
+FAULTS.of(
+    "position, meeting, unexplained",
+    "Sorted",
+    rows_sorted_and_never_put_back=lambda: before("Sorted", lambda x: x[x[:, 0].argsort(descending=True)]),
+)
+
+# ---- state
+
+
+class Keeping(nn.Module):
+    """Keeps a state: a number in Python, or a buffer; what it returns depends on the rule."""
+
+    def __init__(self, rule: Any, state: Any = 0, **buffers: Tensor) -> None:
+        super().__init__()
+        self.rule, self.state = rule, state
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rule(self, x)
+
+
+def warming(self: Any, x: Tensor) -> Tensor:
+    """A buffer counts the calls and scales the output."""
+    self.calls += 1
+    return x * (self.calls / 10).clamp(max=1)
+
+
+def annealed(self: Any, x: Tensor) -> Tensor:
+    """The same with a plain Python number, which no state dict knows."""
+    self.state += 1
+    return x / self.state
+
+
+def centred(self: Any, x: Tensor) -> Tensor:
+    """Subtracts a running mean that it has just moved."""
+    self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(dim=0)
+    return x - self.mean
+
+
+def carried(self: Any, x: Tensor) -> Tensor:
+    """Goes on from where the last call ended, as a stateful recurrent network does."""
+    out = torch.tanh(x + (self.state[-1] if self.state else 0.0))
+    self.state.append(out.detach().mean(dim=0))
+    return out
+
+
+def fading(self: Any, x: Tensor) -> Tensor:
+    """The same numbers, whose gradient depends on earlier calls."""
+    level = self.level
+    self.level = 0.9 * level
+    return x.detach() + (x - x.detach()) * level
+
+
+def counted(self: Any, x: Tensor) -> Tensor:
+    """Counts its calls; nothing reads the count but the state dict."""
+    self.calls += 1
+    return x
+
+
+def averaged(self: Any, x: Tensor) -> Tensor:
+    """Keeps a running mean of what passes, for later."""
+    self.mean.lerp_(x.detach().mean(dim=0), 0.1)
+    return x
+
+
+class Queue(nn.Module):
+    """Keys of earlier calls are the negatives of this one (He et al. 2020, section 3.2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, 6)
+        self.register_buffer("keys", F.normalize(torch.randn(16, 6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = F.normalize(self.encoder(x))
+        logits = query @ self.keys.clone().T / 0.2
+        self.keys = torch.cat([query.detach(), self.keys])[:16]
+        return logits
+
+
+def queue_of_negatives() -> Case:
+    batch = torch.randn(8, WIDTH), torch.randint(16, (8,))
+    return Case(model=Queue(), loss=nn.CrossEntropyLoss(), batch=batch)
+
+
+def spectral_norm_in_training() -> Case:
+    """One power iteration for each call in training mode, on a weight that has just been updated."""
+    norm = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
+    nn.init.normal_(norm.parametrizations.weight.original)
+    return classifier(norm, nn.Tanh())
+
+
+def instance_norm() -> Case:
+    """In training nothing reads the running statistics; `eval()` does."""
+    norm = nn.InstanceNorm1d(2, track_running_stats=True)
+    return classifier(nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten()))
+
+
+FAULTS.of(
+    "state",
+    "Keeping|Queue|pectral|parametriz|Linear",
+    scaled_by_a_counter_in_a_buffer=lambda: classifier(Keeping(warming, calls=torch.zeros(()))),
+    scaled_by_a_counter_in_python=lambda: classifier(Keeping(annealed)),
+    memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), Keeping(carried, [])),
+    queue_of_negatives=queue_of_negatives,
+    spectral_norm_in_training=spectral_norm_in_training,
+)
+FAULTS.of("state", "buffers", gradient_fades=lambda: classifier(Keeping(fading, level=torch.ones(()))))
+FAULTS.of(
+    "state, meeting",
+    "Keeping",
+    running_mean_subtracted=lambda: classifier(Keeping(centred, mean=torch.zeros(6))),
+)
+FAULTS.of(
+    "buffer",
+    "calls|mean|running_mean.*running_var",
+    calls_counted_in_a_saved_buffer=lambda: classifier(Keeping(counted, calls=torch.zeros(()).long())),
+    running_mean_kept_for_later=lambda: classifier(Keeping(averaged, mean=torch.zeros(6))),
+    running_statistics_of_instance_norm=instance_norm,
+)
+
+# ---- without gradient, without output
+
+
+def half_detached(x: Tensor) -> Tensor:
+    """Trains on the second half of its rows only: one forgot that both halves are fresh."""
+    half = len(x) // 2
+    return torch.cat([x[:half].detach(), x[half:]])
+
+
+def top_only(x: Tensor) -> Tensor:
+    """Lets gradient through for the row with the largest activation."""
+    top = x.detach().sum(dim=1).argmax()
+    return torch.where((torch.arange(len(x)) == top)[:, None], x, x.detach())
+
+
+class Balanced(torch.autograd.Function):
+    """The identity, whose gradient is divided by its size over all rows: they meet in backward alone."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> Tensor:
+        return gradients[0] / (gradients[0].norm() + 1e-8)
+
+
+class Confident(nn.Module):
+    """Keeps the rows that are above the average of their batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Vectors:
+        logits = self.body(x)
+        kept = logits.detach().amax(dim=1) >= logits.detach().amax(dim=1).mean()
+        return logits[kept], kept
+
+
+FAULTS.of(
+    "detached",
+    "HalfDetached",
+    first_half_detached=lambda: classifier(layer("HalfDetached", half_detached), nn.Linear(6, 6), nn.Tanh()),
+)
+FAULTS.of(
+    "detached, meeting, unexplained",
+    "TopOnly|GradientNorm",
+    gradient_for_one_row_only=lambda: classifier(layer("TopOnly", top_only)),
+    gradient_normalised_over_the_rows=lambda: classifier(layer("GradientNorm", Balanced.apply)),
+)
+
+
+@FAULTS.loss(
+    "dropped rows",
+    "Pairs",
+    model=lambda: mlp(layer("Pairs", lambda x: x[: len(x) // 2 * 2]), outputs=1),
+    batch=numbers,
+)
+def odd_row_dropped_by_the_model(model: nn.Module, micro: Vectors) -> ab.Total:
+    out = model(micro[0])
+    losses = F.mse_loss(out, micro[1][: len(out)], reduction="none")
+    return ab.Total(losses.sum(), losses.numel())
+
+
+@FAULTS.loss("dropped rows, meeting", "Confident", model=Confident, batch=vectors)
+def rows_filtered_by_the_batch(model: nn.Module, micro: Vectors) -> ab.Total:
+    logits, kept = model(micro[0])
+    return ab.Total(F.cross_entropy(logits, micro[1][kept], reduction="sum"), len(logits))

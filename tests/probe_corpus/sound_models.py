@@ -1,0 +1,441 @@
+"""Sound layers and models of sequences: norms within a row, dropout, padding that nothing sees."""
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import anybatch as ab
+from tests.probe_corpus.case import (
+    CLASSES,
+    WIDTH,
+    WORDS,
+    Batch,
+    Case,
+    Corpus,
+    Vectors,
+    Words,
+    classifier,
+    collated,
+    features,
+    images,
+    layer,
+    mlp,
+    of_series,
+    regression,
+    tag_loss,
+    tensors,
+    topic_loss,
+    vectors,
+)
+
+SOUND = Corpus()
+
+
+def convolutional(*middle: nn.Module) -> Case:
+    """The layer in a small convolutional network; buffers have moved, as in a training that goes on."""
+    layers = nn.Conv2d(2, 4, 3), *middle, nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten()
+    model = nn.Sequential(*layers, nn.LazyLinear(CLASSES))
+    case = Case(model=model, loss=nn.CrossEntropyLoss(), batch=images())
+    case.model(case.batch[0])
+    return case
+
+
+def batch_norm_in_eval() -> Case:
+    """The rest trains on, as in fine-tuning."""
+    case = convolutional(nn.BatchNorm2d(4), nn.Dropout(0.2))
+    case.model[1].eval()
+    return case
+
+
+SOUND.of(
+    perceptron=regression,
+    convolutions_with_group_norm=lambda: convolutional(nn.GroupNorm(2, 4)),
+    convolutions_with_max_pool=convolutional,
+    instance_norm=lambda: convolutional(nn.InstanceNorm2d(4, affine=True)),
+    layer_norm=lambda: classifier(nn.LayerNorm(6), nn.RMSNorm(6)),
+    batch_norm_in_eval=batch_norm_in_eval,
+    dropout=lambda: classifier(nn.Dropout(0.5)),
+    alpha_dropout=lambda: classifier(nn.SELU(), nn.AlphaDropout(0.3)),
+    dropout_of_channels=lambda: convolutional(nn.Dropout2d(0.4)),
+)
+
+# ---- random numbers
+
+
+class Drop(nn.Module):
+    """A branch that is left out for a row, or for a whole micro-batch by one draw."""
+
+    def __init__(self, by: str, p: float = 0.5) -> None:
+        super().__init__()
+        self.branch, self.by, self.p = nn.Linear(6, 6), by, p
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.branch(x).tanh()
+        if self.by == "row" and self.p:  # Huang et al. 2016, section 3
+            return x + out * x.new_empty(len(x), 1).bernoulli_(1 - self.p) / (1 - self.p)
+        draw = random.random() if self.by == "Python" else float(torch.rand(()))
+        return x if self.by != "row" and draw < self.p else x + out
+
+
+class Noise(nn.Module):
+    """Adds noise to what passes."""
+
+    def __init__(self, noise: float) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.noise * torch.randn_like(x)
+
+
+class Choice(Noise):
+    """Draws from its inputs' distribution (Jang et al. 2017, section 2)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gumbel_softmax(x, tau=0.5) if self.noise else x.softmax(dim=1)
+
+
+class Autoencoder(nn.Module):
+    """Draws its hidden state (Kingma and Welling 2014, section 2.4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.noise = nn.Linear(WIDTH, 4), nn.Linear(2, WIDTH), 1.0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, spread = self.encoder(x).chunk(2, dim=1)
+        hidden = mean + self.noise * spread.exp() * torch.randn(mean.shape, dtype=x.dtype)
+        return self.decoder(hidden), mean, spread
+
+
+@SOUND.loss(model=Autoencoder, batch=features, terms={"prior": 0.2})
+def variational_autoencoder(model: nn.Module, micro: Batch) -> dict[str, ab.Total]:
+    x = micro["x"]
+    again, mean, spread = model(x)
+    distance = (mean.square() + (2 * spread).exp() - 1) / 2 - spread
+    fit = ab.Total((again - x).square().sum(), x.numel())
+    return {"fit": fit, "prior": ab.Total(distance.sum(), len(x))}
+
+
+class Recomputed(nn.Module):
+    """Keeps no activations; the backward pass runs the block, dropout and all, once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.block, x, use_reentrant=False)
+
+
+class Experts(nn.Module):
+    """Each row goes to one expert, and there is room for all: an expert sees any number of rows, or none.
+
+    What an expert draws has as many lines as rows were sent to it.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 3)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Dropout(p)) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, out = self.gate(x).softmax(dim=1), x
+        for index, expert in enumerate(self.experts):
+            sent = (shares.argmax(dim=1) == index).nonzero()[:, 0]
+            out = out.index_add(0, sent, expert(x[sent]) * shares[sent, index, None])
+        return out
+
+
+SOUND.of(
+    drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
+    layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
+    layers_dropped_by_python=lambda: classifier(*[Drop("Python") for _ in range(3)]),
+    gumbel_softmax=lambda: classifier(Choice(1.0)),
+    noise_on_inputs_and_inside=lambda: Case(
+        model=nn.Sequential(Noise(0.3), mlp(Noise(0.1))), loss=nn.CrossEntropyLoss(), batch=vectors()
+    ),
+    gradient_checkpointing=lambda: classifier(Recomputed(), Recomputed()),
+    experts_with_room_for_all=lambda: classifier(Experts(0.0)),
+    experts_with_dropout=lambda: classifier(Experts(0.3)),
+)
+
+# ---- what models carry
+
+
+class Counted(nn.Module):
+    """Counts calls, keeps the last output, and adds up rows, which are the same in every cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long), persistent=False)
+        self.register_buffer("total", torch.zeros(6))
+        self.rows, self.last = 0, torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        self.total += x.detach().sum(dim=0)
+        self.rows, self.last = self.rows + len(x), x.detach()
+        return x
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings as models carry them."""
+
+    name: str = "tiny"
+    scale: float = 2.0
+
+
+def normalised(x: Tensor) -> Tensor:
+    """In float32, whatever comes in, as many norms and heads do."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def norms_of_weights() -> Case:
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).eval()
+    return classifier(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.GELU(), spectral)
+
+
+def frozen_layers() -> Case:
+    case = classifier(nn.Dropout(0.2), nn.Linear(6, 6))
+    case.model[0].requires_grad_(False)
+    case.model[3].bias.requires_grad_(False)
+    return case
+
+
+def bfloat16_parameters() -> Case:
+    case = classifier(nn.Dropout(0.1))
+    return replace(case, model=case.model.bfloat16(), batch=(case.batch[0].bfloat16(), case.batch[1]))
+
+
+def attributes_that_are_no_tensors() -> Case:
+    case = classifier(nn.Tanh())
+    case.model.config = Config()
+    return case
+
+
+def hooks_and_gradients_of_the_users_own() -> Case:
+    case = classifier(nn.Linear(6, 6))
+    case.model[2].register_forward_hook(lambda module, inputs, output: output.tanh())
+    for parameter in case.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return case
+
+
+def trained_to_the_end() -> Case:
+    """The whole gradient is next to nothing, that of each row is not."""
+    x, y = torch.randn(8, WIDTH), torch.randn(8, 1)
+    model = nn.Linear(WIDTH, 1)
+    solution = torch.linalg.lstsq(torch.cat([x, torch.ones(8, 1)], dim=1).double(), y.double()).solution
+    with torch.no_grad():
+        model.weight.copy_(solution[:-1].T)
+        model.bias.copy_(solution[-1])
+    return Case(model=model, loss=nn.MSELoss(), batch=(x, y))
+
+
+SOUND.of(
+    counters_that_nothing_reads=lambda: classifier(Counted()),
+    weight_norm_and_spectral_norm_in_eval=norms_of_weights,
+    frozen_layers=frozen_layers,
+    float32_inside=lambda: replace(classifier(layer("Narrow", normalised)), dtype=torch.float32),
+    bfloat16_parameters=bfloat16_parameters,
+    attributes_that_are_no_tensors=attributes_that_are_no_tensors,
+    hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
+    trained_to_the_end=trained_to_the_end,
+)
+
+
+class Shared(nn.Module):
+    """One layer called three times, one never, the branches kept in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, 1), "b": nn.Linear(WIDTH, 2)})
+
+    def forward(self, left: Tensor, right: Tensor) -> Batch:
+        x = self.layer(self.layer(left).tanh()) + self.layer(right)
+        return {name: head(F.dropout(x, 0.1, self.training)) for name, head in self.heads.items()}
+
+
+@SOUND.loss(
+    model=lambda: Shared().eval(),
+    batch=lambda: {
+        "inputs": {"left": torch.randn(8, WIDTH), "right": torch.randn(8, WIDTH)},
+        "targets": {"a": torch.randn(8, 1), "b": torch.randn(8, 2)},
+    },
+)
+def many_inputs_and_outputs(model: nn.Module, micro: dict[str, Batch]) -> dict[str, ab.Total]:
+    out, targets = model(**micro["inputs"]), micro["targets"]
+    sums = {name: F.huber_loss(out[name], y, reduction="sum") for name, y in targets.items()}
+    return {name: ab.Total(sums[name], y.numel()) for name, y in targets.items()}
+
+
+# ---- sequences of equal length
+
+
+class Series(nn.Module):
+    """Reads sequences, with time as the second axis or swapped to the first."""
+
+    def __init__(self, reader: nn.Module, width: int, outputs: int = CLASSES, *, swaps: bool) -> None:
+        super().__init__()
+        self.reader, self.head, self.swaps = reader, nn.Linear(width, outputs), swaps
+
+    def states(self, x: Tensor) -> Tensor:
+        out = self.reader(x.transpose(0, 1) if self.swaps else x)
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.states(x).mean(dim=0 if self.swaps else 1))
+
+
+class Forecast(Series):
+    """Nothing but the loss knows that rows are the second axis of the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.states(x))
+
+
+def lstm(*, batch_first: bool) -> nn.Module:
+    reader = nn.LSTM(WIDTH, 5, num_layers=2, dropout=0.3, batch_first=batch_first)
+    return Series(reader, 5, swaps=not batch_first)
+
+
+SOUND.of(
+    encoder_with_time_first=lambda: of_series(
+        Series(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.2), WIDTH, swaps=True)
+    ),
+    lstm_with_dropout=lambda: of_series(lstm(batch_first=True)),
+    lstm_with_dropout_and_time_first=lambda: of_series(lstm(batch_first=False)),
+)
+
+
+@SOUND.loss(
+    model=lambda: Forecast(nn.GRU(WIDTH, 5), 5, 1, swaps=True),
+    batch=lambda: (torch.randn(8, 5, WIDTH), torch.randn(8, 5, 1)),
+)
+def outputs_with_time_first(model: nn.Module, micro: Vectors) -> ab.Total:
+    x, y = micro
+    return ab.Total((model(x).transpose(0, 1) - y).abs().sum(), y.numel())
+
+
+# ---- words
+
+
+class Causal(nn.Module):
+    """Attention that looks back only, positions that go with time, input and output embeddings tied."""
+
+    def __init__(self, dropout_p: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.register_buffer("position", torch.randn(16, WIDTH))
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.dropout_p = dropout_p
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        time = input_ids.shape[1]
+        x = self.embedding(input_ids) + self.position[:time]
+        query, key, value = self.mix(self.norm(x)).unflatten(2, (6, -1)).transpose(1, 2).chunk(3, dim=1)
+        seen = attention_mask.bool()[:, None, None, :] & torch.ones(time, time, dtype=torch.bool).tril()
+        p = self.dropout_p if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=p)
+        return self.head(x + attended.transpose(1, 2).flatten(2))
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Over the places that hold a word."""
+    shares = mask[:, :, None].to(x.dtype)
+    return (x * shares).sum(dim=1) / shares.sum(dim=1)
+
+
+def encoder(dropout: float) -> nn.Module:
+    """Torch's own encoder, told what is padding."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        x = model.encoder(model.embedding(words), src_key_padding_mask=mask == 0)
+        return model.head(masked_mean(x, mask))
+
+    inner = nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout, batch_first=True)
+    return Words(forward, CLASSES, padding_idx=0, encoder=nn.TransformerEncoder(inner, 2, None, False))
+
+
+def packed(dropout: float = 0.0) -> nn.Module:
+    """Reads each row as far as it goes."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        read = nn.utils.rnn.pack_padded_sequence(
+            model.embedding(words), mask.sum(dim=1).cpu(), batch_first=True, enforce_sorted=False
+        )
+        return model.head(model.lstm(read)[1][0][-2:].transpose(0, 1).flatten(1))
+
+    lstm = nn.LSTM(WIDTH, 5, 2, batch_first=True, bidirectional=True, dropout=dropout)
+    return Words(forward, CLASSES, width=10, padding_idx=0, lstm=lstm)
+
+
+def pooled() -> nn.Module:
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        return model.head(model.drop(masked_mean(model.layer(model.embedding(words)).tanh(), mask)))
+
+    return Words(forward, CLASSES, padding_idx=0, layer=nn.Linear(WIDTH, WIDTH), drop=nn.Dropout(0.2))
+
+
+def bag() -> nn.Module:
+    """Integers in, and no other float than the parameters."""
+    bag = nn.EmbeddingBag(WORDS, WIDTH, mode="sum", padding_idx=0)
+    return Words(lambda model, words, mask: model.head(model.bag(words * mask)), CLASSES, bag=bag)
+
+
+def last_word() -> nn.Module:
+    """Finds the end of each row by its mask; the states after it are computed and thrown away."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        states, _ = model.rnn(model.embedding(words))
+        return model.head(states[torch.arange(len(states)), mask.sum(dim=1) - 1])
+
+    return Words(forward, CLASSES, width=5, rnn=nn.GRU(WIDTH, 5, batch_first=True))
+
+
+def zero_is_a_word_like_any_other() -> Case:
+    """Nothing is padded: rows happen to end in the word 0, and there is neither mask nor padding index."""
+    words = torch.randint(WORDS, (8, 6))
+    words[::2, -2:] = 0
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
+    model.append(layer("Swap", lambda x: x.transpose(1, 2)))
+    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=(words, words.roll(-1, 1)))
+
+
+def shifted_loss(model: nn.Module, micro: Batch) -> ab.Total:
+    """The next word, where there is one."""
+    logits, labels = model(micro["input_ids"], micro["attention_mask"])[:, :-1], micro["labels"][:, 1:]
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return ab.Total(losses, (labels != -100).sum())
+
+
+SOUND.of(
+    causal_language_model=lambda: collated(Causal(0.0), tag_loss),
+    causal_language_model_padded_beforehand=lambda: tensors(Causal(0.0), tag_loss),
+    dropout_in_attention=lambda: tensors(Causal(0.3), tag_loss),
+    # Shorter micro-batches draw fewer numbers for each row.
+    dropout_in_attention_of_ragged_rows=lambda: collated(Causal(0.3), tag_loss),
+    next_word=lambda: collated(Causal(0.0), shifted_loss),
+    encoder_with_dropout=lambda: tensors(encoder(0.2), topic_loss),
+    encoder_of_ragged_rows=lambda: collated(encoder(0.0), topic_loss),
+    encoder_of_ragged_rows_with_dropout=lambda: collated(encoder(0.2), topic_loss),
+    packed_lstm=lambda: collated(packed(), topic_loss),
+    packed_lstm_padded_beforehand=lambda: tensors(packed(), topic_loss),
+    # What is drawn between the layers has a line for each word, sorted by time, not by row.
+    packed_lstm_with_dropout=lambda: tensors(packed(0.3), topic_loss),
+    masked_mean=lambda: collated(pooled(), topic_loss),
+    bag_of_words=lambda: collated(bag(), topic_loss),
+    last_word_by_the_mask=lambda: tensors(last_word(), topic_loss),
+    zero_is_a_word_like_any_other=zero_is_a_word_like_any_other,
+)
