@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,41 @@ def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> 
     assert number_in(write(path, 1.0)) == 1.0
     assert number_in(write(path, 2.0)) == 2.0
     assert {path.name for path in tmp_path.iterdir()} == {"a[1]", ".a1.123.tmp"}
+
+
+@pytest.mark.parametrize("hops", [1, 2])
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_link_stays_a_link_and_its_target_is_written_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None, hops: int
+) -> None:
+    (tmp_path / "disk").mkdir()
+    links = [tmp_path / "link", tmp_path / "disk" / "a"]
+    if hops == 2:
+        links.insert(1, tmp_path / "between")
+    for link, target in pairwise(links):
+        link.symlink_to(target.relative_to(tmp_path))
+    write(links[-1], 1.0)
+    if fault is None:
+        write(links[0], 2.0)
+    else:
+        monkeypatch.setattr(*FAULTS[fault])
+        with pytest.raises((CheckpointError, Killed, KeyboardInterrupt)):
+            write(links[0], 2.0)
+    assert all(link.is_symlink() for link in links[:-1])
+    assert not links[-1].is_symlink()
+    assert number_in(links[0]) == number_in(links[-1]) == (2.0 if fault is None else 1.0)
+    assert list((tmp_path / "disk").iterdir()) == [links[-1]]
+    assert len(list(tmp_path.iterdir())) == len(links)
+
+
+def test_a_link_without_a_file_makes_one_and_a_circle_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("new")
+    (tmp_path / "circle").symlink_to("circle")
+    assert number_in(write(tmp_path / "link")) == number_in(tmp_path / "new") == 1.0
+    with pytest.raises(CheckpointError, match="expected a file that can be written"):
+        write(tmp_path / "circle")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "circle").is_symlink()
 
 
 def test_others_may_read_a_checkpoint_as_they_may_read_any_file(tmp_path: Path) -> None:

@@ -2,18 +2,20 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anybatch.core.report import StepReport
+from anybatch.train import checkpoint
 from anybatch.train import loggers as watch
 from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
+from anybatch.train.trainer import LAST
 from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
 
-COURSE = RunInfo(epochs=2, done_updates=0, total_updates=6, rows=14_000)
+COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
 NOWHERE = EpochReport(
     epoch=12,
     updates=6,
@@ -34,13 +36,14 @@ STEP = StepReport(
 )
 
 
-def strict(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, read as strictly as other programs do: NaN is no JSON."""
+def strict(path: Path, *, whole: bool = False) -> list[dict[str, Any]]:
+    """The lines of a log (the `whole` ones), read as strictly as other programs do: NaN is no JSON."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line, parse_constant=refuse) for line in lines if line.endswith("\n") or not whole]
 
 
 # ---- who is told what
@@ -53,7 +56,9 @@ def test_watchers_are_told_in_order_and_each_event_once() -> None:
     assert second.events == first.events
     assert first.told == second.told
     assert [told for told in first.told if isinstance(told, EpochReport)] == reports
-    assert first.told[0] == RunInfo(epochs=2, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN)
+    assert first.told[0] == RunInfo(
+        epochs=2, done_epochs=0, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN
+    )
 
 
 def test_course_of_a_run_that_goes_on() -> None:
@@ -121,9 +126,10 @@ def test_json_log_is_for_programs_and_has_null_for_what_json_cannot_say(tmp_path
     log.epoch(NOWHERE)
     log.stop()
     start, step, epoch, stop = strict(tmp_path / "log.jsonl")
-    assert start == {"event": "start", "epochs": 2, "done_updates": 0, "total_updates": 6, "rows": 14_000}
+    assert start == {"event": "start"} | asdict(COURSE)
     assert step == {
         "event": "step",
+        "step": 1,
         "loss": None,
         "terms": {"fit": None, "size": 2.0},
         "weights": {"fit": 0.0, "size": 3.0},
@@ -142,9 +148,9 @@ def test_json_log_tells_what_is_out_of_the_ordinary_only_where_it_is(tmp_path: P
     for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
         log.step(replace(STEP, **told))
     log.stop()
-    plain, scaled, mended, _ = strict(tmp_path / "log.jsonl")
-    assert scaled == plain | {"scale": 1024.0}
-    assert mended == plain | {"redone": 1, "dropped": 3}
+    plain, scaled, redone, _ = strict(tmp_path / "log.jsonl")
+    assert scaled == plain | {"step": 2, "scale": 1024.0}
+    assert redone == plain | {"step": 3, "redone": 1, "dropped": 3}
 
 
 def test_an_epoch_says_in_words_what_was_lost() -> None:
@@ -186,6 +192,84 @@ def test_logs_of_a_training_say_what_its_reports_say_and_go_on_after_a_resume(tm
     text = (tmp_path / "log.txt").read_text().splitlines()
     assert [line for line in text if line.startswith("epoch")] == list(map(str, reports))
     assert text[3] == f"start at update {UPDATES} of {2 * UPDATES}, {TRAIN} rows an epoch"
+
+
+class Killed(BaseException):
+    """A process that ends here: nothing after it is carried out, not even a stop."""
+
+
+def numbers(path: Path, event: str = "step") -> list[int]:
+    return [line[event] for line in strict(path / "log.jsonl") if line["event"] == event]
+
+
+@pytest.mark.parametrize("save_every", [0, 1, 2])
+@pytest.mark.parametrize("event", [(name, n) for name in ("step", "epoch") for n in (1, 2)] + [("step", 5)])
+def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
+    tmp_path: Path, event: tuple[str, int], save_every: int
+) -> None:
+    """Whatever was written between the last checkpoint and the end of the process."""
+    dead = make_trainer(tmp_path, save_every=save_every, watchers=[Diary(event, raising(Killed()))])
+    with pytest.raises(Killed):
+        dead.fit(epochs=3)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"event": "step", "st')  # the process died while it wrote
+    before = strict(tmp_path / "log.jsonl", whole=True)
+    again = make_trainer(tmp_path, save_every=save_every)
+    if (tmp_path / LAST).exists():
+        again.resume(tmp_path)
+    done = again.epoch
+    again.fit(epochs=3)
+    assert numbers(tmp_path) == list(range(1, 3 * UPDATES + 1))
+    assert numbers(tmp_path, "epoch") == [1, 2, 3]
+    text = (tmp_path / "log.txt").read_text().splitlines()
+    assert [int(line.split()[1]) for line in text if line.startswith("epoch")] == [1, 2, 3]
+    lines = strict(tmp_path / "log.jsonl")
+    kept = [line for line in before if line["event"] in ("start", "stop") or line.get("epoch", 9) <= done]
+    assert [line for line in lines if line in kept][: len(kept)] == kept  # nothing else is lost
+    assert [line.split()[0] for line in text].count("start") == 2
+    whole = make_trainer(tmp_path / "whole")
+    whole.fit(epochs=3)
+    losses = [line["loss"] for line in lines if line["event"] == "step"]
+    expected = [line["loss"] for line in strict(tmp_path / "whole" / "log.jsonl") if line["event"] == "step"]
+    assert losses == expected
+
+
+def test_a_checkpoint_never_comes_before_the_records_of_its_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines wait for up to a second; a process killed right after a checkpoint must not lose them."""
+    found: list[list[int]] = []
+    save = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *a, **state: found.append(numbers(tmp_path)) or save(*a, **state)
+    )
+    make_trainer(tmp_path, save_every=2, validation=None).fit(epochs=1)
+    assert found == [[1, 2], [1, 2, 3]]
+
+
+def test_going_back_to_an_earlier_checkpoint_takes_later_records_back(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.fit(epochs=1)
+    trainer.save(tmp_path / "one.safetensors")
+    trainer.fit(epochs=3)
+    again = make_trainer(tmp_path)
+    again.resume(tmp_path / "one.safetensors")
+    again.fit(epochs=2)
+    assert numbers(tmp_path) == list(range(1, 2 * UPDATES + 1))
+    assert numbers(tmp_path, "epoch") == [1, 2]
+
+
+def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "log.jsonl").symlink_to(tmp_path / "elsewhere")
+    foreign = 'no json\n[1]\n{"event": "step", "loss": 1.0}\n{"step": 7}\n{"event": [], "step": 7}\n'
+    (tmp_path / "elsewhere").write_text(foreign + '{"event": "step", "step": 7}\n')
+    JsonLog(out / "log.jsonl").start(COURSE)
+    assert (out / "log.jsonl").is_symlink()
+    *kept, start = (tmp_path / "elsewhere").read_text().splitlines(keepends=True)
+    assert "".join(kept) == foreign
+    assert json.loads(start)["event"] == "start"
 
 
 def test_nothing_is_written_where_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
 from tests.train.runs import UPDATES, Diary, make_trainer, raising
 
 CPU = torch.device("cpu")
-COURSE = RunInfo(epochs=2, done_updates=3, total_updates=6, rows=300)
+COURSE = RunInfo(epochs=2, done_epochs=1, done_updates=3, total_updates=6, rows=300)
 STEP = StepReport(loss=0.5, terms={}, weights={}, rows=100, micro_batches=1, grad_norm=0.0, updated=True)
 EPOCH = EpochReport(
     epoch=2,

@@ -123,6 +123,22 @@ def test_resume_from_another_run_is_refused(
     assert changes(before, state(other)) == []
 
 
+@pytest.mark.parametrize("name", [LAST, "link.safetensors"])
+def test_a_run_goes_on_where_its_checkpoint_is_a_link_or_is_named_by_one(name: str, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere.safetensors"
+    make_trainer(out).fit(epochs=1)
+    if name == LAST:
+        (out / LAST).rename(elsewhere)
+        (out / LAST).symlink_to(elsewhere)
+    else:
+        (tmp_path / name).symlink_to(out / LAST)
+    again = make_trainer(out)
+    again.resume(out / LAST if name == LAST else tmp_path / name)
+    again.fit(epochs=2)
+    assert checkpoint.load(out / LAST).progress["epoch"] == 2
+    assert (out / LAST).is_symlink() == (name == LAST)
+
+
 def test_resume_from_what_no_trainer_wrote_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer()
     with pytest.raises(CheckpointError, match=r"nothing\.safetensors: expected a checkpoint"):
