@@ -28,6 +28,4 @@ def test_interrupted_training_says_how_to_go_on(
     monkeypatch.setattr(Trainer, "fit", stop)
     out = tmp_path / "run"
     assert cli.main(["train", "lenet5", "--out", str(out), "--quiet", "--device", "cpu"]) == 130
-    assert (
-        f"stopped after 0 updates; go on with the same command and --resume {out}" in capsys.readouterr().err
-    )
+    assert f"stopped after 0 updates; go on with: anybatch train --resume {out}" in capsys.readouterr().err
