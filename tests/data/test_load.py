@@ -10,7 +10,9 @@ from anybatch.core.errors import DataError
 from anybatch.data.load import load
 from tests.data.files import write_cifar10, write_mnist
 
-LOOKED_FOR = r"looked for MNIST in IDX form \(train-images.*CIFAR-10 in binary form \(data_batch_\*\.bin"
+LOOKED_FOR = (
+    r"name a folder with MNIST in IDX form \(train-images.*CIFAR-10 in binary form \(data_batch_\*\.bin"
+)
 
 
 @pytest.mark.parametrize("form", [str, Path])

@@ -226,7 +226,7 @@ def test_nothing_at_all_can_be_drawn(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"got 0 records"):
+    with pytest.raises(PlanError, match=r"got 0 and"):
         draw([], tmp_path / "a.png")
     with pytest.raises(PlanError, match=r"'float8'"):
         draw(record({0: 1}), tmp_path / "a.png", dtype="float8")

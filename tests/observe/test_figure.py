@@ -35,7 +35,9 @@ def test_other_endings_are_refused(name: str) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"Expected a folder for the picture, got .*nowhere, which is none"):
+    with pytest.raises(
+        PlanError, match=r"Expected a folder for the picture, got .*nowhere, which does not exist"
+    ):
         checked(tmp_path / "nowhere" / "a.png")
 
 

@@ -101,9 +101,9 @@ def check_refused(path: Path, message: str, there: tuple[Any, ...], here: tuple[
     ("there", "here", "message"),
     [
         (Net(), nn.Linear(3, 3), "checkpoint of this Linear, .*bias: nothing there, float32"),
-        (nn.Linear(3, 3), Net(), "checkpoint of this Net, .*one.weight: nothing there"),
+        (nn.Linear(3, 3), Net(), "checkpoint of this Net, .*one.bias: nothing there"),
         (Net(width=4), Net(), r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
-        (Net(dtype=torch.bfloat16), Net(), r"two.weight: bfloat16 \(3, 3\) there, float32 \(3, 3\) here"),
+        (Net(dtype=torch.bfloat16), Net(), r"two.bias: bfloat16 \(3,\) there, float32 \(3,\) here"),
         (Net(), Net(tied=True), "one.weight and two.weight: two values there, one tied parameter here"),
     ],
 )
@@ -154,9 +154,9 @@ def test_a_model_that_refuses_its_state(tmp_path: Path) -> None:
 def test_many_differences_are_cut_short(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.Linear(2, 2) for _ in range(100)])
     save(tmp_path / "a", model=model)
-    with pytest.raises(CheckpointError, match="and 195 more") as caught:
+    with pytest.raises(CheckpointError, match="and 197 more") as caught:
         restore(load(tmp_path / "a"), model=nn.ModuleList())
-    assert len(str(caught.value)) < 1000
+    assert len(str(caught.value)) <= 300 + len(str(tmp_path))
 
 
 def test_ties_there_may_be_two_parameters_here(tmp_path: Path) -> None:

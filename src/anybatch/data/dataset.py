@@ -45,7 +45,7 @@ class Dataset:
         if len(self.inputs) != len(self.targets) or not len(self.targets):
             raise DataError(
                 f"{self.name}: expected one target for each input and at least one row, "
-                f"got {len(self.inputs)} inputs and {len(self.targets)} targets; are both of one data set?"
+                f"got {len(self.inputs)} inputs and {len(self.targets)} targets; take both from one data set"
             )
         check_classes(self.targets, num_classes=len(self.classes), name=self.name)
 

@@ -65,5 +65,5 @@ def load(source: str | os.PathLike[str]) -> Split:
 
 
 def _looked_for() -> str:
-    kinds = [f"{format.name} ({', '.join(format.patterns)})" for format in FORMATS]
-    return f"looked for {'; '.join(kinds)}: name a folder with the files of one of these"
+    kinds = [f"{format.name} ({format.patterns[0]} ...)" for format in FORMATS]
+    return f"name a folder with {' or '.join(kinds)}"

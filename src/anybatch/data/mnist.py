@@ -106,12 +106,12 @@ def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
     if images.dtype != torch.uint8 or images.ndim != 3 or images.shape[1:] != (28, 28):
         raise DataError(
             f"{images_path}: expected unsigned bytes of shape (rows, 28, 28), "
-            f"got {images.dtype} of shape {tuple(images.shape)}; is it another data set, or the labels?"
+            f"got {images.dtype} of shape {tuple(images.shape)}; check that it holds the images of MNIST"
         )
     if labels.dtype != torch.uint8 or labels.ndim != 1:
         raise DataError(
             f"{labels_path}: expected unsigned bytes of shape (rows,), "
-            f"got {labels.dtype} of shape {tuple(labels.shape)}; is it another data set, or the images?"
+            f"got {labels.dtype} of shape {tuple(labels.shape)}; check that it holds the labels of MNIST"
         )
     if len(images) != len(labels) or not len(labels):
         raise DataError(
@@ -128,7 +128,7 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
         raise DataError(
             f"{path}: expected an IDX file (two zero bytes, a dtype code among "
             f"{', '.join(f'{code:#04x}' for code in DTYPES)}, the number of dimensions), "
-            f"got {magic.hex(' ') or 'an empty file'}; is it the right file?"
+            f"got {magic.hex(' ') or 'an empty file'}; check the path"
         )
     dtype, num_dims = DTYPES[magic[2]], magic[3]
     dims = _read(file, 4 * num_dims)

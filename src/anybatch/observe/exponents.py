@@ -192,7 +192,7 @@ def draw(
     path = checked(path)
     if dtype not in DTYPES or not shown:
         raise PlanError(
-            f"Expected records and one of {DTYPES}, got {len(shown)} records and {dtype!r}. Name one of them."
+            f"Expected records and one of {DTYPES}, got {len(shown)} and {dtype!r}. Pass at least one record."
         )
     title = title or "gradients by exponent"
     figure = new_figure(0.5 + 3.8 * len(shown), 4)

@@ -277,7 +277,7 @@ def _check_module(
         if state[first] is not state[name] and not equal(state[first], state[name]):
             differences.append(f"{first} and {name}: two values there, one tied parameter here")
     if differences:
-        shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
+        shown = "; ".join(differences[:3]) + f"; and {len(differences) - 3} more" * (len(differences) > 3)
         raise CheckpointError(
             f"{checkpoint.path}: expected a checkpoint of this {type(module).__name__}, got another "
             f"model's: {shown}. Build it as it was when the checkpoint was written."

@@ -37,7 +37,9 @@ def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "line
     """
     for name, value in (("lr", lr), ("batch_size", batch_size), ("base_batch_size", base_batch_size)):
         if not 0 < value < math.inf:
-            raise PlanError(f"Expected {name} to be a positive number, got {value}. Pass what was used.")
+            raise PlanError(
+                f"Expected {name} to be a positive number, got {value}. Pass a finite number above 0."
+            )
     if rule not in RULES:
         raise PlanError(f"Expected a rule to scale the learning rate by, got {rule!r}. Choose from {RULES}.")
     ratio = batch_size / base_batch_size
