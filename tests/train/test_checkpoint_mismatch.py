@@ -116,8 +116,6 @@ def test_another_model(tmp_path: Path, there: nn.Module, here: nn.Module, messag
     [
         (lambda m: [optim.AdamW(m.parameters())], sgd, r"optimizers \['SGD'\], got \['AdamW'\]"),
         (lambda m: [], sgd, r"optimizers \['SGD'\], got \[\]"),
-        (lambda m: sgd(m.one) + sgd(m.two), sgd, r"optimizers \['SGD'\], got \['SGD', 'SGD'\]"),
-        (groups("one"), sgd, r"groups of \[4\] parameters, got \[2\]"),
         (groups("one", "two"), sgd, r"groups of \[4\] parameters, got \[2, 2\]"),
         (groups("one", "two"), groups("two", "one"), "two.weight where it has one.weight"),
     ],
