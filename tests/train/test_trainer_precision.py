@@ -24,6 +24,7 @@ from tests.train.runs import (
     make_step,
     make_trainer,
     state,
+    stopped,
     timeless,
 )
 
@@ -193,3 +194,16 @@ def test_what_is_not_finite_is_counted_and_told(
     assert sum(line.get("dropped", 0) for line in steps) == report.dropped
     assert sum(not line["updated"] for line in steps) == skipped
     assert all(line["scale"] > 1 for line in steps)
+
+
+def test_counts_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"train": spoiled(make_rows(TRAIN), 4), "save_every": 1}
+    make_it = lambda *out, **more: make_trainer(*out, step=make_step(non_finite="drop"), **options, **more)  # noqa: E731
+    (whole,) = make_it().fit(epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        make_it(tmp_path, watchers=[stopped(("step", UPDATES), ZeroDivisionError())]).fit(epochs=1)
+    again = make_it(tmp_path)
+    again.resume(tmp_path)
+    (found,) = again.fit(epochs=1)
+    assert found.dropped == whole.dropped > 0
+    assert found.loss == whole.loss

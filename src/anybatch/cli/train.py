@@ -5,7 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -96,27 +96,20 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def read_settings(folder: str) -> dict[str, Any]:
-    """The options that the run in a folder was started with; none where an earlier version wrote it.
-
-    Raises:
-        CheckpointError: the file is there, and cannot be read.
-    """
+    """The options that the run in a folder was started with; none where an earlier version wrote it."""
     path = Path(folder, SETTINGS)
     try:
-        kept: Any = json.loads(path.read_bytes())
-        if isinstance(kept, dict):
-            kept = cast("dict[str, Any]", kept)
-            if all(value is None or isinstance(value, str | int | float) for value in kept.values()):
-                return {name: value for name, value in kept.items() if name not in _NOT_KEPT}
-        reason = "other values"
+        kept = dict(json.loads(path.read_bytes()))
+        if any(isinstance(value, dict | list) for value in kept.values()):
+            raise ValueError("other values")
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError) as error:
-        reason = str(error)
-    raise CheckpointError(
-        f"{path}: expected the options of a run as JSON, got {reason}. Delete the file, and name the recipe "
-        "and all options that the run was started with."
-    )
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected the options of a run as JSON, got {error}. Delete the file, and name the "
+            "recipe and all options that the run was started with."
+        ) from None
+    return {name: value for name, value in kept.items() if name not in _NOT_KEPT}
 
 
 def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:

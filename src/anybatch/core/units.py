@@ -82,12 +82,7 @@ def format_count(number: float) -> str:
 
 
 def html_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Rows of a name and a text as an HTML table for notebooks; all of it is escaped, and lines stay lines.
-
-    Example:
-        >>> html_table([("rows", "1 < 2")]).count("1 &lt; 2")
-        1
-    """
+    """Rows of a name and a text as an HTML table for notebooks; all is escaped, and lines stay lines."""
     style = "text-align: left; vertical-align: top; white-space: pre; font-family: monospace"
     lines = [
         f'<tr><th style="{style}">{html.escape(name)}</th><td style="{style}">{html.escape(text)}</td></tr>'

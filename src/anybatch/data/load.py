@@ -31,12 +31,8 @@ def load(source: str | os.PathLike[str]) -> Split:
     Args:
         source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not) or CIFAR-10 in binary form.
 
-    Returns:
-        The rows to learn from and the rows held out, normalised, in memory.
-
     Raises:
-        DataError: no such name or folder, a folder that cannot be read or holds neither or both
-            formats, or a damaged file; the message says what was looked for.
+        DataError: no such name or folder, none or both of the formats in it, or a damaged file.
 
     Example:
         >>> split = load("digits")

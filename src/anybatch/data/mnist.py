@@ -31,8 +31,6 @@ MARGIN = 2  # pixels of background on each side: 28x28 becomes the 32x32 of LeNe
 def read_idx(path: Path) -> Tensor:
     """Read one IDX file, gzipped or not, into a tensor of the dtype and shape its header names.
 
-    The header, the length and, when gzipped, the checksum must all hold.
-
     Args:
         path: the file; whether it is gzipped is read off its first two bytes, not its name.
 
@@ -42,9 +40,6 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         DataError: the file cannot be read, is no IDX file, is truncated, has bytes left over, or
             is a damaged gzip file; the message names it.
-
-    Source:
-        LeCun, Cortes and Burges, "The MNIST database of handwritten digits".
 
     Example:
         >>> import tempfile
@@ -67,22 +62,11 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_mnist(folder: Path) -> Split:
-    """Read the four MNIST files of a folder: 28x28 digits padded to 32x32, normalised.
+    """Read `train-images-idx3-ubyte` and the three other files of a folder, each with or without `.gz`.
 
-    Args:
-        folder: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte`
-            and `t10k-labels-idx1-ubyte`, each with or without `.gz`.
+    Inputs are float32 of shape (rows, 1, 32, 32), padded from 28 x 28 and normalised; targets are int64.
 
-    Returns:
-        Inputs float32 `(rows, 1, 32, 32)`, the training pixels with mean 0 and deviation 1;
-        targets int64 in 0 .. 9.
-
-    Raises:
-        DataError: a file is missing, damaged or of another shape, or labels and images disagree.
-
-    Source:
-        LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to document
-        recognition", Proc. IEEE 86(11), 1998: section II.B pads the digits to 32x32.
+    Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition", section II.B.
     """
     train_images, train_labels, test_images, test_labels = (_find(folder, stem) for stem in STEMS)
     train, test = _read_pair(train_images, train_labels), _read_pair(test_images, test_labels)

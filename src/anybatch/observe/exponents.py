@@ -177,13 +177,9 @@ def draw(
 
     Args:
         records: from `gradient_exponents`, the one to compare with first.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html (one file that
-            needs nothing else).
+        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html.
         dtype: "float16" or "bfloat16".
         title: above all.
-
-    Returns:
-        The path.
 
     Raises:
         PlanError: another ending or dtype, no record, or matplotlib is not installed.

@@ -219,16 +219,9 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file beside the path, make sure that it is on disk, then put it in its place at once.
+    """Let `write` make a file beside the path, see that it is on disk, then put it in its place at once.
 
-    Where the path is a symlink, its target is written.
-
-    Args:
-        path: the file to be written or replaced.
-        write: writes the new file to the path that it is given.
-
-    Raises:
-        OSError: it cannot be written; an earlier file stays as it was.
+    Where the path is a symlink, its target is written. After an OSError an earlier file is as it was.
     """
     path = Path(os.path.realpath(path))
     if path.is_symlink():

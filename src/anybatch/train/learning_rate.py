@@ -23,12 +23,6 @@ def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "line
         base_batch_size: rows of a logical batch then.
         rule: "linear" or "square-root".
 
-    Returns:
-        The scaled learning rate.
-
-    Raises:
-        PlanError: a size or rate that is not positive, or an unknown rule.
-
     Example:
         >>> scale(0.1, batch_size=1024, base_batch_size=256)
         0.4
@@ -58,9 +52,6 @@ def warm_up(optimizer: Optimizer, *, updates: int) -> LinearLR:
 
     Returns:
         Torch's own `LinearLR`, to be given to a step as `scheduler=`.
-
-    Raises:
-        PlanError: `updates` is not a positive whole number.
 
     Example:
         >>> import torch

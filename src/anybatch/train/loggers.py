@@ -171,12 +171,7 @@ class JsonLog:
 
 
 def to_json(value: Any) -> str:
-    """One line of JSON as every program reads it: NaN and infinity are null.
-
-    Example:
-        >>> to_json({"loss": [math.nan, 0.5]})
-        '{"loss": [null, 0.5]}'
-    """
+    """One line of JSON as every program reads it: NaN and infinity are null."""
     return json.dumps(_finite(value))
 
 
