@@ -235,10 +235,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["check", "lenet6"], "package.module:function"),
         (["check", "no.such.module:f"], "no.such.module"),
         (["check", "lenet5", "--rows", "1"], "--rows to be at least 2, got 1. See anybatch check --help"),
-        (
-            ["plan", "lenet5", "--batch-size", "-3"],
-            "--batch-size to be at least 1, got -3. See",
-        ),
+        (["plan", "lenet5", "--batch-size", "-3"], "--batch-size to be at least 1, got -3. See"),
         (["plan", "lenet6"], "Expected a target, got 'lenet6'"),
         (["eval", "nowhere.safetensors"], "nowhere.safetensors"),
         (["eval", "{mnist}/t10k-labels-idx1-ubyte"], "safetensors"),
@@ -314,6 +311,26 @@ def test_check_says_exact_and_only_then_returns_0(targets: str, capsys: pytest.C
     assert (code, printed.partition(":")[0]) == (0, "exact")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "{}:without_values"], "Expected a model with values to check, got 2 of its tensors"),
+        (["check", "{}:without_values", "--device", "cpu"], "Expected a model with values to check"),
+        (["plan", "{}:nowhere"], "'nowhere'"),
+        (["plan", "{}:sound", "--memory", "much"], "'much'"),
+        (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
+        (["plan", "{}:failing", "--memory", "1MB"], "Error"),
+    ],
+)
+def test_targets_that_cannot_be_checked_or_planned(
+    targets: str, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code, printed, error = run(capsys, *[one.format(targets) for one in arguments])
+    assert (code, printed) == (2 if arguments[0] == "check" else 1, "")
+    assert error.startswith(f"anybatch {arguments[0]}: ")
+    assert words in error
+
+
 def test_check_that_cannot_be_made_says_so_in_one_line(
     targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,15 +361,6 @@ def test_json_has_null_for_what_it_cannot_say(
     assert json.loads(printed, parse_constant=pytest.fail)["loss"] is None
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_check_of_shapes_without_values_says_so(
-    targets: str, capsys: pytest.CaptureFixture[str], device: str
-) -> None:
-    code, _, error = run(capsys, "check", f"{targets}:without_values", "--device", device)
-    assert code == 2
-    assert error.startswith("anybatch check: Expected a model with values to check, got 2 of its tensors")
-
-
 def test_plan_is_a_table_and_one_json_object(targets: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", f"{targets}:sound", "--batch-size", 30, "--memory", "1MB", "--json", "--estimate"]
     code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
@@ -374,24 +382,6 @@ def test_plan_that_does_not_fit_says_the_smallest_budget(
     assert least[0] in json.loads(printed)["error"]
     assert run(capsys, *arguments, "--memory", least[1])[0] == 0
     assert run(capsys, *arguments, "--memory", int(least[1]) - 1)[0] == 1
-
-
-def test_plan_that_cannot_be_made_says_so_in_one_line(
-    targets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, words in (
-        ([f"{targets}:nowhere"], "'nowhere'"),
-        ([f"{targets}:sound", "--memory", "much"], "'much'"),
-        ([f"{targets}:sound", "--device", "tpu"], "'tpu'"),
-        ([f"{targets}:failing", "--memory", "1MB"], "Error"),
-    ):
-        code, printed, error = run(capsys, "plan", *arguments)
-        assert (code, printed) == (1, "")
-        assert error.startswith("anybatch plan: ")
-        assert words in error
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["plan", f"{targets}:sound", "--optimizer", "lion"])
-    assert "invalid choice: 'lion'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

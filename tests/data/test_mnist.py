@@ -95,9 +95,7 @@ def test_a_file_that_unpacks_to_too_much_is_not_unpacked(
     unpacked = []
     original = gzip.GzipFile.read
     monkeypatch.setattr(
-        gzip.GzipFile,
-        "read",
-        lambda self, size=-1: unpacked.append(piece := original(self, size)) or piece,
+        gzip.GzipFile, "read", lambda self, size=-1: unpacked.append(piece := original(self, size)) or piece
     )
     with pytest.raises(DataError, match="got more"):
         read(tmp_path, gzip.compress(idx_bytes(labels(4)) + bytes(10_000_000)))

@@ -115,11 +115,7 @@ def test_tensors_come_on_the_models_device() -> None:
 @pytest.mark.parametrize(
     ("data", "collate", "message"),
     [
-        (
-            DataLoader(TensorDataset(torch.zeros(4))),
-            None,
-            r"a DataLoader of batches\. Call the step on",
-        ),
+        (DataLoader(TensorDataset(torch.zeros(4))), None, r"a DataLoader of batches\. Call the step on"),
         (DataLoader(TensorDataset(torch.zeros(4))), torch.tensor, r"got a DataLoader of batches"),
         (TensorDataset(torch.zeros(4)), None, r"got a TensorDataset at the top.*`collate`"),
         (torch.zeros(4), torch.tensor, r"a list of samples.*got Tensor"),

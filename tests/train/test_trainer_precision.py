@@ -60,36 +60,6 @@ def test_resumed_run_is_identical(precision: str, kind: str, tmp_path: Path) -> 
     assert changes(long_state(whole), long_state(again)) == []
 
 
-def test_the_loss_scale_goes_on_with_its_counter(tmp_path: Path) -> None:
-    first = make(tmp_path, "fp16-mixed")
-    first.step.scale.load({"value": 64.0, "clean": 1_990})
-    first.fit(epochs=1)
-    again = make(tmp_path, "fp16-mixed")
-    again.resume(tmp_path)
-    assert again.step.scale.state() == {"value": 64.0, "clean": 1_990 + UPDATES}
-    again.fit(epochs=4)
-    assert again.step.scale.value == 128.0  # after 2,000 updates without overflow
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"precision": "float32"}, "precision bf16-true there and float32 here"),
-        ({"precision": "bf16-mixed"}, "precision bf16-true there and bf16-mixed here"),
-        ({"precision": "bf16-true", "non_finite": "skip"}, "non_finite raise there and skip here"),
-    ],
-)
-def test_resume_in_another_precision_or_policy_is_refused(
-    options: dict[str, Any], words: str, tmp_path: Path
-) -> None:
-    make(tmp_path, "bf16-true").fit(epochs=1)
-    other = make(None, **options)
-    before = long_state(other)
-    with pytest.raises(CheckpointError, match=words):
-        other.resume(tmp_path)
-    assert changes(before, long_state(other)) == []
-
-
 # ---- what a checkpoint holds
 
 
