@@ -65,26 +65,11 @@ def total(model: nn.Module, rows: Tensor) -> ab.Total:
     return ab.Total((model.get_parameter("weight") * rows).sum(), 1)
 
 
-EDGES = [
-    *[
-        sign * math.ldexp(1.0, e)
-        for e in (-149, -134, -133, -126, -26, -25, -24, -15, -14, 15, 16, 127)
-        for sign in (1, -1)
-    ],
-    *[math.ldexp(1.5, e) for e in (-134, -25, -26)],
-    math.ldexp(1 + 2**-23, -25),
-    math.ldexp(2 - 2**-10, -15),
-    math.ldexp(2 - 2**-12, -15),
-    65504.0,
-    65519.0,
-    65520.0,
-    3.4e38,
-    0.0,
-    -0.0,
-    math.inf,
-    -math.inf,
-    math.nan,
-]
+POWERS = (-149, -134, -133, -126, -26, -25, -24, -15, -14, 15, 16, 127)
+EDGES = [sign * math.ldexp(1.0, e) for e in POWERS for sign in (1, -1)]
+EDGES += [math.ldexp(1.5, e) for e in (-134, -25, -26)]
+EDGES += [math.ldexp(1 + 2**-23, -25), math.ldexp(2 - 2**-10, -15), math.ldexp(2 - 2**-12, -15)]
+EDGES += [65504.0, 65519.0, 65520.0, 3.4e38, 0.0, -0.0, math.inf, -math.inf, math.nan]
 
 
 def test_edges_are_counted_as_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""The same verbs on the command line: `anybatch train`, `eval`, `check` and `plan`."""
+"""The command line: `anybatch train`, `eval`, `check` and `plan`."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.command not in ("check", "plan"):
             raise
-        # What is checked or planned is somebody's own code, and may fail in any way.
+        # The target is the caller's own code, which may raise anything.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error).strip().partition("\n")[0]
         message = f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(options: argparse.Namespace, message: str) -> int:
-    """Say why there is no result; an error of a check is told from one that found a fault."""
+    """Print why there is no result; 2 tells a check that failed to run from one that found a fault."""
     print(f"anybatch {options.command}: {message}", file=sys.stderr)
     if options.json:
         print(to_json({"error": message}))
@@ -76,7 +76,7 @@ def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch check`: split held against whole."""
+    """`anybatch check`: compare cuts with the whole batch."""
     actions.check_rows(options)
     found = target.find(options.target, options.data)
     refuse_without_data(found.model, found.loss)  # it could not be moved either

@@ -1,4 +1,4 @@
-"""What each command does: options in; figures and a text out."""
+"""`anybatch train` and `anybatch eval`: from options to a result, as numbers and as text."""
 
 import argparse
 import json
@@ -37,7 +37,7 @@ _MAY_CHANGE = (
 
 
 def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch train`: a recipe on real data; what came of it, as figures and in words.
+    """`anybatch train`: train a recipe; the result as numbers and as text.
 
     Raises:
         KeyboardInterrupt: it was stopped; the message says how to go on.
@@ -73,7 +73,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what nothing could be trained with, before anything is read or written."""
+    """Refuse options out of range, before anything is read or written."""
     check_rows(options)
     _check_range(options, "epochs", "at least 1", options.epochs >= 1)
     _check_range(options, "lr", "above 0", 0 < options.lr < math.inf)
@@ -113,7 +113,7 @@ def read_settings(folder: str) -> dict[str, Any]:
 
 
 def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
-    """Refuse options with which a run would not go on, but be another one."""
+    """Refuse options that would make it another run."""
     changed: list[str] = []
     for name, had in vars(was).items():
         given = getattr(now, name)
@@ -144,7 +144,7 @@ def _write_settings(options: argparse.Namespace, path: Path) -> None:
 
 
 def check_rows(options: argparse.Namespace) -> None:
-    """Refuse numbers of rows by the names that they have on the command line."""
+    """Refuse numbers of rows that are too small."""
     for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
         rows = getattr(options, name.replace("-", "_"), None)  # not every command has each
         _check_range(options, name, f"at least {least}", rows is None or rows >= least)

@@ -1,4 +1,4 @@
-"""A learning rate for another batch size: linear or square-root scaling, and warm-up. Off unless asked."""
+"""Scale a learning rate to another batch size, linearly or by the square root, and warm it up."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Who is told how training goes: text and JSON-lines logs, written as it happens."""
+"""Watchers of a training, and two of them: a log as text and one as JSON lines."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from anybatch.train.checkpoint import write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What lies ahead when training starts or goes on."""
+    """What is to be done when training starts or goes on."""
 
     epochs: int  # the last epoch's number
     done_epochs: int  # epochs finished already, before this start
@@ -50,7 +50,7 @@ class EpochReport:
 
 
 class Watcher(Protocol):
-    """Looks on while a trainer works; changes nothing."""
+    """Is told of every event of a training; changes nothing."""
 
     def start(self, info: RunInfo) -> None:
         """Training starts or goes on."""
@@ -76,7 +76,7 @@ class TextLog:
         self._path = path
 
     def start(self, info: RunInfo) -> None:
-        """Note how much lies ahead; drop epochs that will be trained once more."""
+        """Write how much is to be done; drop epochs that will be trained once more."""
 
         def is_redone(line: bytes) -> bool:
             found = re.match(rb"epoch +(\d+) ", line)
@@ -87,7 +87,7 @@ class TextLog:
         self._write(f"start at update {info.done_updates} of {info.total_updates}, {rows} rows an epoch")
 
     def step(self, report: StepReport) -> None:
-        """A line per update would be too much for people; the JSON-lines log has them."""
+        """Nothing: the JSON-lines log has the updates."""
 
     def epoch(self, report: EpochReport) -> None:
         """Write the epoch's line."""
@@ -126,7 +126,7 @@ class JsonLog:
         self._step = 0
 
     def start(self, info: RunInfo) -> None:
-        """Write what lies ahead; drop updates and epochs that will be trained once more."""
+        """Write how much is to be done; drop updates and epochs that will be trained once more."""
         done = {"step": info.done_updates, "epoch": info.done_epochs}
 
         def is_redone(line: bytes) -> bool:
