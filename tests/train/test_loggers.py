@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
 from anybatch.train import checkpoint
 from anybatch.train import loggers as watch
@@ -201,6 +202,16 @@ def test_a_checkpoint_never_comes_before_the_records_of_its_updates(
     )
     make_trainer(tmp_path, save_every=2, validation=None).fit(epochs=1)
     assert found == [[1, 2], [1, 2, 3]]
+
+
+def test_an_epoch_that_is_ended_once_more_is_told_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.best_by = "nothing"  # which is noticed after the epoch's line
+    with pytest.raises(PlanError, match="'nothing'"):
+        trainer.fit(epochs=1)
+    trainer.best_by = "loss"
+    trainer.fit(epochs=1)
+    assert (numbers(tmp_path), numbers(tmp_path, "epoch")) == (list(range(1, UPDATES + 1)), [1])
 
 
 def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -> None:

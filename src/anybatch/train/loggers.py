@@ -123,7 +123,7 @@ class JsonLog:
         self._path = path
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._step = 0
+        self._at = {"step": 0, "epoch": -1}  # of the last lines; nowhere before the start
 
     def start(self, info: RunInfo) -> None:
         """Write how much is to be done; drop updates and epochs that will be trained once more."""
@@ -135,15 +135,16 @@ class JsonLog:
                 return record[record["event"]] > done[record["event"]]
             return False
 
-        _drop(self._path, is_redone)
-        self._step = info.done_updates
+        if self._at != done:  # else it goes on at the end of this log
+            _drop(self._path, is_redone)
+        self._at = dict(done)
         self._add("start", asdict(info))
         self.flush()
 
     def step(self, report: StepReport) -> None:
         """Keep the update's line; lines are written once a second, so that small steps stay fast."""
-        self._step += 1
-        values = {"step": self._step} | {name: getattr(report, name) for name in _FIELDS}
+        self._at["step"] += 1
+        values = {"step": self._at["step"]} | {name: getattr(report, name) for name in _FIELDS}
         told = {name: getattr(report, name) for name in _TRIVIAL}
         self._add("step", values | {name: told[name] for name in told if told[name] != _TRIVIAL[name]})
         if time.monotonic() - self._flushed > 1:
@@ -151,6 +152,7 @@ class JsonLog:
 
     def epoch(self, report: EpochReport) -> None:
         """Write the epoch's line and those of its updates."""
+        self._at["epoch"] = report.epoch
         self._add("epoch", asdict(report))
         self.flush()
 
