@@ -50,19 +50,10 @@ def test_function_of_the_current_directory(here: str) -> None:
     path = list(sys.path)
     found = target.find(f"{here}:mine", "digits")
     assert isinstance(found.loss, nn.MSELoss)
-    assert found.collate is None
+    assert (found.collate, found.optimizer) == (None, None)
     assert target.find(f"{here}:with_collate", "digits").collate is torch.tensor
+    assert isinstance(target.find(f"{here}:with_optimizer", "digits").optimizer, torch.optim.SGD)
     assert sys.path == path
-
-
-def test_optimizer_may_follow(here: str) -> None:
-    found = target.find(f"{here}:with_optimizer", "digits")
-    assert isinstance(found.optimizer, torch.optim.SGD)
-    assert found.collate is None
-    assert target.find(f"{here}:mine", "digits").optimizer is None
-
-
-def test_recipe_comes_with_its_first_rows() -> None:
     found = target.find("lenet5", "digits")
     assert len(found.batch[0]) == len(found.batch[1]) == target.FIRST_ROWS
 
@@ -76,7 +67,6 @@ def test_target_moves_to_a_device(here: str) -> None:
     ("name", "words"),
     [
         ("lenet6", "Expected a target, got 'lenet6'. Name a function"),
-        ("lenet6", "lenet5"),
         ("{here}:nowhere", "'nowhere'"),
         ("{here}:broken", "of type int"),
         ("{here}:wrong", "['MSELoss', 'tuple']"),

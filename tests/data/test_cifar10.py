@@ -33,7 +33,7 @@ def test_pixels_are_red_then_green_then_blue_row_by_row(tmp_path: Path) -> None:
     assert relative_error(image, expected.expand(3, 32, 32)) <= tolerance(torch.float32, 1)
 
 
-@pytest.mark.parametrize("name", ["data_batch_1.bin", "data_batch_2.bin", "test_batch.bin"])
+@pytest.mark.parametrize("name", ["data_batch_2.bin", "test_batch.bin"])
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -50,13 +50,6 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, name: str, data: byte
         read_cifar10(tmp_path)
 
 
-def test_a_folder_in_the_place_of_a_file_is_refused_by_name(tmp_path: Path) -> None:
-    write_cifar10(tmp_path)
-    (tmp_path / "data_batch_3.bin").mkdir()
-    with pytest.raises(DataError, match=r"data_batch_3\.bin: expected a readable file, got: Is a directory"):
-        read_cifar10(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("gone", "pattern"), [("data_batch_*", r"data_batch_\*\.bin"), ("test_*", "test_batch")]
 )
@@ -65,4 +58,7 @@ def test_missing_files_are_named(tmp_path: Path, gone: str, pattern: str) -> Non
     for path in tmp_path.glob(gone):
         path.unlink()
     with pytest.raises(DataError, match=f"expected files named {pattern}"):
+        read_cifar10(tmp_path)
+    (tmp_path / f"{gone.rstrip('*')}3.bin".replace("test_", "test_batch")).mkdir()
+    with pytest.raises(DataError, match=r"3\.bin: expected a readable file, got: Is a directory"):
         read_cifar10(tmp_path)

@@ -1,6 +1,5 @@
 """A data set that exists is valid; normalising learns from the training rows alone."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from anybatch.core.errors import DataError
-from anybatch.data.dataset import Dataset, Split, check_classes, hold_out, normalise, unreadable
+from anybatch.data.dataset import Dataset, Split, hold_out, normalise
 from anybatch.testing import relative_error, tolerance
 
 
@@ -33,7 +32,7 @@ def make(rows: int = 3, **changes: Any) -> Dataset:
         ({"targets": torch.zeros(3, 1, dtype=torch.int64)}, r"shape \(rows,\), got .*\(3, 1\)"),
         ({"targets": torch.tensor([0, 1])}, "got 3 inputs and 2 targets"),
         ({"inputs": torch.zeros(0, 1, 2, 2), "targets": torch.tensor([], dtype=torch.int64)}, "got 0 inputs"),
-        ({"targets": torch.tensor([0, 3, 1])}, "classes 0 to 2, got 3 in row 1"),
+        ({"targets": torch.tensor([0, 3, 5])}, r"classes 0 to 2, got 3 in row 1 \(2 such rows\)"),
         ({"targets": torch.tensor([0, 1, -1])}, "classes 0 to 2, got -1 in row 2"),
     ],
 )
@@ -42,29 +41,11 @@ def test_no_invalid_data_set_exists(changes: dict[str, Any], message: str) -> No
         make(**changes)
 
 
-def test_length_is_the_number_of_rows() -> None:
-    assert len(make(rows=5)) == 5
-
-
 @pytest.mark.parametrize("changes", [{"inputs": torch.zeros(3, 1, 2, 3)}, {"classes": ("a", "b", "d")}])
 def test_both_sides_of_a_split_are_alike(changes: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="agree in the shape of a row and in the classes"):
         Split(train=make(), test=make(**changes))
     assert len(Split(train=make(rows=4), test=make()).train) == 4
-
-
-def test_the_first_wrong_class_is_named() -> None:
-    with pytest.raises(DataError, match=r"^labels\.gz: .* got 12 in row 1 \(2 such rows\)"):
-        check_classes(torch.tensor([3, 12, 9, 200], dtype=torch.uint8), num_classes=10, name="labels.gz")
-
-
-def test_an_unreadable_file_is_named_with_the_reason() -> None:
-    error = unreadable(Path("a/b.bin"), PermissionError(13, "Permission denied"))
-    assert (
-        str(error)
-        == "a/b.bin: expected a readable file, got: Permission denied; check its name and permissions"
-    )
-    assert "odd" in str(unreadable(Path("b"), OSError("odd")))
 
 
 # ---- normalising
@@ -84,24 +65,14 @@ def test_normalising_is_the_textbook_formula(rows: int, seed: int) -> None:
     mean = exact.mean((0, 2, 3), keepdim=True)
     deviation = exact.std((0, 2, 3), keepdim=True, correction=0)
     bound = tolerance(torch.float32, 1)
-    for actual, images in zip(normalise(train, test), (train, test), strict=True):
+    before, order = (train.clone(), test.clone()), torch.randperm(rows)
+    found = normalise(train, test)
+    assert torch.equal(train, before[0])
+    assert torch.equal(test, before[1])
+    assert torch.equal(normalise(train[order], test)[1], found[1])  # to the bit
+    for actual, images in zip(found, (train, test), strict=True):
         assert actual.dtype == torch.float32
         assert relative_error(actual, (images.double() - mean) / deviation) <= bound
-
-
-def test_normalising_does_not_depend_on_the_order_of_rows() -> None:
-    train, test = draw_images(50, 0), draw_images(9, 1)
-    order = torch.randperm(50)
-    one, other = normalise(train, test), normalise(train[order], test)
-    assert torch.equal(one[0][order], other[0])
-    assert torch.equal(one[1], other[1])
-
-
-def test_nothing_is_learned_from_held_out_rows() -> None:
-    train, dark, bright = draw_images(9, 0), torch.zeros(1, 3, 4, 5), torch.full((1, 3, 4, 5), 255.0)
-    one, other = normalise(train, dark.to(torch.uint8)), normalise(train, bright.to(torch.uint8))
-    assert torch.equal(one[0], other[0])
-    assert bool((one[1] < other[1]).all())
 
 
 def test_a_channel_of_one_level_becomes_zero() -> None:
@@ -110,18 +81,10 @@ def test_a_channel_of_one_level_becomes_zero() -> None:
     assert bool(test.isfinite().all())
 
 
-def test_the_images_given_stay_as_they_were() -> None:
-    train, test = draw_images(4, 0), draw_images(2, 1)
-    before = train.clone(), test.clone()
-    normalise(train, test)
-    assert torch.equal(train, before[0])
-    assert torch.equal(test, before[1])
-
-
 # ---- validation rows
 
 
-@given(st.integers(2, 60), st.integers(0, 9), st.sampled_from([0.1, 0.25, 0.5, 0.9]))
+@given(st.integers(2, 60), st.integers(0, 9), st.sampled_from([-0.5, 0.0, 0.1, 0.25, 0.5, 0.9, 1.0, 1.5]))
 def test_held_out_rows_are_the_rest(rows: int, seed: int, fraction: float) -> None:
     if not 0 < round(rows * fraction) < rows:
         with pytest.raises(DataError, match=f"rows on both sides.* got {fraction}"):
@@ -143,9 +106,3 @@ def test_held_out_rows_follow_from_the_seed() -> None:
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(chosen[0], chosen[2])
     assert torch.equal(torch.get_rng_state(), global_stream)
-
-
-@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, 1.5, 0.001])
-def test_a_side_without_rows_is_refused(fraction: float) -> None:
-    with pytest.raises(DataError, match=f"got {fraction}"):
-        hold_out(make(20), fraction, 0)

@@ -39,16 +39,12 @@ def test_what_was_written_is_read(
     found = read(folder, gzip.compress(data) if gzipped else data)
     assert found.dtype == dtype
     assert torch.equal(found, values)
+    found.zero_()  # it may be written to
 
 
 def test_bytes_are_read_in_the_order_of_the_format(tmp_path: Path) -> None:
     data = bytes([0, 0, 0x0B, 2, 0, 0, 0, 1, 0, 0, 0, 2, 0x01, 0x02, 0xFF, 0xFE])
     assert read(tmp_path, data).tolist() == [[0x0102, -2]]
-
-
-def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
-    found = read(tmp_path, idx_bytes(labels(3)))
-    assert found.add_(1).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +59,6 @@ def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
             r"expected 6 bytes after the header, .* shape \(2, 3\), got 5: .* truncated",
         ),
         (idx_header(8, (2, 3)) + bytes(7), "expected 6 bytes after the header, .* got more"),
-        (idx_header(14, (2,)) + bytes(15), r"expected 16 bytes .* torch\.float64 .* got 15"),
         (idx_header(8, (2, 3))[:-1], "truncated"),
         (idx_header(8, (2**32 - 1,) * 40) + bytes(9), "got 9: the file is truncated"),
     ],
@@ -72,15 +67,6 @@ def test_what_is_read_may_be_written_to(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, data: bytes, message: str, gzipped: bool) -> None:
     with pytest.raises(DataError, match=f"some-idx: .*{message}"):
         read(tmp_path, gzip.compress(data) if gzipped else data)
-
-
-@pytest.mark.parametrize("gzipped", [False, True])
-def test_a_file_cut_anywhere_is_refused(folder: Path, gzipped: bool) -> None:
-    data = idx_bytes(images(3, 4, 5))
-    data = gzip.compress(data) if gzipped else data
-    for size in range(len(data)):
-        with pytest.raises(DataError, match="some-idx: expected"):
-            read(folder, data[:size])
 
 
 def test_a_gzip_file_with_a_changed_byte_is_refused_or_the_same(folder: Path) -> None:
@@ -98,12 +84,9 @@ def test_a_gzip_file_with_a_changed_byte_is_refused_or_the_same(folder: Path) ->
         else:
             assert torch.equal(found, values), f"byte {place}"
     assert refused >= len(data) - 10  # gzip's own header says when and where it was packed: no data
-
-
-def test_bytes_after_a_gzip_file_are_refused(tmp_path: Path) -> None:
-    data = gzip.compress(idx_bytes(labels(4)))
-    with pytest.raises(DataError, match="some-idx: expected"):
-        read(tmp_path, data + b"more")
+    for damaged in (*[data[:size] for size in range(len(data))], data + b"more"):
+        with pytest.raises(DataError, match="some-idx: expected"):
+            read(folder, damaged)
 
 
 def test_a_file_that_unpacks_to_too_much_is_not_unpacked(
@@ -112,41 +95,31 @@ def test_a_file_that_unpacks_to_too_much_is_not_unpacked(
     unpacked = []
     original = gzip.GzipFile.read
     monkeypatch.setattr(
-        gzip.GzipFile,
-        "read",
-        lambda self, size=-1: unpacked.append(piece := original(self, size)) or piece,
+        gzip.GzipFile, "read", lambda self, size=-1: unpacked.append(piece := original(self, size)) or piece
     )
     with pytest.raises(DataError, match="got more"):
         read(tmp_path, gzip.compress(idx_bytes(labels(4)) + bytes(10_000_000)))
     assert sum(map(len, unpacked)) < 100
 
 
-@pytest.mark.parametrize("make", ["missing", "folder"])
-def test_what_is_no_file_is_refused_by_name(tmp_path: Path, make: str) -> None:
-    path = tmp_path / "some-idx"
-    if make == "folder":
-        path.mkdir()
-    with pytest.raises(DataError, match=r"some-idx: expected a readable file, got: (No such|Is a)"):
-        read_idx(path)
+# ---- MNIST
 
 
-def test_a_read_that_fails_half_way_is_refused_by_name(
+def test_what_is_no_file_or_breaks_off_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Path, "open", lambda *_: Failing())
-    with pytest.raises(DataError, match=r"some-idx: .*got: Input/output error"):
-        read_idx(tmp_path / "some-idx")
+    for name, reason in ((".", "Is a"), ("missing", "No such"), ("failing", "Input/output error")):
+        if name == "failing":
+            monkeypatch.setattr(Path, "open", lambda *_: Failing())
+        with pytest.raises(DataError, match=f"expected a readable file, got: {reason}"):
+            read_idx(tmp_path / name)
 
 
-# ---- MNIST
-
-
-@pytest.mark.parametrize("end", ["", ".gz"])
-@pytest.mark.parametrize("mark", ["-", "."])
+@pytest.mark.parametrize(("end", "mark"), [("", "-"), (".gz", ".")])
 def test_mnist(tmp_path: Path, end: str, mark: str) -> None:
     parts = write_mnist(tmp_path, end=end, mark=mark)
     split = read_mnist(tmp_path)
@@ -187,6 +160,7 @@ def change_mnist(folder: Path, stem: str, values: Tensor) -> None:
             labels(TRAIN_ROWS - 1),
             "each image of train-images-idx3-ubyte, .* got 11 labels and 12",
         ),
+        ("t10k-labels", labels(0), "got 0 labels and 5"),
         ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
     ],
 )
@@ -197,19 +171,10 @@ def test_mnist_files_that_do_not_belong_together(
     change_mnist(tmp_path, stem, values)
     with pytest.raises(DataError, match=f"{stem}.*: expected .*{message}"):
         read_mnist(tmp_path)
-
-
-def test_mnist_without_rows(tmp_path: Path) -> None:
-    write_mnist(tmp_path)
-    change_mnist(tmp_path, "t10k-images", images(0, 28, 28))
-    change_mnist(tmp_path, "t10k-labels", labels(0))
-    with pytest.raises(DataError, match="got 0 labels and 0 images"):
-        read_mnist(tmp_path)
-
-
-@pytest.mark.parametrize("stem", ["train-images", "train-labels", "t10k-images", "t10k-labels"])
-def test_a_missing_mnist_file_is_named(tmp_path: Path, stem: str) -> None:
-    write_mnist(tmp_path)
+    if not len(values):
+        change_mnist(tmp_path, "t10k-images", images(0, 28, 28))
+        with pytest.raises(DataError, match="got 0 labels and 0 images"):
+            read_mnist(tmp_path)
     next(tmp_path.glob(f"{stem}*")).unlink()
     with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))}: expected one of {stem}-idx"):
         read_mnist(tmp_path)

@@ -48,11 +48,7 @@ def make_step(kind: str = "SGD with momentum", **options: Any) -> Step:
     """With dropout, so that random numbers must be the same, and buffers that every forward changes."""
     torch.manual_seed(3)
     model = nn.Sequential(
-        nn.Linear(FEATURES, 5),
-        nn.BatchNorm1d(5),
-        nn.Tanh(),
-        nn.Dropout(0.5),
-        nn.Linear(5, CLASSES),
+        nn.Linear(FEATURES, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, CLASSES)
     )
     make_optimizer, make_scheduler = KINDS[kind]
     optimizer = make_optimizer(model.parameters())
@@ -83,11 +79,7 @@ def make_trainer(out: Path | None = None, kind: str = "SGD with momentum", **opt
 
 def state(trainer: Trainer) -> dict[str, Any]:
     """All that must be the same, bit for bit, whether or not the run was stopped."""
-    return snapshot(trainer.step) | {
-        "epoch": trainer.epoch,
-        "updates": trainer.updates,
-        "best": trainer.best,
-    }
+    return snapshot(trainer.step) | {"epoch": trainer.epoch, "updates": trainer.updates, "best": trainer.best}
 
 
 def timeless(reports: Sequence[EpochReport]) -> list[EpochReport]:

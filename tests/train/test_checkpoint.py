@@ -37,19 +37,6 @@ NESTED = st.recursive(
     ),
     max_leaves=12,
 )
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +59,10 @@ def test_nested_values_come_back_with_their_types(folder: Path, value: Any) -> N
     assert repr(found) == repr(value)  # and -0.0 is not 0.0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+DTYPES = ["float64", "float32", "bfloat16", "float8_e4m3fn", "int64", "int16", "uint8", "bool"]
+
+
+@pytest.mark.parametrize("dtype", [getattr(torch, name) for name in DTYPES])
 def test_tensors_of_every_kind_come_back(folder: Path, dtype: torch.dtype) -> None:
     base = torch.arange(24).to(torch.float32).to(dtype)
     tensors = {
@@ -88,6 +78,14 @@ def test_tensors_of_every_kind_come_back(folder: Path, dtype: torch.dtype) -> No
     assert same(trip(folder, **tensors), tensors)
 
 
+def test_special_bits_and_complex_views_come_back(folder: Path) -> None:
+    bits = torch.tensor([0x7FC00001, -0x7FFFFFFF, 0x7F800000, -0x80000000], dtype=torch.int32)
+    view = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    found = trip(folder, bits=bits.view(torch.float32), view=view)
+    assert same(found["bits"], bits.view(torch.float32))
+    assert torch.equal(found["view"].resolve_conj(), view.resolve_conj())
+
+
 def test_values_of_the_same_path_are_kept_apart(folder: Path) -> None:
     one, two, three, four = torch.arange(4).view(4, 1).unbind()
     value = {"a/b": one, "a": {"b": two}, "c": {1: three, "1": four}}
@@ -98,21 +96,6 @@ def test_one_tensor_in_two_places_stays_one(folder: Path) -> None:
     value = torch.arange(3)
     found = trip(folder, one=[value], two={"three": value, "equal": value.clone()})
     assert found["one"][0] is found["two"]["three"] is not found["two"]["equal"]
-
-
-def test_special_bits_come_back(folder: Path) -> None:
-    bits = torch.tensor([0x7FC00001, -0x7FFFFFFF, 0x7F800000, -0x80000000], dtype=torch.int32)
-    assert same(trip(folder, value=bits.view(torch.float32))["value"], bits.view(torch.float32))
-
-
-def test_complex_views_come_back_as_values(folder: Path) -> None:
-    value = torch.tensor([1 + 2j, 3 - 4j]).conj()
-    assert torch.equal(trip(folder, value=value)["value"].resolve_conj(), value.resolve_conj())
-
-
-def test_parameters_come_back_without_graph(folder: Path) -> None:
-    value = torch.ones(2, requires_grad=True) * 2
-    assert not trip(folder, value=value)["value"].requires_grad
 
 
 def test_what_is_loaded_does_not_hang_on_the_file(folder: Path) -> None:
@@ -215,23 +198,15 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD of two groups": lambda m: optim.SGD(two_groups(m, lr=0.2, momentum=0.5), lr=0.1, momentum=0.9),
     "SGD without state": lambda m: optim.SGD(m.parameters(), lr=0.1),
     "AdamW": lambda m: optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
-    "AdamW, foreach": lambda m: optim.AdamW(m.parameters(), lr=0.01, foreach=True),
     "AdamW, fused": lambda m: optim.AdamW(m.parameters(), lr=0.01, fused=True),
     "AdamW, lr as tensor": lambda m: optim.AdamW(two_groups(m), lr=torch.tensor(0.01)),
     "NAdam": lambda m: optim.NAdam(m.parameters(), lr=0.01),
-    "RMSprop": lambda m: optim.RMSprop(m.parameters(), lr=0.01, centered=True, momentum=0.5),
-    "Adagrad": lambda m: optim.Adagrad(m.parameters(), lr=0.01),
-    "ASGD": lambda m: optim.ASGD(m.parameters(), lr=0.01),
-    "Rprop": lambda m: optim.Rprop(m.parameters(), lr=0.01),
     "Adafactor": lambda m: optim.Adafactor(m.parameters(), lr=0.01),
 }
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda update: 0.9**update),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, milestones=[3, 3, 7], gamma=0.5),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=10),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, base_lr=0.01, max_lr=0.1, step_size_up=4),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [warm_up(o, updates=3), lr_scheduler.MultiStepLR(o, [2, 4])], milestones=[3]
     ),
@@ -292,53 +267,16 @@ def test_every_optimizer_goes_on(tmp_path: Path, name: str, dtype: torch.dtype) 
 def test_every_scheduler_goes_on(tmp_path: Path, name: str, optimizer: str) -> None:
     def make(seed: int) -> Parts:
         model = build(seed)
-        one = OPTIMIZERS[optimizer](model)
-        return model, [one], [SCHEDULERS[name](one)]
+        one, two = OPTIMIZERS[optimizer](model[:3]), optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
+        return model, [one, two], [SCHEDULERS[name](one), SCHEDULERS["LambdaLR"](two)]
 
     check_going_on(tmp_path / "a", make)
-
-
-def test_several_optimizers_and_schedulers_go_on(tmp_path: Path) -> None:
-    def make(seed: int) -> Parts:
-        model = build(seed)
-        one = optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-        two = optim.AdamW(model[1:].parameters(), lr=0.1)
-        return model, [one, two], [SCHEDULERS["OneCycleLR"](two), SCHEDULERS["LambdaLR"](one)]
-
-    check_going_on(tmp_path / "a", make)
-
-
-def test_a_scheduler_that_watches_a_value_goes_on(tmp_path: Path) -> None:
-    model = build(0)
-    optimizer = optim.SGD(model.parameters(), lr=0.1)
-    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    for value in (3.0, 2.0, 2.5):
-        plateau.step(value)
-    save(tmp_path / "a", model=model, optimizers=[optimizer], schedulers=[plateau])
-    other = lr_scheduler.ReduceLROnPlateau(optimizer)
-    restore(load(tmp_path / "a"), model=model, optimizers=[optimizer], schedulers=[other])
-    for one in (plateau, other):
-        optimizer.param_groups[0]["lr"] = 0.1
-        one.step(2.6)
-        assert optimizer.param_groups[0]["lr"] < 0.1
-
-
-def test_a_model_alone_can_be_restored(tmp_path: Path) -> None:
-    model, other = build(0), build(1)
-    save(tmp_path / "a", model=model, optimizers=[OPTIMIZERS["SGD"](model)])
-    restore(load(tmp_path / "a"), model=other)
-    assert same(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def test_all_random_streams_go_on(tmp_path: Path) -> None:
     def draw() -> list[Tensor | float]:
-        return [
-            torch.rand(3),
-            random.random(),
-            random.gauss(),
-            float(np.random.rand()),
-            float(np.random.randn()),
-        ]
+        numpys = [float(np.random.rand()), float(np.random.randn())]
+        return [torch.rand(3), random.random(), random.gauss(), *numpys]
 
     random.gauss()  # Python and NumPy keep the second of two normal numbers
     np.random.randn()

@@ -1,7 +1,6 @@
 """The learning rate for another batch size, and its warm-up, alone and joined with other schedulers."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,38 +14,28 @@ from anybatch.core.errors import PlanError
 from anybatch.testing import relative_error, tolerance
 from anybatch.train.learning_rate import RULES, scale, warm_up
 
-RATES, SIZES = st.floats(1e-6, 10), st.integers(1, 10**6)
+SIZES = st.integers(1, 10**6)
 
 
-@given(RATES, SIZES, SIZES)
-def test_linear_keeps_the_rate_per_row(lr: float, size: int, base: int) -> None:
-    scaled = scale(lr, batch_size=size, base_batch_size=base)
-    assert relative_error(scaled / size, lr / base) <= tolerance(torch.float64, 1)
-
-
-@given(RATES, SIZES, SIZES)
-def test_square_root_keeps_the_squared_rate_per_row(lr: float, size: int, base: int) -> None:
-    scaled = scale(lr, batch_size=size, base_batch_size=base, rule="square-root")
-    assert relative_error(scaled**2 / size, lr**2 / base) <= tolerance(torch.float64, 1)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_the_same_batch_size_changes_nothing(rule: str) -> None:
-    assert scale(0.1, batch_size=96, base_batch_size=96, rule=rule) == 0.1
+@given(st.floats(1e-6, 10), SIZES, SIZES)
+def test_linear_keeps_the_rate_per_row_and_square_root_its_square(lr: float, size: int, base: int) -> None:
+    linear, root = (scale(lr, batch_size=size, base_batch_size=base, rule=rule) for rule in RULES)
+    assert relative_error(linear / size, lr / base) <= tolerance(torch.float64, 1)
+    assert relative_error(root**2 / size, lr**2 / base) <= tolerance(torch.float64, 1)
+    assert {scale(lr, batch_size=base, base_batch_size=base, rule=rule) for rule in RULES} == {lr}
 
 
 @pytest.mark.parametrize("name", ["lr", "batch_size", "base_batch_size"])
-@pytest.mark.parametrize("value", [0, -1, math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan])
 def test_what_is_not_positive_is_refused(name: str, value: float) -> None:
     values: dict[str, Any] = {"lr": 0.1, "batch_size": 64, "base_batch_size": 32, name: value}
     with pytest.raises(PlanError, match=f"{name} .*got {value}"):
         scale(values.pop("lr"), **values)
 
 
-@pytest.mark.parametrize("rule", ["", "sqrt", "Linear"])
-def test_an_unknown_rule_is_refused_with_the_known_ones(rule: str) -> None:
-    with pytest.raises(PlanError, match=f"got {rule!r}.*linear.*square-root"):
-        scale(0.1, batch_size=64, base_batch_size=32, rule=rule)
+def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(PlanError, match=r"got 'sqrt'.*linear.*square-root"):
+        scale(0.1, batch_size=64, base_batch_size=32, rule="sqrt")
 
 
 def make_optimizer(*rates: float) -> Optimizer:
@@ -73,7 +62,7 @@ def test_update_k_of_the_warm_up_uses_k_parts_of_the_rate(updates: int) -> None:
     assert all(rates == used[-1] for rates in used[updates - 1 :])  # then it stays, to the bit
 
 
-@pytest.mark.parametrize("updates", [0, -3, 1.5, True, math.nan, "3"])
+@pytest.mark.parametrize("updates", [0, 1.5, True, "3"])
 def test_a_warm_up_over_no_number_of_updates_is_refused(updates: Any) -> None:
     optimizer = make_optimizer(0.4)
     with pytest.raises(PlanError, match=f"got {updates!r}"):
@@ -82,25 +71,15 @@ def test_a_warm_up_over_no_number_of_updates_is_refused(updates: Any) -> None:
     assert "initial_lr" not in optimizer.param_groups[0]
 
 
-OTHERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=12),
-    "steps": lambda optimizer: StepLR(optimizer, step_size=3, gamma=0.5),
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_before_another_scheduler_it_only_delays_it(name: str) -> None:
-    optimizer, alone = make_optimizer(0.4), make_optimizer(0.4)
-    parts = [warm_up(optimizer, updates=4), OTHERS[name](optimizer)]
-    joined = run(optimizer, SequentialLR(optimizer, parts, milestones=[4]), 12)
-    expected = [[0.1], [0.2], [0.3], [0.4], *run(alone, OTHERS[name](alone), 8)]
+def test_before_another_scheduler_it_only_delays_it_and_beside_one_the_shares_multiply() -> None:
+    first, second, alone, third = (make_optimizer(0.4) for _ in range(4))
+    parts = [warm_up(first, updates=4), CosineAnnealingLR(first, T_max=12)]
+    joined = run(first, SequentialLR(first, parts, milestones=[4]), 12)
+    expected = [[0.1], [0.2], [0.3], [0.4], *run(alone, CosineAnnealingLR(alone, T_max=12), 8)]
     assert relative_error(joined, expected) <= tolerance(torch.float64, 12)
 
-
-def test_together_with_another_scheduler_the_shares_multiply() -> None:
-    optimizer, alone = make_optimizer(0.4), make_optimizer(0.4)
-    parts = [warm_up(optimizer, updates=4), OTHERS["steps"](optimizer)]
-    joined = run(optimizer, ChainedScheduler(parts), 8)
-    other = run(alone, OTHERS["steps"](alone), 8)
+    parts = [warm_up(second, updates=4), StepLR(second, step_size=3, gamma=0.5)]
+    joined = run(second, ChainedScheduler(parts), 8)
+    other = run(third, StepLR(third, step_size=3, gamma=0.5), 8)
     expected = [[rate[0] * min(k / 4, 1)] for k, rate in enumerate(other, start=1)]
     assert relative_error(joined, expected) <= tolerance(torch.float64, 8)

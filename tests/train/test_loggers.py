@@ -2,18 +2,21 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
+from anybatch.train import checkpoint
 from anybatch.train import loggers as watch
 from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
+from anybatch.train.trainer import BEST, LAST
 from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
 
-COURSE = RunInfo(epochs=2, done_updates=0, total_updates=6, rows=14_000)
+COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
 NOWHERE = EpochReport(
     epoch=12,
     updates=6,
@@ -34,13 +37,14 @@ STEP = StepReport(
 )
 
 
-def strict(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, read as strictly as other programs do: NaN is no JSON."""
+def strict(path: Path, *, whole: bool = False) -> list[dict[str, Any]]:
+    """The lines of a log (the `whole` ones), read as strictly as other programs do: NaN is no JSON."""
 
     def refuse(name: str) -> None:
         raise ValueError(f"{name} is no JSON")
 
-    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line, parse_constant=refuse) for line in lines if line.endswith("\n") or not whole]
 
 
 # ---- who is told what
@@ -53,16 +57,9 @@ def test_watchers_are_told_in_order_and_each_event_once() -> None:
     assert second.events == first.events
     assert first.told == second.told
     assert [told for told in first.told if isinstance(told, EpochReport)] == reports
-    assert first.told[0] == RunInfo(epochs=2, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN)
-
-
-def test_course_of_a_run_that_goes_on() -> None:
-    diary = Diary()
-    trainer = make_trainer(watchers=[diary])
-    trainer.fit(epochs=1)
-    trainer.fit(epochs=3)
-    courses = [told for told in diary.told if isinstance(told, RunInfo)]
-    assert [(one.done_updates, one.total_updates) for one in courses] == [(0, 3), (3, 9)]
+    assert first.told[0] == RunInfo(
+        epochs=2, done_epochs=0, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN
+    )
 
 
 def test_reports_name_what_they_count() -> None:
@@ -100,30 +97,25 @@ def test_every_watcher_that_was_started_is_stopped_whatever_fails(event: str, tm
 # ---- logs
 
 
-def test_text_log_is_for_people(tmp_path: Path) -> None:
-    log = TextLog(tmp_path / "log.txt")
-    log.start(COURSE)
-    log.step(STEP)
-    log.epoch(NOWHERE)
-    log.stop()
+def test_text_is_for_people_and_json_for_programs_with_null_for_what_it_cannot_say(tmp_path: Path) -> None:
+    lost = replace(NOWHERE, dropped=1200, skipped=2)
+    for log in (TextLog(tmp_path / "log.txt"), JsonLog(tmp_path / "log.jsonl")):
+        log.start(COURSE)
+        for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
+            log.step(replace(STEP, **told))
+        log.epoch(lost)
+        log.stop()
     assert (tmp_path / "log.txt").read_text().splitlines() == [
         "start at update 0 of 6, 14,000 rows an epoch",
         "epoch  12  loss nan  validation loss inf  validation accuracy 0.5000  lr 0.0001  60,000 samples/s  "
-        "3 min 20 s",
+        "3 min 20 s  1,200 rows left out  2 steps without update",
         "stop",
     ]
-
-
-def test_json_log_is_for_programs_and_has_null_for_what_json_cannot_say(tmp_path: Path) -> None:
-    log = JsonLog(tmp_path / "log.jsonl")
-    log.start(COURSE)
-    log.step(STEP)
-    log.epoch(NOWHERE)
-    log.stop()
-    start, step, epoch, stop = strict(tmp_path / "log.jsonl")
-    assert start == {"event": "start", "epochs": 2, "done_updates": 0, "total_updates": 6, "rows": 14_000}
-    assert step == {
+    start, plain, scaled, redone, epoch, stop = strict(tmp_path / "log.jsonl")
+    assert start == {"event": "start"} | asdict(COURSE)
+    assert plain == {
         "event": "step",
+        "step": 1,
         "loss": None,
         "terms": {"fit": None, "size": 2.0},
         "weights": {"fit": 0.0, "size": 3.0},
@@ -132,24 +124,11 @@ def test_json_log_is_for_programs_and_has_null_for_what_json_cannot_say(tmp_path
         "grad_norm": None,
         "updated": False,
     }
-    assert epoch["validation"] == {"loss": None, "accuracy": 0.5}
-    assert (epoch["event"], epoch["loss"], epoch["learning_rate"]) == ("epoch", None, 1e-4)
+    assert scaled == plain | {"step": 2, "scale": 1024.0}  # told only where it is out of the ordinary
+    assert redone == plain | {"step": 3, "redone": 1, "dropped": 3}
+    validation = {"loss": None, "accuracy": 0.5}
+    assert epoch == {"event": "epoch"} | asdict(lost) | {"loss": None, "validation": validation}
     assert stop == {"event": "stop"}
-
-
-def test_json_log_tells_what_is_out_of_the_ordinary_only_where_it_is(tmp_path: Path) -> None:
-    log = JsonLog(tmp_path / "log.jsonl")
-    for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
-        log.step(replace(STEP, **told))
-    log.stop()
-    plain, scaled, mended, _ = strict(tmp_path / "log.jsonl")
-    assert scaled == plain | {"scale": 1024.0}
-    assert mended == plain | {"redone": 1, "dropped": 3}
-
-
-def test_an_epoch_says_in_words_what_was_lost() -> None:
-    assert str(replace(NOWHERE, dropped=1200)).removeprefix(str(NOWHERE)) == "  1,200 rows left out"
-    assert str(replace(NOWHERE, skipped=2)).removeprefix(str(NOWHERE)) == "  2 steps without update"
 
 
 def test_json_log_is_written_once_a_second_and_before_it_is_left(
@@ -169,23 +148,83 @@ def test_json_log_is_written_once_a_second_and_before_it_is_left(
     assert len(strict(path)) == 6
 
 
-def test_logs_of_a_training_say_what_its_reports_say_and_go_on_after_a_resume(tmp_path: Path) -> None:
-    first = make_trainer(tmp_path)
-    reports = first.fit(epochs=1)
-    again = make_trainer(tmp_path)
-    again.resume(tmp_path)
-    reports += again.fit(epochs=2)
+class Killed(BaseException):
+    """A process that ends here: nothing after it is carried out, not even a stop."""
+
+
+def numbers(path: Path, event: str = "step") -> list[int]:
+    return [line[event] for line in strict(path / "log.jsonl") if line["event"] == event]
+
+
+@pytest.mark.parametrize("save_every", [0, 1, 2])
+@pytest.mark.parametrize("event", [(name, n) for name in ("step", "epoch") for n in (1, 2)] + [("step", 5)])
+def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
+    tmp_path: Path, event: tuple[str, int], save_every: int
+) -> None:
+    """Whatever was written between the last checkpoint and the end of the process."""
+    dead = make_trainer(tmp_path, save_every=save_every, watchers=[Diary(event, raising(Killed()))])
+    with pytest.raises(Killed):
+        dead.fit(epochs=3)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"event": "step", "st')  # the process died while it wrote
+    before = strict(tmp_path / "log.jsonl", whole=True)
+    again = make_trainer(tmp_path, save_every=save_every)
+    if (tmp_path / LAST).exists():
+        again.resume(tmp_path)
+    done = again.epoch
+    reports = again.fit(epochs=3)
+    assert numbers(tmp_path) == list(range(1, 3 * UPDATES + 1))
+    assert numbers(tmp_path, "epoch") == [1, 2, 3]
+    text = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.startswith("epoch")]
+    assert [int(line.split()[1]) for line in text] == [1, 2, 3]
+    assert text[done:] == list(map(str, reports))
     lines = strict(tmp_path / "log.jsonl")
-    one_start = ["start", *["step"] * UPDATES, "epoch", "stop"]
-    assert [line["event"] for line in lines] == one_start * 2
-    assert [line["done_updates"] for line in lines if line["event"] == "start"] == [0, UPDATES]
-    epochs = [line for line in lines if line["event"] == "epoch"]
-    assert [(line["loss"], line["validation"]) for line in epochs] == [
-        (report.loss, report.validation) for report in reports
-    ]
-    text = (tmp_path / "log.txt").read_text().splitlines()
-    assert [line for line in text if line.startswith("epoch")] == list(map(str, reports))
-    assert text[3] == f"start at update {UPDATES} of {2 * UPDATES}, {TRAIN} rows an epoch"
+    expected = [(one.loss, one.validation) for one in reports]
+    assert [(one["loss"], one["validation"]) for one in lines if one["event"] == "epoch"][done:] == expected
+    kept = [line for line in before if line["event"] in ("start", "stop") or line.get("epoch", 9) <= done]
+    assert [line for line in lines if line in kept][: len(kept)] == kept  # nothing else is lost
+    again.fit(epochs=4)
+    back = make_trainer(tmp_path)
+    back.resume(tmp_path / BEST)  # of some epoch before: what came after it is trained once more
+    back.fit(epochs=4)
+    assert numbers(tmp_path) == list(range(1, 4 * UPDATES + 1))
+    assert numbers(tmp_path, "epoch") == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_never_comes_before_the_records_of_its_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines wait for up to a second; a process killed right after a checkpoint must not lose them."""
+    found: list[list[int]] = []
+    save = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint, "save", lambda *a, **state: found.append(numbers(tmp_path)) or save(*a, **state)
+    )
+    make_trainer(tmp_path, save_every=2, validation=None).fit(epochs=1)
+    assert found == [[1, 2], [1, 2, 3]]
+
+
+def test_an_epoch_that_is_ended_once_more_is_told_once(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.best_by = "nothing"  # which is noticed after the epoch's line
+    with pytest.raises(PlanError, match="'nothing'"):
+        trainer.fit(epochs=1)
+    trainer.best_by = "loss"
+    trainer.fit(epochs=1)
+    assert (numbers(tmp_path), numbers(tmp_path, "epoch")) == (list(range(1, UPDATES + 1)), [1])
+
+
+def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "log.jsonl").symlink_to(tmp_path / "elsewhere")
+    foreign = 'no json\n[1]\n{"event": "step", "loss": 1.0}\n{"step": 7}\n{"event": [], "step": 7}\n'
+    (tmp_path / "elsewhere").write_text(foreign + '{"event": "step", "step": 7}\n')
+    JsonLog(out / "log.jsonl").start(COURSE)
+    assert (out / "log.jsonl").is_symlink()
+    *kept, start = (tmp_path / "elsewhere").read_text().splitlines(keepends=True)
+    assert "".join(kept) == foreign
+    assert json.loads(start)["event"] == "start"
 
 
 def test_nothing_is_written_where_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

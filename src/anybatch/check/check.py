@@ -28,7 +28,7 @@ from anybatch.check.modules import ModuleSearch
 from anybatch.check.padding import Padding, find_padding, first_difference, refilled, trimmed
 from anybatch.check.prepare import Prepared, prepare
 from anybatch.check.terms import TermTest
-from anybatch.core import BatchError, Collate, PlanError
+from anybatch.core import BatchError, Collate, PlanError, html_table
 from anybatch.engine import check_micro_batch
 
 CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
@@ -72,17 +72,30 @@ class CheckReport:
         return json.dumps(values)
 
     def __str__(self) -> str:
+        head, *rest = [f"{name}: {text}" for name, text in self._rows()]
+        return "\n".join([head, *[one if one.startswith("note: ") else _indented(one) for one in rest]])
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html_table(self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """What text and table show: names, and what is to be said of each."""
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
         errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
-        notes = [f"note: {note}" for note in self.notes]
+        notes = [("note", note) for note in self.notes]
         if self.exact:
-            head = f"exact: split equals whole on {self.rows} rows, cut as {cuts} ({errors})"
-            return "\n".join([head, _NOT_PROVEN, *notes])
+            told = f"split equals whole on {self.rows} rows, cut as {cuts} ({errors})"
+            return [("exact", f"{told}\n{_NOT_PROVEN}"), *notes]
         is_update = any(finding.kind != "buffer" for finding in self.findings)
-        head = "NOT exact" if is_update else "NOT exact: the update is, saved buffers are not"
-        head += f": {errors}, on {self.rows} rows cut as {cuts}"
-        found = ["  " + text.replace("\n", "\n  ") for text in summaries(self.findings)]
-        return "\n".join([head, *found, *notes])
+        told = "" if is_update else "the update is, saved buffers are not: "
+        found = [text.partition(": ") for text in summaries(self.findings)]
+        head = f"{told}{errors}, on {self.rows} rows cut as {cuts}"
+        return [("NOT exact", head), *[(kind, text) for kind, _, text in found], *notes]
+
+
+def _indented(text: str) -> str:
+    return "  " + text.replace("\n", "\n  ")
 
 
 def check(

@@ -1,11 +1,13 @@
-"""The same verbs on the command line: `anybatch train`, `eval`, `check` and `plan`."""
+"""The command line: `anybatch train`, `eval`, `check` and `plan`."""
 
 import argparse
 import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from importlib import metadata
 from typing import Any
 
 from anybatch.batchnorm import BATCH_NORM_CHOICES
@@ -17,7 +19,7 @@ from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
 from anybatch.recipes import recipe_names
-from anybatch.train import learning_rate
+from anybatch.train import learning_rate, to_json
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
 _DEVICE = "cpu, cuda, cuda:1 or auto"
@@ -33,36 +35,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        result, text = options.run(options)
+        if getattr(options, "resume", None):
+            options = _resumed(options.resume, arguments)
+        # What the caller's own code prints is no result.
+        with redirect_stdout(sys.stderr) if options.json else nullcontext():
+            result, text = options.run(options)
     except AnybatchError as error:
         return _refuse(options, str(error))
     except Exception as error:
         if options.command not in ("check", "plan"):
             raise
-        # What is checked or planned is somebody's own code, and may fail in any way.
+        # The target is the caller's own code, which may raise anything.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error).strip().partition("\n")[0]
         message = f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"
         return _refuse(options, f"could not {options.command}: {message}")
     except KeyboardInterrupt as stop:
-        print(f"anybatch {options.command}: interrupted. {stop}".rstrip(". "), file=sys.stderr)
+        _refuse(options, f"interrupted. {stop}".rstrip(". "))
         return 130
-    print(text)
-    if options.json:
-        print(json.dumps(result))
+    print(to_json(result) if options.json else text)
     return 0 if result.get("exact", True) else 1
 
 
 def _refuse(options: argparse.Namespace, message: str) -> int:
-    """Say why there is no result; an error of a check is told from one that found a fault."""
+    """Print why there is no result; 2 tells a check that failed to run from one that found a fault."""
     print(f"anybatch {options.command}: {message}", file=sys.stderr)
     if options.json:
-        print(json.dumps({"error": message}))
+        print(to_json({"error": message}))
     return 2 if options.command == "check" else 1
 
 
+def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a run that goes on: those it was started with, and what may be given anew."""
+    kept = actions.read_settings(folder)
+    parser = _parser(kept)
+    options = parser.parse_args(arguments)
+    if kept:
+        actions.check_same(parser.parse_args(["train", "--resume", folder]), options)
+    return options
+
+
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch check`: split held against whole."""
+    """`anybatch check`: compare cuts with the whole batch."""
     actions.check_rows(options)
     found = target.find(options.target, options.data)
     refuse_without_data(found.model, found.loss)  # it could not be moved either
@@ -80,15 +94,18 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return json.loads(report.to_json()), str(report)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
+    """All options; `settings` are the defaults of `train` where a run goes on."""
     parser = argparse.ArgumentParser(
         prog="anybatch", description="Train with any batch size in the memory you have, and the same result."
     )
+    parser.add_argument("--version", action="version", version=f"anybatch {_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     together = "rows that go through the model together; if not given,"
     within = f"{together} what is fastest within --memory, or all of a batch without it"
     train = _command(commands, "train", "train a recipe on real data", actions.train, micro_batch=within)
-    train.add_argument("recipe", help=f"one of: {', '.join(recipe_names())}")
+    named = f"one of: {', '.join(recipe_names())}; needed unless --resume finds it"
+    train.add_argument("recipe", nargs="?", help=named)
     add = train.add_argument
     add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
     add("--memory", help='budget: "12GB", "2GiB", "80%%" or auto; the fastest plan within it is chosen')
@@ -106,8 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
     add("--seed", type=int, default=0, help="determines initial weights and the order of rows")
     add("--out", help="folder for checkpoints and logs, by default runs/RECIPE; no run overwrites another")
-    add("--resume", metavar="FOLDER", help="go on with the run in this folder")
+    add("--resume", metavar="FOLDER", help="go on with the run in this folder, with the options it had")
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
+    train.set_defaults(**(settings or {}))
     purpose = "evaluate a checkpoint on held-out rows"
     evaluate = _command(commands, "eval", purpose, actions.evaluate, micro_batch=f"{together} all of them")
     evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
@@ -137,6 +155,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _version() -> str:
+    try:
+        return metadata.version("anybatch")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "unknown"
+
+
 def _command(
     commands: Any,
     name: str,
@@ -155,5 +180,5 @@ def _command(
     add("--data", default="digits", help="digits, or a folder with MNIST (IDX) or CIFAR-10 (binary) files")
     add("--micro-batch", type=int, help=micro_batch)
     add("--device", default="auto", help=device)
-    add("--json", action="store_true", help="print one JSON object as the last line")
+    add("--json", action="store_true", help="print one JSON object and nothing else on standard output")
     return parser

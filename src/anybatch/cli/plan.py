@@ -1,4 +1,4 @@
-"""What `anybatch plan` does: the plan, its bytes and its picture, before anything runs."""
+"""`anybatch plan`: the plan, its memory and its picture, before anything runs."""
 
 import argparse
 import json

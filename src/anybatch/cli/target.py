@@ -1,4 +1,4 @@
-"""What `anybatch check` and `anybatch plan` are pointed at: a function of your own, or a recipe."""
+"""The target of `anybatch check` and `anybatch plan`: a function of your own, or a recipe."""
 
 import importlib
 import os
@@ -26,7 +26,7 @@ HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """What is checked or planned, as for `anybatch.check`."""
+    """Model, loss and batch, as for `anybatch.check`, and perhaps a collate and an optimizer."""
 
     model: nn.Module
     loss: Any

@@ -1,21 +1,43 @@
-"""What each command does: options in; figures and a text out."""
+"""`anybatch train` and `anybatch eval`: from options to a result, as numbers and as text."""
 
 import argparse
+import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from anybatch.core import CheckpointError, PlanError, format_bytes, format_count, format_seconds
+from anybatch.core import CheckpointError, DataError, PlanError, format_bytes, format_count, format_seconds
 from anybatch.data import Split, hold_out, load
-from anybatch.recipes import Recipe, find_recipe
+from anybatch.recipes import Recipe, find_recipe, recipe_names
 from anybatch.step import Step
-from anybatch.train import BEST, LAST, Trainer, accuracy, checkpoint, learning_rate, peak_bytes
+from anybatch.train import (
+    BEST,
+    LAST,
+    Trainer,
+    accuracy,
+    checkpoint,
+    learning_rate,
+    peak_bytes,
+    to_json,
+    write_whole,
+)
+
+SETTINGS = "settings.json"  # in the folder of a run: the options it was started with
+_NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
+_MAY_CHANGE = (
+    "epochs",
+    "data",
+    "micro_batch",
+    "memory",
+    "device",
+)  # the trainer looks at the rows themselves
 
 
 def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch train`: a recipe on real data; what came of it, as figures and in words.
+    """`anybatch train`: train a recipe; the result as numbers and as text.
 
     Raises:
         KeyboardInterrupt: it was stopped; the message says how to go on.
@@ -25,12 +47,13 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     split = load(options.data)
     device = find_device(options.device)
     trainer, out = _prepare(options, recipe, split, device)
+    _write_settings(options, out / SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
     try:
         trainer.fit(epochs=options.epochs)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
-            f"stopped after {trainer.updates} updates; go on with the same command and --resume {out}"
+            f"stopped after {trainer.updates} updates; go on with: anybatch train --resume {out}"
         ) from None
     test = trainer.evaluate((split.test.inputs, split.test.targets))
     seconds = trainer.seconds - before_seconds
@@ -50,7 +73,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what nothing could be trained with, before anything is read or written."""
+    """Refuse options out of range, before anything is read or written."""
     check_rows(options)
     _check_range(options, "epochs", "at least 1", options.epochs >= 1)
     _check_range(options, "lr", "above 0", 0 < options.lr < math.inf)
@@ -63,10 +86,65 @@ def _check(options: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{options.resume}: expected the folder of a run, got no file {LAST} in it. Check the path."
         )
+    if options.recipe is None and options.resume:
+        raise CheckpointError(
+            f"{options.resume}: expected {SETTINGS} with the options of the run, got no such file. Name the "
+            "recipe and all options that it was started with."
+        )
+    if options.recipe is None:
+        raise PlanError(f"Expected a recipe, got none. Name one of: {', '.join(recipe_names())}.")
+
+
+def read_settings(folder: str) -> dict[str, Any]:
+    """The options that the run in a folder was started with; none where an earlier version wrote it."""
+    path = Path(folder, SETTINGS)
+    try:
+        kept = dict(json.loads(path.read_bytes()))
+        if any(isinstance(value, dict | list) for value in kept.values()):
+            raise ValueError("other values")
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected the options of a run as JSON, got {error}. Delete the file, and name the "
+            "recipe and all options that the run was started with."
+        ) from None
+    return {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+
+
+def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
+    """Refuse options that would make it another run."""
+    changed: list[str] = []
+    for name, had in vars(was).items():
+        given = getattr(now, name)
+        if name not in (*_NOT_KEPT, *_MAY_CHANGE) and given != had:
+            option = name if name == "recipe" else f"--{name.replace('_', '-')}"
+            changed.append(f"{option} {given} where it had {had}")
+    if now.out and Path(now.out).resolve() != Path(now.resume).resolve():
+        changed.append(f"--out {now.out}")
+    if changed:
+        raise CheckpointError(
+            f"{now.resume}: expected the options of the run, got {', '.join(changed)}. Leave them out, or "
+            "start a new run without --resume."
+        )
+
+
+def _write_settings(options: argparse.Namespace, path: Path) -> None:
+    kept = {name: value for name, value in vars(options).items() if name not in _NOT_KEPT}
+    if options.clip_norm == math.inf:
+        kept["clip_norm"] = "inf"  # JSON has no number for it
+    if options.data != "digits":
+        kept["data"] = os.path.abspath(options.data)  # a run may go on from another folder
+    try:
+        write_whole(path, lambda file: file.write_text(to_json(kept) + "\n", encoding="utf-8"))
+    except OSError as error:
+        raise DataError(
+            f"{path}: expected a file that can be written, got: {error.strerror}. Choose another folder."
+        ) from None
 
 
 def check_rows(options: argparse.Namespace) -> None:
-    """Refuse numbers of rows by the names that they have on the command line."""
+    """Refuse numbers of rows that are too small."""
     for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
         rows = getattr(options, name.replace("-", "_"), None)  # not every command has each
         _check_range(options, name, f"at least {least}", rows is None or rows >= least)
@@ -181,7 +259,7 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _free_folder(wanted: Path) -> Path:
     """The folder wanted, or the next one that holds no earlier run: no run ever overwrites another."""
     folder, number = wanted, 1
-    while (folder / LAST).exists() or (folder / "log.txt").exists():
+    while any((folder / name).exists() for name in (LAST, SETTINGS, "log.txt")):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder

@@ -23,7 +23,7 @@ from anybatch.core.phase import is_moving, is_recomputing, moving, recomputing
 from anybatch.core.report import Event, Listener, MicroBatchDone, MicroBatchRedone, StepReport
 from anybatch.core.total import SHORT_DTYPES, Fold, Number, Total, weighted_mean
 from anybatch.core.tree import mould, parts, tensors_in
-from anybatch.core.units import counted, format_bytes, format_count, format_seconds, parse_bytes
+from anybatch.core.units import counted, format_bytes, format_count, format_seconds, html_table, parse_bytes
 
 __all__ = [
     "SHORT_DTYPES",
@@ -64,6 +64,7 @@ __all__ = [
     "format_count",
     "format_seconds",
     "free_caches",
+    "html_table",
     "is_moving",
     "is_recomputing",
     "mould",

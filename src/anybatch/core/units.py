@@ -1,6 +1,8 @@
 """Bytes, seconds and counts: printed so that a person reads them at a glance."""
 
+import html
 import re
+from collections.abc import Iterable
 
 from anybatch.core.errors import PlanError
 
@@ -77,3 +79,13 @@ def format_count(number: float) -> str:
         '60,000'
     """
     return f"{number:,.0f}"
+
+
+def html_table(rows: Iterable[tuple[str, str]]) -> str:
+    """Rows of a name and a text as an HTML table for notebooks; all is escaped, and lines stay lines."""
+    style = "text-align: left; vertical-align: top; white-space: pre; font-family: monospace"
+    lines = [
+        f'<tr><th style="{style}">{html.escape(name)}</th><td style="{style}">{html.escape(text)}</td></tr>'
+        for name, text in rows
+    ]
+    return f"<table>{''.join(lines)}</table>"

@@ -14,20 +14,11 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 
 
 def read_cifar10(folder: Path) -> Split:
-    """Read the binary CIFAR-10 files of a folder: 32x32 colour images, normalised per channel.
+    """Read `data_batch_*.bin` and `test_batch*.bin` of a folder, in the order of their names.
 
-    Args:
-        folder: holds `data_batch_*.bin` and `test_batch*.bin`, which are read in the order of their names.
+    Inputs are float32 of shape (rows, 3, 32, 32), each channel normalised; targets are int64, 0 to 9.
 
-    Returns:
-        Inputs float32 `(rows, 3, 32, 32)`, each channel of the training pixels with mean 0 and
-        deviation 1; targets int64 in 0 .. 9.
-
-    Raises:
-        DataError: no training or no test file, or one that is empty, truncated or of another kind.
-
-    Source:
-        Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
+    Source: Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
     """
     train, test = _read_all(folder, TRAIN), _read_all(folder, TEST)
     return normalised(train, test, name="CIFAR-10", classes=CLASSES)

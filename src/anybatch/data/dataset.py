@@ -19,10 +19,6 @@ class Dataset:
         targets: int64 classes, `(rows,)`, each an index into `classes`.
         name: what the rows are, for reports: `"MNIST, training"`.
         classes: the names of the classes.
-
-    Raises:
-        DataError: no rows, inputs and targets of different length, another dtype or number of
-            dimensions, or a target that is not an index into `classes`.
     """
 
     inputs: Tensor
@@ -45,7 +41,7 @@ class Dataset:
         if len(self.inputs) != len(self.targets) or not len(self.targets):
             raise DataError(
                 f"{self.name}: expected one target for each input and at least one row, "
-                f"got {len(self.inputs)} inputs and {len(self.targets)} targets; are both of one data set?"
+                f"got {len(self.inputs)} inputs and {len(self.targets)} targets; take both from one data set"
             )
         check_classes(self.targets, num_classes=len(self.classes), name=self.name)
 
@@ -56,11 +52,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Rows to learn from (`train`) and rows held out (`test`), of the same shape and with the same classes.
-
-    Raises:
-        DataError: the two do not have the same shape of a row or the same classes.
-    """
+    """Rows to learn from (`train`) and rows held out (`test`), of one shape and with the same classes."""
 
     train: Dataset
     test: Dataset
@@ -81,14 +73,8 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
 
     Args:
         rows: what is split.
-        fraction: share of the rows held out, above 0 and below 1; at least one row is left on each side.
+        fraction: share of the rows held out; at least one row is left on each side.
         seed: determines which.
-
-    Returns:
-        The rows that stay and the rows held out.
-
-    Raises:
-        DataError: a fraction that leaves one side without rows.
 
     Example:
         >>> rows = Dataset(inputs=torch.zeros(10, 1, 2, 2), targets=torch.zeros(10, dtype=torch.int64),

@@ -17,18 +17,11 @@ TOP_LEVEL = 16  # scikit-learn's pixels count ink in 4x4 blocks: 0 to 16
 def read_digits() -> Split:
     """Read the 1797 digits that come with scikit-learn; every fourth one of each class is held out.
 
-    The split draws nothing: within each class, in the order of the file, the 4th, 8th, 12th ...
-    row is held out. So it is stratified, and the same on every machine and under every version.
+    The split draws nothing: within each class the 4th, 8th, 12th ... row is held out, so it is stratified
+    and the same on every machine. 1352 rows stay. Inputs are float32 of shape (rows, 1, 32, 32), interpolated
+    bilinearly and normalised; targets are int64, 0 to 9.
 
-    Returns:
-        1352 rows to learn from and 445 held out: inputs float32 `(rows, 1, 32, 32)`, interpolated
-        bilinearly, the training pixels with mean 0 and deviation 1; targets int64 in 0 .. 9.
-
-    Raises:
-        DataError: scikit-learn is not installed.
-
-    Source:
-        Alpaydin and Kaynak, "Optical recognition of handwritten digits", UCI, 1998 (its test set).
+    Source: Alpaydin and Kaynak, "Optical recognition of handwritten digits", UCI, 1998 (its test set).
     """
     images, targets = _load()
     large = functional.interpolate(images[:, None], scale_factor=4, mode="bilinear", align_corners=False)

@@ -31,12 +31,8 @@ def load(source: str | os.PathLike[str]) -> Split:
     Args:
         source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not) or CIFAR-10 in binary form.
 
-    Returns:
-        The rows to learn from and the rows held out, normalised, in memory.
-
     Raises:
-        DataError: no such name or folder, a folder that cannot be read or holds neither or both
-            formats, or a damaged file; the message says what was looked for.
+        DataError: no such name or folder, none or both of the formats in it, or a damaged file.
 
     Example:
         >>> split = load("digits")
@@ -65,5 +61,5 @@ def load(source: str | os.PathLike[str]) -> Split:
 
 
 def _looked_for() -> str:
-    kinds = [f"{format.name} ({', '.join(format.patterns)})" for format in FORMATS]
-    return f"looked for {'; '.join(kinds)}: name a folder with the files of one of these"
+    kinds = [f"{format.name} ({format.patterns[0]} ...)" for format in FORMATS]
+    return f"name a folder with {' or '.join(kinds)}"

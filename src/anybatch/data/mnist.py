@@ -31,8 +31,6 @@ MARGIN = 2  # pixels of background on each side: 28x28 becomes the 32x32 of LeNe
 def read_idx(path: Path) -> Tensor:
     """Read one IDX file, gzipped or not, into a tensor of the dtype and shape its header names.
 
-    The header, the length and, when gzipped, the checksum must all hold.
-
     Args:
         path: the file; whether it is gzipped is read off its first two bytes, not its name.
 
@@ -42,9 +40,6 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         DataError: the file cannot be read, is no IDX file, is truncated, has bytes left over, or
             is a damaged gzip file; the message names it.
-
-    Source:
-        LeCun, Cortes and Burges, "The MNIST database of handwritten digits".
 
     Example:
         >>> import tempfile
@@ -67,22 +62,11 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_mnist(folder: Path) -> Split:
-    """Read the four MNIST files of a folder: 28x28 digits padded to 32x32, normalised.
+    """Read `train-images-idx3-ubyte` and the three other files of a folder, each with or without `.gz`.
 
-    Args:
-        folder: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte`, `t10k-images-idx3-ubyte`
-            and `t10k-labels-idx1-ubyte`, each with or without `.gz`.
+    Inputs are float32 of shape (rows, 1, 32, 32), padded from 28 x 28 and normalised; targets are int64.
 
-    Returns:
-        Inputs float32 `(rows, 1, 32, 32)`, the training pixels with mean 0 and deviation 1;
-        targets int64 in 0 .. 9.
-
-    Raises:
-        DataError: a file is missing, damaged or of another shape, or labels and images disagree.
-
-    Source:
-        LeCun, Bottou, Bengio and Haffner, "Gradient-based learning applied to document
-        recognition", Proc. IEEE 86(11), 1998: section II.B pads the digits to 32x32.
+    Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition", section II.B.
     """
     train_images, train_labels, test_images, test_labels = (_find(folder, stem) for stem in STEMS)
     train, test = _read_pair(train_images, train_labels), _read_pair(test_images, test_labels)
@@ -106,12 +90,12 @@ def _read_pair(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
     if images.dtype != torch.uint8 or images.ndim != 3 or images.shape[1:] != (28, 28):
         raise DataError(
             f"{images_path}: expected unsigned bytes of shape (rows, 28, 28), "
-            f"got {images.dtype} of shape {tuple(images.shape)}; is it another data set, or the labels?"
+            f"got {images.dtype} of shape {tuple(images.shape)}; check that it holds the images of MNIST"
         )
     if labels.dtype != torch.uint8 or labels.ndim != 1:
         raise DataError(
             f"{labels_path}: expected unsigned bytes of shape (rows,), "
-            f"got {labels.dtype} of shape {tuple(labels.shape)}; is it another data set, or the images?"
+            f"got {labels.dtype} of shape {tuple(labels.shape)}; check that it holds the labels of MNIST"
         )
     if len(images) != len(labels) or not len(labels):
         raise DataError(
@@ -128,7 +112,7 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
         raise DataError(
             f"{path}: expected an IDX file (two zero bytes, a dtype code among "
             f"{', '.join(f'{code:#04x}' for code in DTYPES)}, the number of dimensions), "
-            f"got {magic.hex(' ') or 'an empty file'}; is it the right file?"
+            f"got {magic.hex(' ') or 'an empty file'}; check the path"
         )
     dtype, num_dims = DTYPES[magic[2]], magic[3]
     dims = _read(file, 4 * num_dims)

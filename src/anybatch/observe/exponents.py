@@ -177,13 +177,9 @@ def draw(
 
     Args:
         records: from `gradient_exponents`, the one to compare with first.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html (one file that
-            needs nothing else).
+        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html.
         dtype: "float16" or "bfloat16".
         title: above all.
-
-    Returns:
-        The path.
 
     Raises:
         PlanError: another ending or dtype, no record, or matplotlib is not installed.
@@ -192,7 +188,7 @@ def draw(
     path = checked(path)
     if dtype not in DTYPES or not shown:
         raise PlanError(
-            f"Expected records and one of {DTYPES}, got {len(shown)} records and {dtype!r}. Name one of them."
+            f"Expected records and one of {DTYPES}, got {len(shown)} and {dtype!r}. Pass at least one record."
         )
     title = title or "gradients by exponent"
     figure = new_figure(0.5 + 3.8 * len(shown), 4)

@@ -27,11 +27,11 @@ def checked(path: str | Path) -> Path:
     if path.suffix.lower() not in FORMATS:
         raise PlanError(
             f"Expected a picture's name to end in one of {', '.join(FORMATS)}, got {path.name!r}. "
-            "Name the file so."
+            "Give it one of these endings."
         )
     if not path.parent.is_dir():
         raise PlanError(
-            f"Expected a folder for the picture, got {path.parent}, which is none. Make it or choose another."
+            f"Expected a folder for the picture, got {path.parent}, which does not exist. Make it."
         )
     return path
 

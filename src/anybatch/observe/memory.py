@@ -24,13 +24,9 @@ def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: 
 
     Args:
         ledger: predicted or measured.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html (one file that
-            needs nothing else).
+        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html.
         budget: a line to be drawn, in bytes.
         title: of the picture; what the ledger says of itself if empty.
-
-    Returns:
-        The path.
 
     Raises:
         PlanError: another ending, no such folder, or matplotlib is not installed.

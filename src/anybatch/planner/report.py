@@ -14,6 +14,7 @@ from anybatch.core import (
     counted,
     format_bytes,
     format_seconds,
+    html_table,
     ran_out_of_memory,
 )
 from anybatch.engine import Plan, Task
@@ -104,29 +105,41 @@ class PlanReport:
         return json.dumps(values)
 
     def __str__(self) -> str:
+        return "\n\n".join("\n".join(map(_line, section)) for section in self._sections())
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html_table([row for section in self._sections() for row in section])
+
+    def _sections(self) -> list[list[tuple[str, str]]]:
+        """What text and table show: names, and what is to be said of each."""
         how = "measured" if self.measured else "estimated"
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
-        parts = [
-            str(self.plan),
-            "",
-            f"peak         {format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}",
-            f"one update   {format_seconds(self.seconds)}, {how}",
-            "",
-            str(self.ledger),
+        peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
+        lines = [line.partition(" ") for line in str(self.plan).splitlines()]
+        sections = [
+            [(name, text.strip()) for name, _, text in lines],
+            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, {how}")],
+            [("", str(self.ledger))],
+            _blocks(self.plan),
+            [("next best", "\n".join(_table(self.options)))] if self.options else [],
+            [("note", note) for note in self.notes],
         ]
-        if self.plan.blocks:
-            parts += ["", *_blocks(self.plan)]
-        if self.options:
-            parts += ["", "next best", *_table(self.options)]
-        parts += [f"note: {note}" for note in self.notes]
-        return "\n".join(parts)
+        return [section for section in sections if section]
 
 
-def _blocks(plan: Plan) -> list[str]:
+def _line(row: tuple[str, str]) -> str:
+    name, text = row
+    if name in ("note", "next best"):
+        return f"note: {text}" if name == "note" else f"{name}\n{text}"
+    return f"{name:12} {text}" if name else text
+
+
+def _blocks(plan: Plan) -> list[tuple[str, str]]:
     by_policy: dict[str, list[str]] = {}
     for name, policy in plan.blocks:
         by_policy.setdefault(policy, []).append(name)
-    return [f"{policy:12} {', '.join(names)}" for policy, names in by_policy.items()]
+    return [(policy, ", ".join(names)) for policy, names in by_policy.items()]
 
 
 def _table(options: Sequence[Option]) -> list[str]:

@@ -1,11 +1,12 @@
 """Checkpoints: one safetensors file, written atomically, verified on load, never unpickled."""
 
 import copy
+import errno
 import glob
 import json
 import os
 import shutil
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -52,6 +53,7 @@ def save(
 ) -> None:
     """Write everything needed to go on: the file is the old one or the new one, never half of it.
 
+    Where the path is a symlink, its target is written.
     Tensors go into one safetensors file, shared ones (tied weights) once; all else goes into its header as
     JSON, together with a SHA-256 of both.
 
@@ -100,9 +102,9 @@ def save(
         "sha256": digest_of(packer.tensors, text),
     }
     try:
-        _replace_atomically(path, packer.tensors, metadata)
-    except OSError as error:
-        reason = error.strerror or error
+        write_whole(path, lambda file: save_file(packer.tensors, file, metadata=metadata))
+    except (SafetensorError, OSError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path}: expected a file that can be written, got: {reason}. Choose another place."
         ) from None
@@ -216,19 +218,22 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
                     own[name] = own[name] if own[name].dtype == value.dtype else value.to(own[name].device)
 
 
-def _replace_atomically(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write beside the file, make sure that it is on disk, then take the old one's place in one go."""
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make a file beside the path, see that it is on disk, then put it in its place at once.
+
+    Where the path is a symlink, its target is written. After an OSError an earlier file is as it was.
+    """
+    path = Path(os.path.realpath(path))
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a process that was killed
         shutil.rmtree(stray, ignore_errors=True)
-    # In a folder of its own, because safetensors too has files on the way, under names that only it knows.
+    # In a folder of its own, because safetensors, too, makes temporary files, under names that only it knows.
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         folder.mkdir()
         temporary = folder / path.name
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(str(error)) from None
+        write(temporary)
         temporary.chmod(folder.stat().st_mode & 0o666)  # what the umask says, not for the owner alone
         _sync(temporary)
         os.replace(temporary, path)
@@ -265,7 +270,7 @@ def _check_module(
         if state[first] is not state[name] and not equal(state[first], state[name]):
             differences.append(f"{first} and {name}: two values there, one tied parameter here")
     if differences:
-        shown = "; ".join(differences[:5]) + f"; and {len(differences) - 5} more" * (len(differences) > 5)
+        shown = "; ".join(differences[:3]) + f"; and {len(differences) - 3} more" * (len(differences) > 3)
         raise CheckpointError(
             f"{checkpoint.path}: expected a checkpoint of this {type(module).__name__}, got another "
             f"model's: {shown}. Build it as it was when the checkpoint was written."

@@ -1,4 +1,4 @@
-"""Ctrl-C between updates: a stop that is asked for waits until the update under way is whole."""
+"""Ctrl-C and SIGTERM while training: the current update is finished first."""
 
 import signal
 import threading
@@ -10,7 +10,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether somebody asked to stop."""
+    """Whether a signal asked to stop."""
 
     def __init__(self) -> None:
         self.signal = 0  # the one that asked; 0 for none
@@ -30,7 +30,7 @@ class Interruption:
 
 @contextmanager
 def deferred() -> Generator[Interruption]:
-    """Note a first Ctrl-C or SIGTERM instead of breaking an update in two; a second one breaks at once.
+    """Hold back a first Ctrl-C or SIGTERM until `obey` is called; a second one acts at once.
 
     Outside the main thread, where Python cannot handle signals, nothing changes. A signal that is ignored
     (Ctrl-C in a shell's background job) stays ignored. The handlers that were there come back.

@@ -1,4 +1,4 @@
-"""A learning rate for another batch size: linear or square-root scaling, and warm-up. Off unless asked."""
+"""Scale a learning rate to another batch size, linearly or by the square root, and warm it up."""
 
 import math
 
@@ -23,12 +23,6 @@ def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "line
         base_batch_size: rows of a logical batch then.
         rule: "linear" or "square-root".
 
-    Returns:
-        The scaled learning rate.
-
-    Raises:
-        PlanError: a size or rate that is not positive, or an unknown rule.
-
     Example:
         >>> scale(0.1, batch_size=1024, base_batch_size=256)
         0.4
@@ -37,7 +31,9 @@ def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "line
     """
     for name, value in (("lr", lr), ("batch_size", batch_size), ("base_batch_size", base_batch_size)):
         if not 0 < value < math.inf:
-            raise PlanError(f"Expected {name} to be a positive number, got {value}. Pass what was used.")
+            raise PlanError(
+                f"Expected {name} to be a positive number, got {value}. Pass a finite number above 0."
+            )
     if rule not in RULES:
         raise PlanError(f"Expected a rule to scale the learning rate by, got {rule!r}. Choose from {RULES}.")
     ratio = batch_size / base_batch_size
@@ -56,9 +52,6 @@ def warm_up(optimizer: Optimizer, *, updates: int) -> LinearLR:
 
     Returns:
         Torch's own `LinearLR`, to be given to a step as `scheduler=`.
-
-    Raises:
-        PlanError: `updates` is not a positive whole number.
 
     Example:
         >>> import torch

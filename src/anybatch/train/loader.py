@@ -1,4 +1,4 @@
-"""Where the rows of an epoch come from: tensors in memory or a list of samples, shuffled by a seed."""
+"""The rows of an epoch: tensors in memory or a list of samples, shuffled by a seed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, cast

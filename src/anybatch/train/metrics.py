@@ -73,7 +73,7 @@ def evaluate(
                 states[name] = fold.add(states[name], _pair(outputs, micro))
             outputs.clear()
     values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
-    # As in a step: terms without weight have nothing to add, and a term called "loss" is not all of it.
+    # As in a step: terms without weight add nothing, and a term may itself be called "loss".
     factors = step.coefficients
     used = [factors.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
     values["loss"] = math.fsum(used) if used else math.nan
@@ -152,7 +152,7 @@ def _as_fold(name: str, metric: Metric) -> Fold[Any, Any, Any]:
         if not isinstance(total, Total):
             raise LossError(
                 f"Expected metric {name!r} to return an ab.Total, got {type(total).__name__}. "
-                "A mean has lost its denominator: return ab.Total(values.sum(), values.numel())."
+                "Do not return a mean: return ab.Total(values.sum(), values.numel())."
             )
         return _widened(total)
 

@@ -1,4 +1,4 @@
-"""Nested values parted into tensors and JSON, and put together again: what pickle is not needed for."""
+"""Nested values split into tensors and JSON, and joined again, without pickle."""
 
 import ctypes
 import hashlib
@@ -11,11 +11,11 @@ from torch import Tensor, strided
 
 from anybatch.core import CheckpointError
 
-_TAG = "$"  # marks what JSON alone cannot say: {"$": "tuple", "of": [...]}
+_TAG = "$"  # marks what JSON has no type for: {"$": "tuple", "of": [...]}
 
 
 class Packer:
-    """Parts nested values into JSON and the `tensors` it refers to: dense, on the CPU, tied ones once.
+    """Splits nested values into JSON and the `tensors` it refers to: dense, on the CPU, tied ones once.
 
     Example:
         >>> import torch
@@ -36,7 +36,7 @@ class Packer:
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "of": self._keep(value, path)}
         if isinstance(value, float) and not math.isfinite(value):
-            return {_TAG: "float", "of": str(value)}  # JSON has no word for it
+            return {_TAG: "float", "of": str(value)}  # not in JSON
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if type(value) in (list, tuple):
@@ -79,7 +79,7 @@ class Packer:
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `Packer.pack` made this JSON of; some error where no packer made it."""
+    """Undo `Packer.pack`; JSON that no packer made raises some error."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):

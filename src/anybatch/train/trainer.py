@@ -93,9 +93,10 @@ class Trainer:
         self.config = _check_config(config or {})
         self.out = None if out is None else _make_folder(Path(out))
         self.save_every = save_every
-        logs = () if self.out is None else (TextLog(self.out / "log.txt"), JsonLog(self.out / "log.jsonl"))
         bars = (ProgressBar(next(step.model.parameters()).device),) if progress else ()
-        self.watchers: tuple[Watcher, ...] = (*bars, *watchers, *logs)
+        self.watchers: tuple[Watcher, ...] = (*bars, *watchers)
+        out = self.out
+        self._logs = () if out is None else (TextLog(out / "log.txt"), JsonLog(out / "log.jsonl"))
         self.epoch = 0  # epochs finished
         self.updates = 0
         self.seconds = 0.0  # of training, over all starts
@@ -125,13 +126,14 @@ class Trainer:
         per_epoch = -(-self.train.count // self.batch_size)
         info = RunInfo(
             epochs=epochs,
+            done_epochs=self.epoch,
             done_updates=self.epoch * per_epoch + self._batch,
             total_updates=epochs * per_epoch,
             rows=self.train.count,
         )
         reports: list[EpochReport] = []
         with ExitStack() as stops, deferred() as interruption:
-            for watcher in self.watchers:
+            for watcher in (*self.watchers, *self._logs):
                 watcher.start(info)
                 stops.callback(watcher.stop)
             while self.epoch < epochs:
@@ -167,10 +169,14 @@ class Trainer:
             "config": self.config,
             "plans": [] if self.step.planning.budget is None else self.step.planning.budget.state(),
         }
+        for log in self._logs:
+            log.flush()  # so that a resume from here finds every update in them
         checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, scheduler, random state and place in the epoch.
+
+        The logs in `out` keep each update once: those made after the checkpoint are dropped by `fit`.
 
         Args:
             path: a checkpoint, or a folder with `last.safetensors`.
@@ -190,34 +196,38 @@ class Trainer:
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
         rng.restore_process(found.random)
-        self._is_ours = self.out is not None and path.resolve().parent == self.out.resolve()
+        homes = (path.parent.resolve(), path.resolve().parent)  # it may be a symlink, or the target of one
+        self._is_ours = self.out is not None and self.out.resolve() in homes
 
     def _run_epoch(self, interruption: Interruption) -> EpochReport:
         before = self.seconds
         with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
             rows = self._train_rows(interruption)
-        seconds = self.seconds - before
         with self._saved_upon(Exception):  # nothing is under way; a resume validates again
             validation = {} if self.validation is None else self._evaluate(self.validation)
+            done = self._report(validation, rows, self.seconds - before)
+            for log in self._logs:  # before it is saved: what a checkpoint counts as done is in the logs
+                log.epoch(done)
             is_best = self._is_best(validation)
-        running = self._loss
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
         if is_best:
             self._save(BEST)  # first, so that no last checkpoint tells of a best one that is not there
         self._save(LAST)
-        done = EpochReport(
-            epoch=self.epoch,
+        for watcher in self.watchers:
+            watcher.epoch(done)
+        return done
+
+    def _report(self, validation: Mapping[str, float], rows: int, seconds: float) -> EpochReport:
+        return EpochReport(
+            epoch=self.epoch + 1,
             updates=self.updates,
-            loss=running.value(self.step.coefficients),
+            loss=self._loss.value(self.step.coefficients),
             validation=validation,
             learning_rate=float(self.step.optimizers[0].param_groups[0]["lr"]),
             seconds=seconds,
             samples_per_second=rows / seconds if rows else 0.0,
-            **running.counts,
+            **self._loss.counts,
         )
-        for watcher in self.watchers:
-            watcher.epoch(done)
-        return done
 
     def _train_rows(self, interruption: Interruption) -> int:
         """Train on what is left of the epoch; returns how many rows that was."""
@@ -232,7 +242,7 @@ class Trainer:
             self._batch += 1
             self.updates += report.updated
             self._loss.add(report)
-            for watcher in self.watchers:
+            for watcher in (*self.watchers, *self._logs):
                 watcher.step(report)
             stop = interruption.signal  # read once: one that comes later waits for the next update
             if stop or (self.save_every and self._batch % self.save_every == 0):

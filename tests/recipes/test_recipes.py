@@ -1,4 +1,4 @@
-"""LeNet-5 is the network of 1998, drawn from one generator, and it learns the digits."""
+"""Recipes are found by name; LeNet-5 is the network of 1998, and it learns the digits."""
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
@@ -7,10 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch import Step
-from anybatch.core.errors import DataError
+from anybatch.core.errors import DataError, PlanError
 from anybatch.data.dataset import Dataset
 from anybatch.data.load import load
-from anybatch.recipes import find_recipe
+from anybatch.recipes import find_recipe, recipe_names
 
 # Weights and biases of each layer, counted from the paper: 5 x 5 maps, 120, 84, classes.
 SHAPES = {1: 61_706, 3: 62_006}
@@ -34,10 +34,7 @@ def test_size(channels: int) -> None:
     model = build(rows(channels))
     assert sum(parameter.numel() for parameter in model.parameters()) == SHAPES[channels]
     assert model(torch.zeros(5, channels, 32, 32)).shape == (5, 10)
-
-
-def test_the_last_layer_has_a_score_for_each_class() -> None:
-    assert build(rows(classes=3))(torch.zeros(2, 1, 32, 32)).shape == (2, 3)
+    assert build(rows(channels, classes=3))(torch.zeros(2, channels, 32, 32)).shape == (2, 3)
 
 
 def test_the_forward_is_written_out() -> None:
@@ -95,3 +92,18 @@ def test_it_learns_the_digits() -> None:
     with torch.no_grad():
         right = model(split.test.inputs).argmax(1) == split.test.targets
     assert int(right.sum()) > 0.85 * len(right)
+
+
+def test_recipes_are_found_by_their_names() -> None:
+    assert recipe_names()
+    for name in recipe_names():
+        assert find_recipe(name).name == name
+        assert find_recipe(name).source
+
+
+@pytest.mark.parametrize("name", ["lenet", "LeNet5", ""])
+def test_an_unknown_name_is_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        find_recipe(name)
+    assert repr(name) in str(caught.value)
+    assert all(known in str(caught.value) for known in recipe_names())
