@@ -56,22 +56,22 @@ def test_own_functions_are_terms(loss: Any) -> None:
 
 TWO_LINES = (
     'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
-    "        return ab.Total(losses.sum(), losses.numel())"
+    "    return ab.Total(losses.sum(), losses.numel())"
 )
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "another loss of torch": (
         nn.AdaptiveLogSoftmaxWithLoss(8, 4, [2]),
-        "got AdaptiveLogSoftmaxWithLoss, which is a module of torch",
+        "got AdaptiveLogSoftmaxWithLoss, a module of torch",
         TWO_LINES,
     ),
-    "a module": (OwnModule(), "got OwnModule, which is a module of your own", "ab.Terms(module)"),
-    "a loss with its own forward": (Focal(), "got Focal, which is a module of your own", TWO_LINES),
-    "a loss with another forward": (patched(), "got MSELoss, which is a module of torch", TWO_LINES),
+    "a module": (OwnModule(), "got OwnModule, a module of your own", "ab.Terms"),
+    "a loss with its own forward": (Focal(), "got Focal, a module of your own", TWO_LINES),
+    "a loss with another forward": (patched(), "got MSELoss, a module of torch", TWO_LINES),
     "another function": (F.softplus, "got F.softplus", TWO_LINES),
     "another function with settings": (partial(F.normalize, dim=0), "got F.normalize", TWO_LINES),
-    "no function": (3, "got int", "nn.CrossEntropyLoss(), or write"),
-    "nothing": (None, "got NoneType", "nn.CrossEntropyLoss(), or write"),
-    "its name": ("ce", "got str", "nn.CrossEntropyLoss(), or write"),
+    "no function": (3, "got int", "nn.CrossEntropyLoss()"),
+    "nothing": (None, "got NoneType", "nn.CrossEntropyLoss()"),
+    "its name": ("ce", "got str", "nn.CrossEntropyLoss()"),
     "a class": (nn.CrossEntropyLoss, "got the class CrossEntropyLoss", "as in nn.CrossEntropyLoss()"),
     "a class with settings": (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
     "a class of ours": (ModelLoss, "got the class ModelLoss", "Call it to make one"),
