@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from anybatch import ModelLoss, Step, Terms, Total
 from anybatch.core.errors import LossError
 from anybatch.losses.resolve import check_loss, resolve
-from anybatch.losses.torch_losses import SummedLoss
 
 
 def own(model: nn.Module, micro: Any) -> Total:
@@ -31,22 +30,10 @@ class Focal(nn.CrossEntropyLoss):
         return super().forward(input, target).square()
 
 
-class Renamed(nn.CrossEntropyLoss):
-    """Another name for the same loss."""
-
-
 def patched() -> nn.Module:
     loss = nn.MSELoss()
     loss.forward = lambda input, target: (input - target).abs().mean()  # type: ignore[method-assign]
     return loss
-
-
-TAKEN = [nn.MSELoss(), F.mse_loss, partial(F.cross_entropy, ignore_index=0), Renamed()]
-
-
-@pytest.mark.parametrize("loss", TAKEN, ids=["module", "function", "partial", "subclass"])
-def test_torch_losses_are_summed(loss: Any) -> None:
-    assert isinstance(resolve(loss), SummedLoss)
 
 
 @pytest.mark.parametrize("loss", [own, partial(own), OwnModule().forward, Terms(OwnModule())])
@@ -128,7 +115,3 @@ def test_weights_that_no_sum_can_have_are_refused_at_the_door(name: str, bad: fl
         with pytest.raises(LossError, match=f"`{name}` of .* finite and at least 0, got values from"):
             check_loss(loss)
     check_loss(nn.BCEWithLogitsLoss(**{name: weight.nan_to_num(0, 0, 0).abs()}))
-
-
-def test_a_weight_may_be_zero() -> None:
-    check_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0])))

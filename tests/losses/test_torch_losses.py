@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import LossError
-from anybatch.losses.torch_losses import summed_loss
 from anybatch.testing import GradientRecorder, Perceptron, reference_step, relative_error, tolerance
 
 ROWS, CLASSES = 6, 4
@@ -112,28 +111,6 @@ def test_the_callers_loss_is_left_as_it_is() -> None:
 # ---- what the caller's object may be
 
 
-class Renamed(nn.MSELoss):
-    """Another name for the same loss."""
-
-
-@pytest.mark.parametrize(
-    "loss", [Renamed(), F.mse_loss, partial(partial(F.mse_loss, reduction="sum"), reduction="mean")]
-)
-def test_one_loss_in_other_clothes(loss: Any) -> None:
-    trial = Trial(loss, (X, Z))
-    assert trial.is_exact()
-    assert trial.step((X, Z)).weights == {"loss": ROWS * CLASSES}
-
-
-def test_a_loss_may_have_parameters_of_its_own() -> None:
-    loss = nn.Linear(1, 1)
-    if hasattr(nn, "LinearCrossEntropyLoss"):
-        loss = nn.LinearCrossEntropyLoss(CLASSES, 5, bias=True).double()
-        trial = Trial(loss, (X, Y))
-        assert trial.is_exact()
-        assert {"loss.linear.weight", "loss.linear.bias"} <= trial.recorder.gradients.keys()
-
-
 def test_hooks_of_the_loss_are_called() -> None:
     loss, seen = nn.MSELoss(), []
     loss.register_forward_hook(lambda module, arguments, output: seen.append(len(arguments[0])))
@@ -154,13 +131,6 @@ def test_a_weight_is_cut_where_it_reaches_the_rows(shape: tuple[int, ...], micro
         nn.MultiLabelSoftMarginLoss(weight=weight),
     ):
         assert Trial(loss, (X, Z), micro_batch=micro_batch).is_exact()
-
-
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_a_weight_for_each_row_of_single_numbers(micro_batch: int) -> None:
-    model = nn.Sequential(Perceptron(3, 1), nn.Flatten(0))
-    loss = nn.BCEWithLogitsLoss(weight=torch.rand(ROWS, dtype=torch.float64))
-    assert Trial(loss, (X, Z[:, 0]), model, micro_batch=micro_batch).is_exact()
 
 
 def test_a_square_weight_is_one_of_rows() -> None:
@@ -245,52 +215,6 @@ def test_too_few_or_too_many_tensors(
     assert "write the loss as a function (model, micro) -> ab.Total" in str(caught.value)
 
 
-def test_a_constant_variance_is_a_setting() -> None:
-    assert Trial(partial(F.gaussian_nll_loss, var=2.0), (X, Z)).is_exact()
-
-
-@pytest.mark.parametrize(
-    "batch", [(X, X + 1, X - 1), [X, X + 1, X - 1], ((X, X + 1, X - 1),)], ids=["three", "list", "one"]
-)
-def test_a_triplet_has_no_target(batch: Any) -> None:
-    class Embed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Perceptron(3, 3)
-
-        def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-            return tuple(map(self.net, inputs))
-
-    assert Trial(nn.TripletMarginLoss(), batch, Embed()).is_exact()
-
-
-def test_ctc_takes_its_targets_from_a_loader() -> None:
-    """Loaders collate tuples to lists."""
-
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Perceptron(3, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x).log_softmax(-1).transpose(0, 1)
-
-    x = torch.randn(ROWS, 5, 3, dtype=torch.float64)
-    targets = torch.randint(1, CLASSES, (ROWS, 2)), torch.full((ROWS,), 5), torch.tensor([2, 1, 0, 2, 1, 2])
-    dataset = torch.utils.data.TensorDataset(x, *targets)
-    loader = torch.utils.data.DataLoader([(x, tuple(rest)) for x, *rest in dataset], batch_size=ROWS)
-    batch = next(iter(loader))
-    assert isinstance(batch, list)
-    assert isinstance(batch[1], list)
-    trial = Trial(nn.CTCLoss(), batch, TimeFirst())
-    assert trial.is_exact()
-    assert trial.step(batch).weights == {"loss": ROWS}
-
-
-def test_targets_of_one_byte() -> None:
-    assert Trial(weighted(), (X, Y.to(torch.uint8))).is_exact()
-
-
 def test_rows_that_do_not_weigh_the_same_are_refused() -> None:
     """Samples of different length, padded micro-batch by micro-batch: what is a mean over padding?"""
     samples = [torch.ones(length) for length in (1, 1, 2, 2)]
@@ -303,12 +227,6 @@ def test_rows_that_do_not_weigh_the_same_are_refused() -> None:
     step = Step(model, nn.MSELoss(), GradientRecorder(model), micro_batch=2, collate=collate)
     with pytest.raises(LossError, match=r"add up to the batch's 4 for 'loss', got 6\. .*padding"):
         step(samples)
-
-
-def test_what_is_no_loss_of_torch_is_left_to_others() -> None:
-    assert summed_loss(nn.Linear(1, 1)) is None
-    assert summed_loss(lambda model, micro: None) is None
-    assert summed_loss(None) is None
 
 
 # ---- output and target whose rows torch would broadcast against each other
