@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
 from anybatch.core import tree
 from anybatch.core.errors import LossError
+from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.reductions import FUNCTIONS, MODULES
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own
@@ -62,6 +63,9 @@ def weigh(batch: Any) -> Tensor:
 OWN = {
     "total": total,
     "total, promised": Terms(total, weight=weigh),
+    "blocks of a tied layer": lambda model, micro: linear_cross_entropy(
+        model(micro[0]), next(model.parameters()), micro[1].where(micro[1] > 0, -100), rows=2
+    ),
     "terms": Terms(several, {"size": 0.01}),
     "terms, promised": Terms(several, {"size": -0.3}, lambda batch: {"fit": weigh(batch), "size": len(X)}),
 }

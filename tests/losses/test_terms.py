@@ -45,23 +45,6 @@ def test_each_term_is_reported_with_its_weight() -> None:
     assert relative_error(report.loss, expected) <= tolerance(torch.float64, 2)
 
 
-@pytest.mark.parametrize("coefficient", [0.0, -2.0, 3])
-def test_coefficients_scale_terms(coefficient: float) -> None:
-    def outputs(model: nn.Module, micro: Tensor) -> dict[str, Total]:
-        value = Total(model(micro).sum(), len(micro))
-        return {"one": value, "again": value}
-
-    report, gradients = take(Terms(outputs, {"again": coefficient}))
-    assert relative_error(report.loss, (1 + coefficient) * report.terms["one"]) <= tolerance(
-        torch.float64, ROWS
-    )
-    expected = {
-        "weight": (1 + coefficient) * X.mean(0, keepdim=True),
-        "bias": torch.ones(1) * (1 + coefficient),
-    }
-    assert relative_error(gradients, expected) <= tolerance(torch.float64, ROWS)
-
-
 @pytest.mark.parametrize(
     ("make", "got"),
     [

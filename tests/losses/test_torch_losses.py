@@ -46,39 +46,20 @@ def weighted() -> nn.CrossEntropyLoss:
     return nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 4.0]).double())
 
 
-def scale_in_place(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight[0] = 7.0  # type: ignore[index]
-
-
-def replace_weight(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight = torch.tensor([3.0, 1.0, 0.0, 4.0]).double()
-
-
-def weight_as_parameter(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight = nn.Parameter(torch.tensor([3.0, 1.0, 0.0, 4.0]).double(), requires_grad=False)
-
-
-def drop_weight(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight = None
-
-
-def smooth(loss: nn.CrossEntropyLoss) -> None:
-    loss.label_smoothing = 0.2
-
-
-def ignore(loss: nn.CrossEntropyLoss) -> None:
-    loss.ignore_index = int(Y[0])
-
-
-def add_up(loss: nn.CrossEntropyLoss) -> None:
-    loss.reduction = "sum"
-
-
-CHANGES = [scale_in_place, replace_weight, weight_as_parameter, drop_weight, smooth, ignore, add_up]
+NEW = torch.tensor([3.0, 1.0, 0.0, 4.0]).double()
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda loss: loss.weight.mul_(NEW + 1),
+    "replaced": lambda loss: setattr(loss, "weight", NEW),
+    "a parameter": lambda loss: setattr(loss, "weight", nn.Parameter(NEW, requires_grad=False)),
+    "dropped": lambda loss: setattr(loss, "weight", None),
+    "smoothed": lambda loss: setattr(loss, "label_smoothing", 0.2),
+    "ignored": lambda loss: setattr(loss, "ignore_index", int(Y[0])),
+    "added up": lambda loss: setattr(loss, "reduction", "sum"),
+}
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_settings_take_effect(change: Callable[[Any], None], micro_batch: int | None) -> None:
     trial = Trial(weighted(), (X, Y), micro_batch=micro_batch)
     assert trial.is_exact()
@@ -185,22 +166,12 @@ class Outputs(nn.Module):
 
 
 COUNTS: list[tuple[Any, int, Any, str]] = [
-    (
-        F.cross_entropy,
-        2,
-        (X, Y),
-        "Expected 2 tensors for cross_entropy, got 2 from the model and 1 as target",
-    ),
-    (nn.MSELoss(), 1, (X, (Z, Z)), "Expected 2 tensors for MSELoss, got 1 from the model and 2 as target"),
-    (nn.MSELoss(), 1, (X,), "Expected 2 tensors for MSELoss, got 1 from the model and 0 as target"),
-    (nn.GaussianNLLLoss(), 1, (X, Z), "Expected 3 tensors for GaussianNLLLoss, got 1 from the model"),
-    (F.ctc_loss, 1, (X, Y), "Expected 4 tensors for ctc_loss, got 1 from the model and 1 as target"),
-    (
-        F.triplet_margin_loss,
-        2,
-        (X, X, X),
-        "Expected 3 tensors for triplet_margin_loss, got 2 from the model and 0",
-    ),
+    (F.cross_entropy, 2, (X, Y), "2 tensors for cross_entropy, got 2 from the model and 1 as target"),
+    (nn.MSELoss(), 1, (X, (Z, Z)), "2 tensors for MSELoss, got 1 from the model and 2 as target"),
+    (nn.MSELoss(), 1, (X,), "2 tensors for MSELoss, got 1 from the model and 0 as target"),
+    (nn.GaussianNLLLoss(), 1, (X, Z), "3 tensors for GaussianNLLLoss, got 1 from the model"),
+    (F.ctc_loss, 1, (X, Y), "4 tensors for ctc_loss, got 1 from the model and 1 as target"),
+    (F.triplet_margin_loss, 2, (X, X, X), "3 tensors for triplet_margin_loss, got 2 from the model and 0"),
 ]
 
 

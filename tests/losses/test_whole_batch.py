@@ -1,9 +1,7 @@
-import random
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +18,6 @@ from anybatch.testing import reference_step, relative_error, tolerance
 from tests.losses.whole_losses import (
     CASES,
     Towers,
-    Views,
     clip,
     encoder,
     labelled,
@@ -83,24 +80,6 @@ def test_a_loss_may_draw_and_its_draws_stay() -> None:
     report, _ = take(model, WholeBatch(noisy), batch, MICRO_BATCH)
     assert relative_error(report.loss, expected) <= LIMIT
     assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_python_and_numpy_streams_are_replayed_too() -> None:
-    class Jitter(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (1 + random.random() + np.random.rand())
-
-    model, batch = nn.Sequential(encoder(), Jitter()), labelled(ROWS)
-    random.seed(3)
-    np.random.seed(3)
-    with torch.no_grad():
-        outputs = torch.cat([model(rows) for rows in batch[0].split(MICRO_BATCH)])
-    expected, after = sup_con(outputs, batch[1]), (random.random(), np.random.rand())
-    random.seed(3)
-    np.random.seed(3)
-    report, _ = take(model, WholeBatch(sup_con), batch, MICRO_BATCH)
-    assert relative_error(report.loss, expected) <= LIMIT
-    assert (random.random(), np.random.rand()) == after
 
 
 def test_buffers_are_updated_once_per_micro_batch() -> None:
@@ -219,30 +198,6 @@ def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | 
                 p.copy_(was)
     assert all(moved.any() for moved in found[0])
     assert relative_error(found[1], found[0]) <= LIMIT
-
-
-def test_batch_norm_in_the_loss_sees_all_rows() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4, affine=False)
-
-        def forward(self, one: Tensor, other: Tensor) -> Tensor:
-            return ((self.norm(one).T @ self.norm(other)) / len(one) - torch.eye(4)).square().sum()
-
-    model, batch = Views(), CASES["barlow twins"].batch(ROWS)
-    uncut, cut = [take(model, WholeBatch(Normed()), batch, m) for m in (None, MICRO_BATCH)]
-    assert relative_error(cut[1], uncut[1]) <= LIMIT
-
-
-def test_a_batch_without_weight_leaves_the_validation_loss_alone() -> None:
-    model = encoder()
-    x, y = torch.randn(24, 5), torch.cat([torch.zeros(12, dtype=torch.int64), torch.arange(12) % 3])
-    step = Step(model, WholeBatch(CASES["triplets"].function), torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(step, (x, y), batch_size=12, progress=False)
-    with torch.no_grad():
-        expected = CASES["triplets"].function(model(x[12:]), y[12:]).mean()
-    assert relative_error(trainer.evaluate((x, y))["loss"], expected) <= LIMIT
 
 
 def test_a_mean_over_no_valid_target_is_thought_of() -> None:
