@@ -1,7 +1,6 @@
 """Heads of transformers against their own whole-batch loss, and router losses, in which rows meet."""
 
 import copy
-import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +17,7 @@ from anybatch.integrations.transformers import (
     RouterLoss,
     WholeRouterLoss,
     homes,
-    is_layer,
-    recomputes_itself,
     recorded,
-    wants_router_loss,
     with_empty_cache,
     with_own_cache,
 )
@@ -79,11 +75,6 @@ def samples_of(head: Head) -> list[dict[str, Tensor]]:
 # ---- every head
 
 
-def test_there_are_enough_heads_and_families() -> None:
-    assert len({(head.name, *map(str, head.settings.values())) for head in HEADS}) >= 24
-    assert len({type(head.build().config) for head in HEADS}) >= 12
-
-
 @pytest.mark.parametrize("micro_batch", [ROWS // MICRO_BATCHES, 3, 1])
 @pytest.mark.parametrize("head", HEADS, ids=[head.title for head in HEADS])
 def test_head_is_exact(head: Head, micro_batch: int) -> None:
@@ -118,17 +109,6 @@ def test_uncut_is_the_models_own_to_the_bit(head: Head) -> None:
     _, found = cut(model, dict(head.batch), None)
     assert found.keys() == gradients.keys()
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
-
-
-@pytest.mark.parametrize("head", [HEADS[0], HEADS[7]], ids=["shifted", "as they are"])
-def test_a_mean_of_means_is_found_out(head: Head) -> None:
-    """The mutation that all of this is about."""
-    model = head.build()
-    _, gradients = whole(model, head.batch)
-    for start in range(0, ROWS, 2):
-        micro = {name: value[start : start + 2] for name, value in head.batch.items()}
-        (model(**micro).loss / MICRO_BATCHES).backward()
-    assert relative_error({name: p.grad for name, p in model.named_parameters()}, gradients) > 100 * LIMIT
 
 
 def test_counting_before_the_shift_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,14 +184,6 @@ def test_router_loss_has_its_value_and_its_share() -> None:
     assert relative_error(report.terms["router"], coefficient * own.aux_loss.item()) <= FLOAT32
 
 
-def test_leaving_the_router_loss_to_micro_batches_is_found_out() -> None:
-    model = MIXTRAL.build()
-    _, gradients = whole(model, MIXTRAL.batch)
-    model.config.router_aux_loss_coef, model.router_aux_loss_coef = 0.0, 0.0
-    _, found = cut(model, dict(MIXTRAL.batch), 2)
-    assert relative_error(found, gradients) > 100 * LIMIT
-
-
 def test_both_passes_draw_the_same_dropout() -> None:
     settings = {**MIXTRAL.settings, "attention_dropout": 0.3}
     model = Head(name=MIXTRAL.name, settings=settings, batch=MIXTRAL.batch).build()
@@ -254,17 +226,6 @@ def test_outside_a_block_the_modeling_file_does_what_it_did_even_after_a_failure
     assert (first, second) == ([], [])
 
 
-def test_blocks_may_be_nested_and_left_in_any_order() -> None:
-    one, other = recorded(homes(MIXTRAL.build())), recorded(homes(MIXTRAL.build()))
-    outer, inner = one.__enter__(), other.__enter__()
-    plain_router_loss()
-    other.__exit__(None, None, None)
-    plain_router_loss()
-    one.__exit__(None, None, None)
-    plain_router_loss()
-    assert (len(outer), len(inner)) == (1, 1)
-
-
 def test_another_thread_records_for_itself() -> None:
     seen: list[int] = []
 
@@ -305,20 +266,6 @@ def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
     for micro_batch in (1, 3):
         _, found = cut(model, batch, micro_batch)
         assert relative_error(found, gradients) <= LIMIT
-
-
-def test_evaluation_leaves_the_router_loss_out() -> None:
-    terms = ModelLoss().begin()
-    with torch.no_grad():
-        evaluated = terms.evaluate(MIXTRAL.build(), dict(MIXTRAL.batch))
-    assert list(evaluated.sums) == list(evaluated.weigh()) == ["cross_entropy"]
-
-
-def test_models_with_and_without_router_loss_are_told_apart() -> None:
-    assert homes(MIXTRAL.build()) == [sys.modules[modeling_mixtral.__name__]]
-    assert wants_router_loss(MIXTRAL.build())
-    assert homes(HEADS[0].build()) == []
-    assert not wants_router_loss(HEADS[0].build())
 
 
 @pytest.mark.parametrize(
@@ -373,15 +320,6 @@ def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
 
 def gpt2() -> nn.Module:
     return next(head for head in HEADS if head.name == "GPT2LMHeadModel").build()
-
-
-def test_layers_are_known_by_their_mark() -> None:
-    model = gpt2()
-    assert [name for name, module in model.named_modules() if is_layer(module)] == ["transformer.h.0"]
-    block: Any = model.get_submodule("transformer.h.0")
-    assert not recomputes_itself(block)
-    block.gradient_checkpointing = True
-    assert recomputes_itself(block)
 
 
 def test_every_run_of_a_layer_has_an_empty_cache_of_its_own() -> None:

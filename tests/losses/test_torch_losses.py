@@ -1,6 +1,7 @@
 """Torch's losses as sums: what a step reads from the caller's object, and reads anew each time."""
 
 import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import LossError
-from anybatch.losses.torch_losses import summed_loss
 from anybatch.testing import GradientRecorder, Perceptron, reference_step, relative_error, tolerance
 
 ROWS, CLASSES = 6, 4
@@ -46,39 +46,20 @@ def weighted() -> nn.CrossEntropyLoss:
     return nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0, 4.0]).double())
 
 
-def scale_in_place(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight[0] = 7.0  # type: ignore[index]
-
-
-def replace_weight(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight = torch.tensor([3.0, 1.0, 0.0, 4.0]).double()
-
-
-def weight_as_parameter(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight = nn.Parameter(torch.tensor([3.0, 1.0, 0.0, 4.0]).double(), requires_grad=False)
-
-
-def drop_weight(loss: nn.CrossEntropyLoss) -> None:
-    loss.weight = None
-
-
-def smooth(loss: nn.CrossEntropyLoss) -> None:
-    loss.label_smoothing = 0.2
-
-
-def ignore(loss: nn.CrossEntropyLoss) -> None:
-    loss.ignore_index = int(Y[0])
-
-
-def add_up(loss: nn.CrossEntropyLoss) -> None:
-    loss.reduction = "sum"
-
-
-CHANGES = [scale_in_place, replace_weight, weight_as_parameter, drop_weight, smooth, ignore, add_up]
+NEW = torch.tensor([3.0, 1.0, 0.0, 4.0]).double()
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda loss: loss.weight.mul_(NEW + 1),
+    "replaced": lambda loss: setattr(loss, "weight", NEW),
+    "a parameter": lambda loss: setattr(loss, "weight", nn.Parameter(NEW, requires_grad=False)),
+    "dropped": lambda loss: setattr(loss, "weight", None),
+    "smoothed": lambda loss: setattr(loss, "label_smoothing", 0.2),
+    "ignored": lambda loss: setattr(loss, "ignore_index", int(Y[0])),
+    "added up": lambda loss: setattr(loss, "reduction", "sum"),
+}
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_changed_settings_take_effect(change: Callable[[Any], None], micro_batch: int | None) -> None:
     trial = Trial(weighted(), (X, Y), micro_batch=micro_batch)
     assert trial.is_exact()
@@ -111,28 +92,6 @@ def test_the_callers_loss_is_left_as_it_is() -> None:
 # ---- what the caller's object may be
 
 
-class Renamed(nn.MSELoss):
-    """Another name for the same loss."""
-
-
-@pytest.mark.parametrize(
-    "loss", [Renamed(), F.mse_loss, partial(partial(F.mse_loss, reduction="sum"), reduction="mean")]
-)
-def test_one_loss_in_other_clothes(loss: Any) -> None:
-    trial = Trial(loss, (X, Z))
-    assert trial.is_exact()
-    assert trial.step((X, Z)).weights == {"loss": ROWS * CLASSES}
-
-
-def test_a_loss_may_have_parameters_of_its_own() -> None:
-    loss = nn.Linear(1, 1)
-    if hasattr(nn, "LinearCrossEntropyLoss"):
-        loss = nn.LinearCrossEntropyLoss(CLASSES, 5, bias=True).double()
-        trial = Trial(loss, (X, Y))
-        assert trial.is_exact()
-        assert {"loss.linear.weight", "loss.linear.bias"} <= trial.recorder.gradients.keys()
-
-
 def test_hooks_of_the_loss_are_called() -> None:
     loss, seen = nn.MSELoss(), []
     loss.register_forward_hook(lambda module, arguments, output: seen.append(len(arguments[0])))
@@ -155,13 +114,6 @@ def test_a_weight_is_cut_where_it_reaches_the_rows(shape: tuple[int, ...], micro
         assert Trial(loss, (X, Z), micro_batch=micro_batch).is_exact()
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_a_weight_for_each_row_of_single_numbers(micro_batch: int) -> None:
-    model = nn.Sequential(Perceptron(3, 1), nn.Flatten(0))
-    loss = nn.BCEWithLogitsLoss(weight=torch.rand(ROWS, dtype=torch.float64))
-    assert Trial(loss, (X, Z[:, 0]), model, micro_batch=micro_batch).is_exact()
-
-
 def test_a_square_weight_is_one_of_rows() -> None:
     """As many classes as rows: a weight of classes has one axis, one of rows has two."""
     model, target = Perceptron(3, ROWS), torch.rand(ROWS, ROWS, dtype=torch.float64)
@@ -170,16 +122,33 @@ def test_a_square_weight_is_one_of_rows() -> None:
         assert Trial(loss, (X, target), model).is_exact()
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_weight_of_rows_that_come_one_by_one_is_refused(rows: int, reduction: str) -> None:
-    """Broadcast over a single row it would repeat its loss; over more it fits nowhere."""
-    trial = Trial(nn.MultiLabelSoftMarginLoss(weight=Z, reduction=reduction), (X, Z), micro_batch=None)
-    window = trial.step.window()
-    with pytest.raises((LossError, RuntimeError)) as caught:
-        window.add((X[:rows], Z[:rows]))
-    assert rows > 1 or "an entry for every row" in str(caught.value)
-    window.discard()
+PER_ROW: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "labels": (nn.MultiLabelSoftMarginLoss(weight=Z, reduction="sum"), (CLASSES,)),
+    "one for each row": (nn.BCEWithLogitsLoss(weight=Z[:, :1]), (CLASSES,)),
+    "single numbers": (partial(F.binary_cross_entropy_with_logits, pos_weight=Z[:, 0]), ()),
+    "elements": (partial(F.mse_loss, weight=Z), (CLASSES,)),
+    "variance": (partial(F.gaussian_nll_loss, var=Z + 0.1), (CLASSES,)),
+    "one variance for each row": (partial(F.gaussian_nll_loss, var=Z[:, 0] + 0.1), (CLASSES,)),
+}
+
+
+@pytest.mark.parametrize(("loss", "shape"), PER_ROW.values(), ids=PER_ROW)
+def test_a_setting_of_rows_is_cut_by_a_step_and_refused_where_rows_come_in_parts(
+    loss: Any, shape: tuple[int, ...]
+) -> None:
+    batch = rows_of(ROWS, (3,), shape)
+    for micro_batch in (None, 1, 4):
+        assert Trial(loss, batch, Shaped(shape), micro_batch=micro_batch).is_exact()
+    trial = Trial(loss, batch, Shaped(shape), micro_batch=None)
+    for rows in (1, 2, ROWS):
+        window = trial.step.window()
+        with pytest.raises(LossError, match="without an entry for every row where rows come in parts"):
+            window.add(tuple(part[:rows] for part in batch))
+        window.discard()
+    samples = list(zip(*batch, strict=True))
+    collated = Trial(loss, batch, Shaped(shape), collate=torch.utils.data.default_collate)
+    with pytest.raises(LossError, match="where rows come in parts"):
+        collated.step(samples)
 
 
 # ---- what the loss compares
@@ -197,22 +166,12 @@ class Outputs(nn.Module):
 
 
 COUNTS: list[tuple[Any, int, Any, str]] = [
-    (
-        F.cross_entropy,
-        2,
-        (X, Y),
-        "Expected 2 tensors for cross_entropy, got 2 from the model and 1 as target",
-    ),
-    (nn.MSELoss(), 1, (X, (Z, Z)), "Expected 2 tensors for MSELoss, got 1 from the model and 2 as target"),
-    (nn.MSELoss(), 1, (X,), "Expected 2 tensors for MSELoss, got 1 from the model and 0 as target"),
-    (nn.GaussianNLLLoss(), 1, (X, Z), "Expected 3 tensors for GaussianNLLLoss, got 1 from the model"),
-    (F.ctc_loss, 1, (X, Y), "Expected 4 tensors for ctc_loss, got 1 from the model and 1 as target"),
-    (
-        F.triplet_margin_loss,
-        2,
-        (X, X, X),
-        "Expected 3 tensors for triplet_margin_loss, got 2 from the model and 0",
-    ),
+    (F.cross_entropy, 2, (X, Y), "2 tensors for cross_entropy, got 2 from the model and 1 as target"),
+    (nn.MSELoss(), 1, (X, (Z, Z)), "2 tensors for MSELoss, got 1 from the model and 2 as target"),
+    (nn.MSELoss(), 1, (X,), "2 tensors for MSELoss, got 1 from the model and 0 as target"),
+    (nn.GaussianNLLLoss(), 1, (X, Z), "3 tensors for GaussianNLLLoss, got 1 from the model"),
+    (F.ctc_loss, 1, (X, Y), "4 tensors for ctc_loss, got 1 from the model and 1 as target"),
+    (F.triplet_margin_loss, 2, (X, X, X), "3 tensors for triplet_margin_loss, got 2 from the model and 0"),
 ]
 
 
@@ -225,52 +184,6 @@ def test_too_few_or_too_many_tensors(
         Trial(loss, batch, Outputs(number), micro_batch=micro_batch).step(batch)
     assert got in str(caught.value)
     assert "write the loss as a function (model, micro) -> ab.Total" in str(caught.value)
-
-
-def test_a_constant_variance_is_a_setting() -> None:
-    assert Trial(partial(F.gaussian_nll_loss, var=2.0), (X, Z)).is_exact()
-
-
-@pytest.mark.parametrize(
-    "batch", [(X, X + 1, X - 1), [X, X + 1, X - 1], ((X, X + 1, X - 1),)], ids=["three", "list", "one"]
-)
-def test_a_triplet_has_no_target(batch: Any) -> None:
-    class Embed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Perceptron(3, 3)
-
-        def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-            return tuple(map(self.net, inputs))
-
-    assert Trial(nn.TripletMarginLoss(), batch, Embed()).is_exact()
-
-
-def test_ctc_takes_its_targets_from_a_loader() -> None:
-    """Loaders collate tuples to lists."""
-
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Perceptron(3, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.net(x).log_softmax(-1).transpose(0, 1)
-
-    x = torch.randn(ROWS, 5, 3, dtype=torch.float64)
-    targets = torch.randint(1, CLASSES, (ROWS, 2)), torch.full((ROWS,), 5), torch.tensor([2, 1, 0, 2, 1, 2])
-    dataset = torch.utils.data.TensorDataset(x, *targets)
-    loader = torch.utils.data.DataLoader([(x, tuple(rest)) for x, *rest in dataset], batch_size=ROWS)
-    batch = next(iter(loader))
-    assert isinstance(batch, list)
-    assert isinstance(batch[1], list)
-    trial = Trial(nn.CTCLoss(), batch, TimeFirst())
-    assert trial.is_exact()
-    assert trial.step(batch).weights == {"loss": ROWS}
-
-
-def test_targets_of_one_byte() -> None:
-    assert Trial(weighted(), (X, Y.to(torch.uint8))).is_exact()
 
 
 def test_rows_that_do_not_weigh_the_same_are_refused() -> None:
@@ -287,39 +200,101 @@ def test_rows_that_do_not_weigh_the_same_are_refused() -> None:
         step(samples)
 
 
-def test_what_is_no_loss_of_torch_is_left_to_others() -> None:
-    assert summed_loss(nn.Linear(1, 1)) is None
-    assert summed_loss(lambda model, micro: None) is None
-    assert summed_loss(None) is None
+# ---- output and target whose rows torch would broadcast against each other
 
 
-BROADCAST = [
-    nn.MSELoss(),
-    nn.L1Loss(),
-    nn.HuberLoss(),
-    nn.SmoothL1Loss(),
-    nn.PoissonNLLLoss(),
-    nn.KLDivLoss(),
-]
+class Shaped(nn.Module):
+    """Numbers from 0 to 1 for each row, in any shape."""
+
+    def __init__(self, *shapes: tuple[int, ...], squeezes: bool = False, mixes: bool = False) -> None:
+        super().__init__()
+        self.net, self.shapes, self.squeezes, self.mixes = nn.Linear(3, 24), shapes, squeezes, mixes
+
+    def forward(self, *inputs: Tensor) -> Any:
+        outputs: list[Tensor] = []
+        for x, shape in zip(inputs * len(self.shapes), self.shapes, strict=False):
+            y = self.net(x)[:, : math.prod(shape)].sigmoid().view(len(x), *shape)
+            y = y.mean(0, keepdim=True) if self.mixes and (outputs or len(self.shapes) == 1) else y
+            outputs.append(y.squeeze() if self.squeezes else y)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
+ELEMENTWISE: dict[str, Any] = {
+    "mse": nn.MSELoss(),
+    "mse, weighted": partial(F.mse_loss, weight=torch.ones(())),
+    "l1": F.l1_loss,
+    "smooth l1": partial(F.smooth_l1_loss, beta=0.3),
+    "huber": nn.HuberLoss(),
+    "huber function": F.huber_loss,
+    "binary": F.binary_cross_entropy,
+    "binary of logits": nn.BCEWithLogitsLoss(),
+    "poisson": nn.PoissonNLLLoss(),
+    "gaussian": partial(F.gaussian_nll_loss, var=0.3),
+    "soft margin": F.soft_margin_loss,
+    "hinge": nn.HingeEmbeddingLoss(),
+    "divergence": nn.KLDivLoss(reduction="batchmean"),
+    "multilabel": nn.MultiLabelSoftMarginLoss(),
+}
+
+
+def rows_of(rows: int, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return tuple(torch.rand(rows, *shape, dtype=torch.float64) for shape in shapes)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(
+    ("output", "target"), [((1,), ()), ((), (1,)), ((3, 1), (3,)), ((3,), (3, 1)), ((4,), ())], ids=str
+)
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("loss", BROADCAST, ids=lambda loss: type(loss).__name__)
-def test_output_and_target_that_meet_row_against_row_are_refused(loss: nn.Module, rows: int) -> None:
-    model = nn.Linear(3, 1)
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(LossError, match=r"as many axes.*target\[:, None\]"):
-        step((torch.ones(rows, 3), torch.ones(rows)))
+def test_another_number_of_axes_is_refused(name: str, output: Any, target: Any, rows: int) -> None:
+    trial = Trial(ELEMENTWISE[name], (), Shaped(output))
+    with pytest.raises(LossError, match="axes"):
+        trial.step(rows_of(rows, (3,), target))
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize(("output", "target"), [((3,), (3,)), ((1,), (3,)), ((1,), (1,)), ((), ())], ids=str)
+def test_an_output_without_rows_is_refused(name: str, output: Any, target: Any) -> None:
+    trial = Trial(ELEMENTWISE[name], (), Shaped(output, mixes=True, squeezes=not output))
+    with pytest.raises(LossError, match="axes"):
+        trial.step(rows_of(4, (3,), target))
+
+
+ONE_ROW: dict[str, tuple[Any, nn.Module, Any]] = {  # of all rows torch would make one
+    "probabilities": (F.cross_entropy, Shaped(()), rows_of(4, (3,), ())),
+    "labels": (nn.MultiLabelSoftMarginLoss(), Shaped(()), rows_of(4, (3,), ())),
+    "many labels": (nn.MultiLabelMarginLoss(), Shaped(()), (X[:4], torch.tensor([1, 0, -1, 2]))),
+    "triplet": (nn.TripletMarginLoss(), Shaped((), (), ()), rows_of(4, (3,), (3,), (3,))),
+    "sequence": (F.ctc_loss, Shaped((5,)), (X[:4], (torch.ones(4, 2).long(), Y[:4], Y[:4]))),
+    "one of a pair": (F.cosine_embedding_loss, Shaped((3,), (3,), mixes=True), rows_of(4, (3,), ())),
+    "one of three": (
+        nn.TripletMarginLoss(),
+        Shaped((3,), (3,), (3,), mixes=True),
+        rows_of(4, (3,), (3,), (3,)),
+    ),
+    "one of two ranked": (F.margin_ranking_loss, Shaped((), (), mixes=True), rows_of(4, (3,), ())),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.parametrize(("loss", "model", "batch"), ONE_ROW.values(), ids=ONE_ROW)
+def test_rows_that_torch_would_take_for_one_are_refused(
+    loss: Any, model: nn.Module, batch: Any, micro_batch: int | None
+) -> None:
+    with pytest.raises(LossError, match="axes"):
+        Trial(loss, batch, model, micro_batch=micro_batch).step(batch)
 
 
 @pytest.mark.filterwarnings("ignore:Using a target size")  # which torch broadcasts rightly
-def test_a_model_that_squeezes_the_rows_away_is_not_refused_for_a_last_row() -> None:
-    class Squeezed(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x).squeeze()
+@pytest.mark.parametrize("loss", [nn.MSELoss(), F.poisson_nll_loss, nn.KLDivLoss(reduction="sum")])
+@pytest.mark.parametrize(("output", "target"), [((1,), (3,)), ((3,), (1,)), ((3, 1), (1, 2))], ids=str)
+def test_axes_other_than_rows_may_be_broadcast(loss: Any, output: Any, target: Any) -> None:
+    for micro_batch in (None, 1, 4):
+        assert Trial(loss, rows_of(6, (3,), target), Shaped(output), micro_batch=micro_batch).is_exact()
 
-    model = Squeezed(4, 1)
-    trial = Trial(
-        nn.MSELoss(), (torch.randn(7, 5, 4).double(), torch.randn(7, 5).double()), model, micro_batch=3
-    )
+
+@pytest.mark.filterwarnings("ignore:Using a target size")  # a single row has lost its axis, and none meets it
+@pytest.mark.parametrize("shape", [(), (5,), (5, 2)], ids=str)
+def test_a_model_that_squeezes_the_rows_away_is_not_refused_for_a_last_row(shape: Any) -> None:
+    trial = Trial(nn.MSELoss(), rows_of(7, (3,), shape), Shaped((*shape, 1), squeezes=True), micro_batch=3)
     assert trial.is_exact()

@@ -1,25 +1,23 @@
-import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
 
 from anybatch import Step, Total, Trainer
 from anybatch.core import tree
 from anybatch.core.errors import LossError, NonFiniteLossError
-from anybatch.losses.inputs import call
+from anybatch.losses.cotangents import Seen, joined
 from anybatch.losses.whole_batch import WholeBatch
-from anybatch.state import rng
 from anybatch.testing import reference_step, relative_error, tolerance
 from tests.losses.whole_losses import (
     CASES,
-    Case,
     Towers,
-    Views,
     clip,
     encoder,
     labelled,
@@ -40,78 +38,30 @@ def double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def whole(case: Case) -> tuple[nn.Module, Any, Any]:
-    model, batch = case.model(0.0).double(), case.batch(ROWS)
-    return model, batch, reference_step(model, WholeBatch(case.function), batch)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_any_cut_gives_the_whole_batch(name: str) -> None:
-    case = CASES[name]
-    model, batch, expected = whole(case)
-    for micro_batch in CUTS:
-        report, gradients = take(model, WholeBatch(case.function), batch, micro_batch)
-        assert relative_error(gradients, expected.gradients) <= LIMIT
-        assert relative_error(report.loss, expected.loss) <= LIMIT
-        assert report.micro_batches == -(-ROWS // micro_batch)
-
-
-@pytest.mark.parametrize("loss_rows", [1, 5, ROWS])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.by_rows])
-def test_the_loss_itself_may_be_cut_by_rows(name: str, loss_rows: int) -> None:
-    case = CASES[name]
-    model, batch, expected = whole(case)
-    for micro_batch in (None, *CUTS):
-        report, gradients = take(model, WholeBatch(case.by_rows, loss_rows=loss_rows), batch, micro_batch)
-        assert relative_error(gradients, expected.gradients) <= LIMIT
-        assert relative_error(report.loss, expected.loss) <= LIMIT
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_uncut_is_the_plain_loop(name: str) -> None:
-    case = CASES[name]
-    model, batch, expected = whole(case)
-    report, gradients = take(model, WholeBatch(case.function), batch, None)
-    assert report.loss == expected.loss
-    assert gradients.keys() == expected.gradients.keys()
-    assert all(torch.equal(gradients[name], value) for name, value in expected.gradients.items())
-
-
-def masks_of(model: nn.Module, seen: list[Tensor]) -> Any:
-    """Note which entries each dropout leaves, in the order in which they are drawn."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.register_forward_hook(lambda module, inputs, output: seen.append(output != 0))
-
-
-@pytest.mark.parametrize("name", ["clip", "nt-xent", "barlow twins", "triplets"])
+@pytest.mark.parametrize("name", ["clip", "triplets"])
 def test_dropout_draws_the_masks_of_one_pass(name: str) -> None:
     """The reference: all micro-batches forward, with their graphs, then the loss, then one backward."""
     case = CASES[name]
     model, batch = case.model(0.2).double(), case.batch(ROWS)
     seen: list[Tensor] = []
-    masks_of(model, seen)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(lambda module, inputs, output: seen.append(output != 0))
     torch.manual_seed(5)
     _, gradients = take(model, WholeBatch(case.function), batch, MICRO_BATCH)
     after, both_passes = torch.get_rng_state(), seen[:]
     seen.clear()
     torch.manual_seed(5)
-    nest = tree.flatten(batch)
-    parts = [
-        nest.build(iter(part))
-        for part in zip(*[leaf.split(MICRO_BATCH) for leaf in nest.leaves], strict=True)
-    ]
-    is_labelled = isinstance(batch, tuple) and not isinstance(model, Towers)
-    outputs = [call(model, part[0] if is_labelled else part) for part in parts]
-    outputs = [output if isinstance(output, tuple) else (output,) for output in outputs]
-    joined = [part[0] if part[0].dim() == 0 else torch.cat(part) for part in zip(*outputs, strict=True)]
-    value = case.function(*joined, *([batch[1]] if is_labelled else []))
-    (value.mean() if isinstance(value, Total) else value).backward()
+    parts = list(zip(*[leaf.split(MICRO_BATCH) for leaf in batch], strict=True))
+    if name == "clip":
+        images, texts, scales = zip(*[model(*part) for part in parts], strict=True)
+        clip(torch.cat(images), torch.cat(texts), scales[0]).backward()
+    else:
+        case.function(torch.cat([model(x) for x, _ in parts]), batch[1]).mean().backward()
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert relative_error(gradients, expected) <= LIMIT
     assert len(both_passes) == 2 * len(seen) > 0
-    for one, other in zip(both_passes, seen + seen, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(one, other) for one, other in zip(both_passes, seen + seen, strict=True))
     assert torch.equal(torch.get_rng_state(), after)  # as after one pass
 
 
@@ -130,24 +80,6 @@ def test_a_loss_may_draw_and_its_draws_stay() -> None:
     report, _ = take(model, WholeBatch(noisy), batch, MICRO_BATCH)
     assert relative_error(report.loss, expected) <= LIMIT
     assert torch.equal(torch.get_rng_state(), after)
-
-
-def test_python_and_numpy_streams_are_replayed_too() -> None:
-    class Jitter(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * (1 + random.random() + np.random.rand())
-
-    model, batch = nn.Sequential(encoder(), Jitter()), labelled(ROWS)
-    random.seed(3)
-    np.random.seed(3)
-    with torch.no_grad():
-        outputs = torch.cat([model(rows) for rows in batch[0].split(MICRO_BATCH)])
-    expected, after = sup_con(outputs, batch[1]), (random.random(), np.random.rand())
-    random.seed(3)
-    np.random.seed(3)
-    report, _ = take(model, WholeBatch(sup_con), batch, MICRO_BATCH)
-    assert relative_error(report.loss, expected) <= LIMIT
-    assert (random.random(), np.random.rand()) == after
 
 
 def test_buffers_are_updated_once_per_micro_batch() -> None:
@@ -233,25 +165,6 @@ def test_no_weight_means_no_update() -> None:
             assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
-def test_a_stale_random_state_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutation: the second pass goes on where the first one ended."""
-    monkeypatch.setattr(rng, "restore_process", lambda state: None)
-    with pytest.raises(LossError, match="repeat the first"):
-        take(encoder(0.2), WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
-
-
-def test_a_mean_of_means_is_something_else() -> None:
-    """The mutation: what accumulation without a second pass gives."""
-    case = CASES["sup-con"]
-    model, batch, expected = whole(case)
-
-    def mean(model: nn.Module, micro: Any) -> Total:
-        return Total(sup_con(model(micro[0]), micro[1]) * len(micro[0]), len(micro[0]))
-
-    _, gradients = take(model, mean, batch, MICRO_BATCH, check=False)
-    assert relative_error(gradients, expected.gradients) > 0.1
-
-
 def test_a_trainer_validates_on_whole_batches() -> None:
     """The loss of each batch, weighted by its rows: not of each micro-batch."""
     model, batch = encoder(), labelled(ROWS)
@@ -287,65 +200,103 @@ def test_parameters_are_found_wherever_the_function_holds_them(loss_rows: int | 
     assert relative_error(found[1], found[0]) <= LIMIT
 
 
-def test_outputs_without_gradient_may_be_weights() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = encoder()
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.body(x), (x[:, 0] > 0).double()
-
-    def loss(outputs: Tensor, mask: Tensor) -> Total:
-        return Total(((outputs - outputs.mean(0)) * mask[:, None]).square().sum(), mask.sum())
-
-    model, batch = Masked(), (torch.randn(ROWS, 5),)
-    whole_, cut = [take(model, WholeBatch(loss), batch, m) for m in (None, MICRO_BATCH)]
-    assert relative_error(cut[1], whole_[1]) <= LIMIT
-
-
-def test_a_model_may_differentiate_inside() -> None:
-    class Forces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = encoder()
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.clone().requires_grad_()
-            (slope,) = torch.autograd.grad(self.body(x).sum(), x, create_graph=True)
-            return slope
-
-    model, batch = Forces(), labelled(ROWS)
-    uncut, cut = [take(model, WholeBatch(sup_con), batch, m) for m in (None, MICRO_BATCH)]
-    assert relative_error(cut[1], uncut[1]) <= LIMIT
-
-
-def test_batch_norm_in_the_loss_sees_all_rows() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4, affine=False)
-
-        def forward(self, one: Tensor, other: Tensor) -> Tensor:
-            return ((self.norm(one).T @ self.norm(other)) / len(one) - torch.eye(4)).square().sum()
-
-    model, batch = Views(), CASES["barlow twins"].batch(ROWS)
-    uncut, cut = [take(model, WholeBatch(Normed()), batch, m) for m in (None, MICRO_BATCH)]
-    assert relative_error(cut[1], uncut[1]) <= LIMIT
-
-
-def test_a_batch_without_weight_leaves_the_validation_loss_alone() -> None:
-    model = encoder()
-    x, y = torch.randn(24, 5), torch.cat([torch.zeros(12, dtype=torch.int64), torch.arange(12) % 3])
-    step = Step(model, WholeBatch(CASES["triplets"].function), torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(step, (x, y), batch_size=12, progress=False)
-    with torch.no_grad():
-        expected = CASES["triplets"].function(model(x[12:]), y[12:]).mean()
-    assert relative_error(trainer.evaluate((x, y))["loss"], expected) <= LIMIT
-
-
 def test_a_mean_over_no_valid_target_is_thought_of() -> None:
     model, masked = nn.Linear(3, 2), torch.full((5,), -100)
     step = Step(model, WholeBatch(F.cross_entropy), torch.optim.SGD(model.parameters()), micro_batch=2)
     with pytest.raises(NonFiniteLossError, match=r"all outputs are finite.*a mean over no valid target"):
         step((torch.ones(5, 3), masked))
+
+
+# ---- what the model is given, and what the function sees
+
+
+class MaybeTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = encoder()
+
+    def forward(self, one: Tensor, other: Tensor | None = None) -> Any:
+        return self.body(one) if other is None else (self.body(one), self.body(other))
+
+
+def test_a_last_part_that_may_go_either_way_is_refused() -> None:
+    batch = CASES["barlow twins"].batch(9)
+    loss = WholeBatch(CASES["barlow twins"].function)
+    for micro_batch in (None, 4):
+        with pytest.raises(LossError, match="Name the parts"):
+            take(MaybeTwo(), loss, tuple(batch.values()), micro_batch)
+        assert take(MaybeTwo(), loss, batch, micro_batch)[0].updated
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Towers()
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+@pytest.mark.parametrize(
+    ("pack", "targets"),
+    [
+        (lambda x, y: x, 0),
+        (lambda x, y: (x,), 0),
+        (lambda x, y: (x, y), 1),
+        (lambda x, y: {"input": x}, 0),
+        (lambda x, y: {"input": x, "target": {"a": y, "b": None}}, 1),
+    ],
+    ids=range(5),
+)
+def test_targets_follow_the_outputs(pack: Any, targets: int) -> None:
+    seen = []
+
+    def loss(outputs: Tensor, *others: Any) -> Tensor:
+        seen.append([len(outputs), *[len(tree.flatten(one).leaves[0]) for one in others]])
+        return outputs.square().sum()
+
+    assert take(encoder(), WholeBatch(loss), pack(*labelled(9)), 4)[0].updated
+    assert seen == [[9] * (1 + targets)]
+
+
+def test_wrappers_are_looked_through() -> None:
+    assert take(Wrapped(), WholeBatch(clip), CASES["clip"].batch(9), 4)[0].updated
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda y: y[:, :3], "shapes"),
+        (lambda y: y + 1e-3, "repeat the first"),
+        (lambda y: y * (1 + 1e-9), ""),
+    ],
+    ids=["shape", "value", "rounding"],
+)
+def test_a_second_pass_repeats_the_first(change: Any, message: str) -> None:
+    """But for rounding. The last of its micro-batches tells."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.calls = encoder(), []
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.append(1)
+            return change(self.body(x)) if len(self.calls) == 6 else self.body(x)
+
+    with pytest.raises(LossError, match=message) if message else nullcontext():
+        take(Changing(), WholeBatch(sup_con), labelled(9), 3, check=False)
+
+
+def test_rows_of_different_lengths_are_refused_and_memory_that_runs_out_is_not() -> None:
+    class Starved(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.cat.default:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+            return func(*args, **(kwargs or {}))
+
+    samples = [(torch.ones(length, 5), torch.ones(())) for length in (2, 2, 3, 3)]
+    with pytest.raises(LossError, match="Pad them"):
+        take(encoder(), WholeBatch(sup_con), samples, 2, collate=default_collate, check=False)
+    with Starved(), pytest.raises(torch.OutOfMemoryError):
+        joined([Seen((torch.ones(2),), tuple, ()) for _ in range(2)])

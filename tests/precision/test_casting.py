@@ -123,14 +123,6 @@ def test_batches_and_outputs_may_be_dataclasses(name: str) -> None:
     assert set(seen) == {(torch.float32, torch.float32)}
 
 
-def test_callers_mappings_are_not_written_to() -> None:
-    model = Nested()
-    lower(model, find_precision("fp16-true"), [])
-    given = OrderedDict(a=torch.ones(2), frozen=Frozen(torch.ones(2)))
-    model(given)
-    assert given["a"].dtype == given["frozen"].x.dtype == torch.float32
-
-
 # ---- what is never rounded
 
 YEARS = torch.tensor([[2011.0, 17.3, 1.0], [2016.0, 1029.7, 0.1], [2017.0, 1030.1, 0.7], [2024.0, 3.0, 0.2]])
@@ -190,19 +182,6 @@ def test_what_the_model_makes_of_it_is_what_counts(change: Any, mode: Callable[[
     with mode():
         left = model(YEARS)
         assert torch.equal(left, left.bfloat16().float())
-
-
-def test_what_is_written_in_place_counts() -> None:
-    model, full = lowered(after=lambda x: x.add_(1))
-    assert torch.equal(model(YEARS), full.kept(YEARS).bfloat16().add_(1).float())
-
-
-def test_gradients_flow_through_what_was_not_rounded() -> None:
-    model, full = lowered()
-    for one in (model, full):
-        one(YEARS).square().sum().backward()
-    found = [p.grad for p in model.kept.parameters()]
-    assert all(torch.equal(one, p.grad) for one, p in zip(found, full.kept.parameters(), strict=True))
 
 
 def test_rows_may_ask_for_gradients() -> None:
@@ -276,21 +255,6 @@ def test_the_older_checkpoint_takes_the_same_twice() -> None:
     whole(YEARS).sum().backward()
     assert len(seen) == 2
     assert all(torch.equal(one, YEARS.bfloat16().float()) for one in seen)
-
-
-def test_an_output_of_the_older_checkpoint_has_its_gradient() -> None:
-    model = Part()
-    model.forward = lambda x: checkpoint(model.kept, model.linear(x), use_reentrant=True)
-    lower(model, KEPT, model.parameters())
-    model(YEARS).sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_a_lowered_part_inside_takes_and_gives_the_same() -> None:
-    model, full = lowered()
-    whole = nn.Sequential(model)
-    lower(whole, Precision(store="bfloat16", keep_float32=("*kept*",)), [])
-    assert torch.equal(whole(YEARS), full(YEARS))
 
 
 def test_copies_and_threads_remember_for_themselves() -> None:

@@ -1,7 +1,5 @@
 """The loss scale: powers of two that give way by halves, and grow after many updates."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,81 +14,42 @@ def dynamic() -> LossScale:
     return LossScale(find_precision("fp16-mixed"))
 
 
-@pytest.mark.parametrize(
-    ("precision", "value", "is_dynamic"),
-    [
-        (Precision(), 1.0, False),
-        (find_precision("bf16-true"), 1.0, False),
-        (find_precision("fp16-mixed"), FIRST_SCALE, True),
-        (find_precision("fp16-true"), FIRST_SCALE, True),
-        (Precision(compute="float16", loss_scale=1024), 1024.0, False),
-        (Precision(loss_scale="dynamic"), FIRST_SCALE, True),
-    ],
-    ids=str,
-)
-def test_where_it_begins(precision: Precision, value: float, is_dynamic: bool) -> None:
-    scale = LossScale(precision)
-    assert (scale.value, scale.is_dynamic) == (value, is_dynamic)
+def grown(scale: LossScale, updates: int) -> float:
+    for _ in range(updates):
+        scale.updated()
+    return scale.value
 
 
-def test_it_gives_way_down_to_one() -> None:
+def test_a_dynamic_one_gives_way_down_to_one_and_grows_after_many_updates() -> None:
     scale = dynamic()
-    values = []
-    while scale.give_way():
-        values.append(scale.value)
-        assert math.frexp(scale.value)[0] == 0.5
-    assert values == [2.0**power for power in range(15, -1, -1)]
-    assert scale.value == 1.0
+    assert scale.value == FIRST_SCALE == 2.0**16
+    assert [scale.value for _ in range(16) if scale.give_way()] == [2.0**n for n in range(15, -1, -1)]
     assert not scale.give_way()
-
-
-def test_only_a_fixed_one_begins_anew() -> None:
-    fixed, following = LossScale(Precision(compute="float16", loss_scale=8.0)), dynamic()
-    for scale, after in ((fixed, 8.0), (following, FIRST_SCALE / 2)):
-        assert scale.give_way()
-        scale.begin()
-        assert scale.value == after
-
-
-def test_it_grows_after_many_updates_without_overflow() -> None:
     scale = dynamic()
-    for _ in range(PATIENCE - 1):
-        scale.updated()
-    assert scale.value == FIRST_SCALE
-    scale.updated()
-    assert scale.value == 2 * FIRST_SCALE
-    for _ in range(PATIENCE - 1):
-        scale.updated()
-    assert scale.value == 2 * FIRST_SCALE
+    assert [grown(scale, PATIENCE - 1), grown(scale, 1)] == [FIRST_SCALE, 2 * FIRST_SCALE]
+    assert grown(scale, PATIENCE - 1) == 2 * FIRST_SCALE
     scale.give_way()  # and the count begins anew
-    scale.updated()
+    assert grown(scale, 1) == FIRST_SCALE
+    scale.begin()
     assert scale.value == FIRST_SCALE
+    assert grown(dynamic(), 20 * PATIENCE) == MOST
 
 
-def test_it_grows_no_further_than_float32_sums_bear() -> None:
-    scale = dynamic()
-    for _ in range(20 * PATIENCE):
-        scale.updated()
-    assert scale.value == MOST
-
-
-def test_a_fixed_one_never_grows() -> None:
-    scale = LossScale(Precision(compute="float16", loss_scale=4.0))
-    for _ in range(PATIENCE + 1):
-        scale.updated()
-    assert scale.value == 4.0
+@pytest.mark.parametrize(("setting", "value"), [(None, 1.0), (8.0, 8.0)])
+def test_a_fixed_one_never_grows_and_begins_anew(setting: float | None, value: float) -> None:
+    scale = LossScale(Precision(compute="float16", loss_scale=setting))
+    assert grown(scale, PATIENCE + 1) == value
+    assert scale.give_way() == (value > 1)
+    scale.begin()
+    assert scale.value == value
 
 
 def test_a_loaded_one_goes_on_where_it_was() -> None:
     scale, other = dynamic(), dynamic()
     scale.give_way()
-    for _ in range(PATIENCE - 1):
-        scale.updated()
+    grown(scale, PATIENCE - 1)
     other.load(scale.state())
-    assert other.state() == scale.state()
-    for one in (scale, other):
-        one.updated()
-        assert one.value == FIRST_SCALE
+    assert grown(scale, 1) == grown(other, 1) == FIRST_SCALE
 
 
 def test_updates_are_counted_by_steps() -> None:

@@ -99,18 +99,6 @@ def test_a_thousand_small_updates_arrive() -> None:
     assert torch.equal(plain.weight, torch.ones_like(plain.weight))
 
 
-def test_parameter_groups() -> None:
-    def groups(model: nn.Module) -> Any:
-        rates = ({"params": model.first.parameters(), "lr": 1e-3}, {"params": model.second.parameters()})
-        return [*rates]
-
-    short, full = steps(OPTIMIZERS["Adam"], groups=groups)
-    for _ in range(3):
-        for step in (short, full):
-            step((X,))
-    assert_follows(short, full)
-
-
 def test_tied_weights_have_one_backup() -> None:
     short, full = [], []
     for precision, found in (("fp16-true", short), ("float32", full)):
@@ -186,16 +174,6 @@ def test_the_backup_follows_who_writes_to_the_weights(
     assert_follows(short, full)
 
 
-def test_writing_the_same_short_weights_loses_no_digit() -> None:
-    short, full = steps()
-    for step in (short, full):
-        step((X,))
-    load(short.model, [p.detach().clone() for p in short.model.parameters()])
-    for step in (short, full):
-        step((X,))
-    assert_follows(short, full)
-
-
 def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
     short, _ = steps()
     other = Step(
@@ -223,17 +201,6 @@ def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
     assert_follows(twin, full)
     assert changes(left, snapshot(short)) == []
     assert short.masters.tensors[0] is not twin.masters.tensors[0]
-
-
-def test_a_model_made_long_and_short_again_keeps_its_digits() -> None:
-    short, full = steps()
-    for step in (short, full):
-        step((X,))
-    short.model.float()
-    short.model.half()
-    for step in (short, full):
-        step((X,))
-    assert_follows(short, full)
 
 
 @pytest.mark.parametrize("precision", SHORT)
@@ -327,18 +294,6 @@ def test_gradients_in_a_window_are_to_be_looked_at_before_they_are_cleared() -> 
 # ---- by themselves
 
 
-def test_nothing_is_held_where_nothing_is_short() -> None:
-    model = Line()
-    masters = Masters()
-    with masters.raised(model.parameters()):
-        assert all(p.dtype == torch.float32 for p in model.parameters())
-    assert masters.tensors == []
-    assert masters.of(model.first.weight) is None
-    state = masters.state_dict(model)
-    assert changes(dict(model.state_dict()), state) == []
-    masters.load_state_dict(model, state)
-
-
 def test_the_backup_is_the_memory_that_the_weights_had() -> None:
     model = Line()
     found = [p.data_ptr() for p in model.parameters()]
@@ -346,17 +301,6 @@ def test_the_backup_is_the_memory_that_the_weights_had() -> None:
     assert [one.data_ptr() for one in step.masters.tensors] == found
     step((X,))
     assert [one.data_ptr() for one in step.masters.tensors] == found
-
-
-def test_only_what_is_updated_is_raised() -> None:
-    model = Line().half()
-    first, second = model.first.weight, model.second.weight
-    masters = Masters()
-    for one in (first, second):
-        masters.hold(one, one.data.float())
-    with masters.raised([first]):
-        assert (first.dtype, second.dtype) == (torch.float32, torch.float16)
-    assert (first.dtype, second.dtype) == (torch.float16, torch.float16)
 
 
 @pytest.mark.parametrize("kept", ["first", "Linear"])

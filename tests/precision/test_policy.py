@@ -136,38 +136,6 @@ def test_the_older_words_of_torch_can_be_read_afterwards(precision: str) -> None
     assert found == (torch.get_float32_matmul_precision(), MATMUL.allow_tf32, CUDNN.allow_tf32)
 
 
-def test_what_older_torch_does_not_have_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "anybatch.precision.policy._FULL_SUMS", ((MATMUL, SHORT_SUMS[0], False), (object(), "no", 1))
-    )
-    with find_precision("bf16-true").arithmetic():
-        assert not getattr(MATMUL, SHORT_SUMS[0])
-
-
-@pytest.mark.parametrize(
-    ("name", "is_short", "is_mixed", "storage", "scale"),
-    [
-        ("float32", False, False, None, None),
-        ("tf32", False, False, None, None),
-        ("bf16-mixed", True, True, None, None),
-        ("fp16-mixed", True, True, None, "dynamic"),
-        ("bf16-true", True, False, torch.bfloat16, None),
-        ("fp16-true", True, False, torch.float16, "dynamic"),
-    ],
-)
-def test_names(name: str, is_short: bool, is_mixed: bool, storage: Any, scale: Any) -> None:
-    found = find_precision(name)
-    assert (found.is_short, found.is_mixed, found.storage) == (is_short, is_mixed, storage)
-    assert (found.loss_scale, str(found)) == (scale, name)
-    assert found.bytes_per_weight == (6 if name.endswith("true") else 4)
-    assert find_precision(found) is found
-    assert NAMED.keys() >= {name}
-
-
-def test_none_is_float32() -> None:
-    assert find_precision(None) == Precision() == find_precision("float32")
-
-
 def test_by_hand_it_is_told_in_words() -> None:
     precision = Precision(store="bfloat16", accumulate="float64", keep_float32=["norm", "*.router"])
     assert str(precision) == "store bfloat16, accumulate float64, keep_float32 norm *.router"
@@ -180,28 +148,17 @@ def test_by_hand_it_is_told_in_words() -> None:
     ("values", "expected", "got"),
     [
         ({"store": "float32"}, "store to be one of", "got 'float32'"),
-        ({"store": torch.float16}, "store to be one of", "got torch.float16"),
-        ({"store": "half"}, "store to be one of", "got 'half'"),
         ({"compute": "float64"}, "compute to be one of", "got 'float64'"),
-        ({"compute": 16}, "compute to be one of", "got 16"),
         ({"store": "float16", "compute": "bfloat16"}, "computed with in float16", "got compute='bfloat16'"),
-        ({"store": "bfloat16", "compute": "tf32"}, "computed with in bfloat16", "got compute='tf32'"),
         ({"accumulate": "int32"}, "accumulate to name a floating dtype", "got 'int32'"),
-        ({"accumulate": "Tensor"}, "accumulate to name a floating dtype", "got 'Tensor'"),
         ({"reduce": torch.float32}, "reduce to name a floating dtype", "got torch.float32"),
-        ({"reduce": "full"}, "reduce to name a floating dtype", "got 'full'"),
         ({"keep_float32": ("LayerNorm",)}, "a shorter dtype beside keep_float32", "got ['LayerNorm']"),
-        ({"compute": "tf32", "keep_float32": ("a",)}, "a shorter dtype beside keep_float32", "got ['a']"),
         ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns", "got 'LayerNorm'"),
         ({"store": "float16", "keep_float32": [""]}, "a list of patterns", "got ['']"),
         ({"store": "float16", "keep_float32": [nn.LayerNorm]}, "a list of patterns", "got [<class"),
-        ({"store": "float16", "keep_float32": None}, "a list of patterns", "got None"),
         ({"store": "float16", "keep_float32": 5}, "a list of patterns", "got 5"),
         ({"loss_scale": 3}, "a power of two", "got 3"),
         ({"loss_scale": 0.5}, "a power of two", "got 0.5"),
-        ({"loss_scale": 0}, "a power of two", "got 0"),
-        ({"loss_scale": -2.0}, "a power of two", "got -2.0"),
-        ({"loss_scale": math.inf}, "a power of two", "got inf"),
         ({"loss_scale": math.nan}, "a power of two", "got nan"),
         ({"loss_scale": True}, "a power of two", "got True"),
         ({"loss_scale": "static"}, "a power of two", "got 'static'"),
@@ -232,14 +189,6 @@ def test_other_policies_are_refused_at_the_door(value: Any) -> None:
     assert f"got {value!r}" in str(caught.value)
     for policy in NON_FINITE_POLICIES:
         check_non_finite(policy)
-
-
-@pytest.mark.parametrize("value", ["float8_e4m3fn", "float8_e5m2"])
-def test_sums_of_eight_bits_are_refused_at_the_door(value: str) -> None:
-    model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(PlanError, match=f"got '{value}'"):
-        Step(model, nn.MSELoss(), optimizer, precision=Precision(accumulate=value))
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "float64"), (torch.bfloat16, "bfloat16")])

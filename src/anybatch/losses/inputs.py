@@ -13,11 +13,11 @@ from anybatch.core import LossError
 TARGET_KEYS = ("target", "targets", "label", "labels", "y")
 
 HOW_TO_WRITE = (
-    "    def loss(model, micro):\n"
-    '        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
-    "        return ab.Total(losses.sum(), losses.numel())"
+    "def loss(model, micro):\n"
+    '    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
+    "    return ab.Total(losses.sum(), losses.numel())"
 )
-FIX = f"Or write the loss as a function of the model and a micro-batch:\n{HOW_TO_WRITE}"
+FIX = f"Or write the loss as a function:\n{HOW_TO_WRITE}"
 
 
 def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:

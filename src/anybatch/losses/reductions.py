@@ -29,7 +29,8 @@ class Kind:
         has_target: False where all of them come from the model.
         per_row: names of settings that may hold one entry per row, and are cut along with the batch then.
         reductions: those that give one number.
-        broadcasts: torch broadcasts the output and the target against each other.
+        broadcasts: the output and the target have the same axes, where torch may broadcast one of size 1.
+        axes: as few as the output may have; with fewer, torch takes all rows for one.
     """
 
     weigh: Callable[[Settings, Arguments, Arguments], Number]
@@ -42,6 +43,23 @@ class Kind:
     per_row: tuple[str, ...] = ()
     reductions: tuple[str, ...] = ("mean", "sum")
     broadcasts: bool = False
+    axes: int = 0
+
+    def keeps_rows_apart(self, arguments: Arguments) -> bool:
+        """Whether row i is compared with row i only: torch broadcasts from the last axis, rows are the first.
+
+        Example:
+            >>> ELEMENTS.keeps_rows_apart((torch.ones(8, 1), torch.ones(8)))
+            False
+        """
+        first, *others = [one for one in arguments if isinstance(one, Tensor)] or [torch.ones(1, 1, 1)]
+        if first.dim() < self.axes:
+            return False
+        if self.broadcasts and others and first.dim() != others[0].dim():
+            # A model that squeezes has dropped the axis of a single row; one of size 1 may be another axis.
+            return 1 not in first.shape and (1, *first.shape) == others[0].shape
+        is_compared = self.broadcasts or (self.arguments == 3 and not self.counted)
+        return not is_compared or all(one.shape[:1] == first.shape[:1] for one in others)
 
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
@@ -109,19 +127,21 @@ def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
     return (outputs[0], *targets, *outputs[1:])
 
 
-CLASSES = Kind(counted=True, weigh=_count_classes)
+CLASSES = Kind(counted=True, weigh=_count_classes, axes=2)
 ELEMENTS = Kind(weigh=_count_elements, broadcasts=True)
 WEIGHTED_ELEMENTS = Kind(counted=True, weigh=_sum_of_weights, per_row=("weight",), broadcasts=True)
 DIVERGENCES = Kind(weigh=_count_elements, reductions=("mean", "sum", "batchmean"), broadcasts=True)
-BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"))
-GAUSSIANS = Kind(weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3, broadcasts=True)
+BINARY = Kind(weigh=_count_elements, per_row=("weight", "pos_weight"), broadcasts=True)
+GAUSSIANS = Kind(
+    weigh=_count_gaussians, arrange=_mean_and_variance, arguments=3, per_row=("var",), broadcasts=True
+)
 PAIRS = Kind(weigh=_count_elements, arguments=3)
-VECTORS = Kind(weigh=_count_vectors)
-LABELS = Kind(weigh=_count_vectors, per_row=("weight",))
-PAIRS_OF_VECTORS = Kind(weigh=_count_vectors, arguments=3)
-TRIPLETS = Kind(weigh=_count_vectors, arguments=3, has_target=False)
+VECTORS = Kind(weigh=_count_vectors, axes=2)
+LABELS = Kind(weigh=_count_vectors, per_row=("weight",), broadcasts=True, axes=2)
+PAIRS_OF_VECTORS = Kind(weigh=_count_vectors, arguments=3, axes=2)
+TRIPLETS = Kind(weigh=_count_vectors, arguments=3, has_target=False, axes=2)
 DISTANCES = Kind(weigh=_count_rows, shape_tells=False, arguments=3, has_target=False)
-SEQUENCES = Kind(weigh=_count_sequences, terms=_per_target_length, arguments=4)
+SEQUENCES = Kind(weigh=_count_sequences, terms=_per_target_length, arguments=4, axes=3)
 
 _LOSSES: tuple[tuple[Callable[..., Tensor], type[nn.Module], Kind], ...] = (
     (F.cross_entropy, nn.CrossEntropyLoss, CLASSES),

@@ -39,11 +39,10 @@ def resolve(loss: object) -> Loss:
         return known
     if isinstance(loss, nn.Module):
         is_torch = type(loss).__module__.startswith("torch.")
-        meant = "is a module of torch that anybatch cannot sum" if is_torch else "is a module of your own"
+        meant = "of torch that anybatch cannot sum" if is_torch else "of your own (see ab.Terms)"
         raise LossError(
-            f"Expected a loss whose sum and weight are known, got {type(loss).__name__}, which {meant}. "
-            f"{BARE_MEAN}\n"
-            "A module that takes (model, micro) and returns an ab.Total goes in as ab.Terms(module)."
+            f"Expected a loss whose sum and weight are known, got {type(loss).__name__}, a module {meant}. "
+            f"{BARE_MEAN}"
         )
     function = loss.func if isinstance(loss, partial) else loss
     name = getattr(function, "__name__", "")

@@ -13,11 +13,8 @@ from anybatch.core import Batch, LossError, Number, Total
 from anybatch.losses.inputs import HOW_TO_WRITE
 from anybatch.losses.loss import Evaluated, Plain
 
-BARE_MEAN = (
-    "A mean has lost its denominator, so micro-batches cannot be added up. "
-    f"Return the sum and what it is divided by:\n{HOW_TO_WRITE}"
-)
-HOW = f"Pass a loss of torch itself, F.cross_entropy or nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
+BARE_MEAN = f"Return a sum and what divides it, not a mean:\n{HOW_TO_WRITE}"
+HOW = f"Pass a loss of torch, such as nn.CrossEntropyLoss(), or write\n{HOW_TO_WRITE}"
 _CALLED = f"anybatch calls a loss of your own as loss(model, micro), not as loss(outputs, targets). {HOW}"
 _OUTPUTS = {"out", "output", "outputs", "logits", "pred", "preds", "predictions", "y_pred", "y_hat"}
 _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"}

@@ -36,6 +36,7 @@ class SummedLoss(Plain):
         reduce: gives the same loss with the reduction "none" or "sum".
         wanted: how many tensors it compares.
         divided: the batch is uncut, so the value is the caller's own and needs no division.
+        in_parts: rows come in parts of which nobody knows the place in the batch, as in a window.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SummedLoss(Plain):
     reduce: Callable[[str], Callable[..., Tensor]]
     wanted: int
     divided: bool = False
+    in_parts: bool = False
 
     @property
     def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -61,6 +63,8 @@ class SummedLoss(Plain):
         """Run the model, then the loss; the value is a sum unless the loss is divided."""
         kind = self.kind
         inputs, targets = split_batch(micro, has_target=kind.has_target)
+        if kind.per_row:
+            self._refuse_settings_of_other_rows(targets)
         outputs = call_model(model, inputs)
         if len(outputs) + len(targets) != self.wanted:
             raise LossError(
@@ -69,8 +73,8 @@ class SummedLoss(Plain):
                 "loss as a function (model, micro) -> ab.Total."
             )
         arguments = kind.arrange(outputs, targets)
-        if kind.broadcasts and arguments[0].dim() != arguments[1].dim():
-            self._refuse_crossed_rows(arguments[0], arguments[1])
+        if not kind.keeps_rows_apart(arguments):
+            self._refuse_crossed_rows(arguments)
         if self.divided:
             value = _scalar(self.reduced(*arguments))
             count = 0 if kind.counted else self._weigh(arguments, targets)
@@ -78,8 +82,6 @@ class SummedLoss(Plain):
             value, count = self.reduce("sum")(*arguments), 0  # one kernel
         else:
             losses = self.reduce("none")(*arguments)
-            if kind.per_row and not kind.counted:
-                self._check_count(losses, arguments, targets)
             value = summed(losses if self._is_sum else kind.terms(losses, arguments))
             # Losses that all weigh the same are counted, so the number is right however they broadcast.
             count = losses.shape[0] if self._is_batchmean else losses.numel()
@@ -108,44 +110,57 @@ class SummedLoss(Plain):
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> AbstractContextManager[Share]:
         """The same loss, or one for each micro-batch where a setting has one entry per row."""
+        if self.is_plain:
+            return nullcontext(lambda start, stop: self)
         per_row = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
 
         def share(start: int, stop: int) -> Loss:
+            if batch.whole is None and not 0 <= start < stop == batch.rows:
+                return replace(self, in_parts=True)
             return self._with({name: value[start:stop] for name, value in per_row.items()})
 
-        return nullcontext(share if per_row else lambda start, stop: self)
+        return nullcontext(share)
 
-    def _refuse_crossed_rows(self, output: Tensor, target: Tensor) -> None:
-        """Broadcasting begins at the last axis: with fewer axes, rows of one meet all rows of the other."""
-        is_row_squeezed = 1 not in output.shape and (1, *output.shape) == target.shape
-        if output.dim() and target.dim() and not is_row_squeezed:
+    def _refuse_crossed_rows(self, arguments: tuple[Any, ...]) -> None:
+        shapes = [tuple(one.shape) for one in arguments if isinstance(one, Tensor)]
+        if len(shapes[0]) < self.kind.axes:
             raise LossError(
-                f"Expected output and target of {self.name} to have as many axes, got {tuple(output.shape)} "
-                f"and {tuple(target.shape)}, which torch would broadcast row against row. Reshape one of "
-                "them, as in target[:, None] or output.squeeze(-1)."
+                f"Expected at least {self.kind.axes} axes of what {self.name} compares, one of them for "
+                f"rows, got shape {shapes[0]}, which torch would take for a single row. Return scores or "
+                "features of shape (rows, ...) from the model; sequences (time, rows, classes)."
             )
+        raise LossError(
+            f"Expected output and target of {self.name} to have as many axes and as many rows in the first, "
+            f"got shapes {' and '.join(map(str, shapes))}, which torch would broadcast row against row. "
+            "Reshape one of them, as in target[:, None] or output.squeeze(-1)."
+        )
 
-    def _check_count(self, losses: Tensor, arguments: tuple[Any, ...], targets: tuple[Any, ...]) -> None:
-        """A setting for all rows, left uncut, would repeat the losses of a single row."""
-        count = self.kind.weigh(self.settings, arguments, targets)
-        if losses.numel() != count:
-            raise LossError(
-                f"Expected {count} losses from {self.name} of this micro-batch, got {losses.numel()}: a "
-                "weight with an entry for every row cannot be cut where rows come one by one. Put it into "
-                "the batch, and write the loss as a function (model, micro) -> ab.Total."
-            )
+    def _refuse_settings_of_other_rows(self, targets: tuple[Any, ...]) -> None:
+        """Broadcast over the wrong rows, a setting would count for others, or repeat their losses."""
+        for name in self.kind.per_row:
+            value, target = self.settings.get(name), targets[0] if targets else None
+            if not (isinstance(value, Tensor) and isinstance(target, Tensor) and self._reaches(name, target)):
+                continue
+            if len(value) != 1 and (self.in_parts or len(value) != len(target)):
+                raise LossError(
+                    f"Expected `{name}` of {self.name} without an entry for every row where rows come in "
+                    f"parts (a window, a list of samples), got shape {tuple(value.shape)} for {len(target)} "
+                    "rows. Put it into the batch, and write the loss as a function (model, micro) -> Total."
+                )
 
     def has_entries_per_row(self, batch: Batch) -> bool:
         """Whether a setting has one entry for each row of this batch."""
         return any(self._is_per_row(name, batch) for name in self.kind.per_row)
 
     def _is_per_row(self, name: str, batch: Batch) -> bool:
-        """Settings broadcast from the last axis: one with as many axes as the target reaches the rows."""
-        value = self.settings.get(name)
-        if value is None or batch.whole is None:
+        if not isinstance(self.settings.get(name), Tensor) or batch.whole is None:
             return False
-        target: Tensor = split_batch(batch.whole)[1][0]
-        return value.dim() == target.dim() and value.shape[0] == batch.rows
+        return self._reaches(name, split_batch(batch.whole)[1][0]) and len(self.settings[name]) == batch.rows
+
+    def _reaches(self, name: str, target: Tensor) -> bool:
+        """Whether a setting has an axis of rows: torch broadcasts from the last axis, but a variance."""
+        axes = self.settings[name].dim()
+        return axes > 0 if name == "var" else axes >= target.dim() > 0
 
     def _with(self, settings: Mapping[str, Any]) -> "SummedLoss":
         """The same loss with other tensors in its settings."""

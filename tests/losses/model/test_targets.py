@@ -83,12 +83,6 @@ def test_targets_that_are_all_ignored(target: Tensor, padded: bool, transforms: 
     assert [match.transform for match in found] == transforms
 
 
-def test_what_follows_a_row_is_no_next_token() -> None:
-    labels = torch.tensor([9])
-    found = find(origin(labels.clamp(0, 5), ignored=5), {"y": labels})
-    assert found == [Match("y", "clamped")]
-
-
 def test_bytes_hold_no_ignored_value_and_are_found() -> None:
     labels = LABELS.clamp(min=0).to(torch.uint8)
     target = torch.nn.functional.pad(labels.long(), (0, 1), value=-100)[:, 1:]

@@ -16,8 +16,8 @@ from anybatch.losses.model.intercept import Reduction, Watch
 from anybatch.losses.model.targets import rows_of
 
 WAYS_OUT = (
-    "Turn that part of the loss off, do not cut the batch, or write the loss as a function (model, micro) "
-    "that returns an ab.Total for each mean; ab.WholeBatch is for losses in which rows meet."
+    "Turn that part off, do not cut the batch, or write the loss yourself: a function (model, micro) that "
+    "returns an ab.Total for each mean, or ab.WholeBatch where rows meet."
 )
 
 
@@ -109,8 +109,7 @@ def factors_of(
     if any(factor.requires_grad for factor in factors):
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be a sum of means with constant factors, got "
-            f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them: a function of the "
-            f"whole batch's means is not one of the micro-batches' means. {WAYS_OUT}"
+            f"{loss.grad_fn.name() if loss.grad_fn else loss} over {len(values)} of them. {WAYS_OUT}"
         )
     return {index: float(factor) for index, factor in zip(reached, factors, strict=True)}, divides
 
@@ -181,9 +180,8 @@ def _around(model: nn.Module, leaf: Tensor) -> LossError:
     named = [name for name, parameter in model.named_parameters() if parameter is leaf]
     what = f"parameter {named[0]!r}" if named else f"a tensor of shape {tuple(leaf.shape)}"
     return LossError(
-        f"Expected the loss of {type(model).__name__} to reach its parameters only through means over rows "
-        f"that torch's own functions compute, got a part that reaches {what} without one. Its sum and its "
-        f"weight cannot be told apart. {WAYS_OUT}"
+        f"Expected the loss of {type(model).__name__} to reach its parameters only through means that torch "
+        f"computes, got a part that reaches {what} without one. {WAYS_OUT}"
     )
 
 

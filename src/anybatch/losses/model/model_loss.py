@@ -315,7 +315,7 @@ class ModelTerms(_Reader):
         if self._weights.keys() - {self._start} and [*found.factors] != ["loss"]:
             raise LossError(
                 f"Expected a loss of {type(model).__name__} in the first micro-batch, got a constant 0, and "
-                f"{[*found.factors]} later. Put a row that is not ignored first. {WAYS_OUT}"
+                f"{[*found.factors]} later. Put a row that is not ignored first, or do not cut the batch."
             )
         if self._form is None:
             self._reading.learn(model, found)
@@ -389,11 +389,13 @@ def _times(value: Tensor, factor: float) -> Tensor:
 def _refuse_others(model: nn.Module, first: Found, found: Found) -> None:
     """Refuse by name what is not made as in the first micro-batch."""
     if found.factors != first.factors:
-        loop = "A mean for every row, as of a loop over rows, is no mean over all of them. "
+        loop = (
+            "A mean for every row, as of a loop over rows, is no mean over all of them: return an ab.Total."
+        )
         raise LossError(
             f"Expected the loss of {type(model).__name__} to be made of the same means with the same "
             f"factors in every micro-batch, got {found.factors} after {first.factors}. "
-            f"{loop if found.factors.keys() != first.factors.keys() else ''}{WAYS_OUT}"
+            f"{WAYS_OUT if found.factors.keys() == first.factors.keys() else loop}"
         )
     for name, one in found.terms.items():
         old = first.terms[name]
@@ -403,14 +405,13 @@ def _refuse_others(model: nn.Module, first: Found, found: Found) -> None:
             shown = [shorten(str(value), 60) for value in values]
             raise LossError(
                 f"Expected the settings of {one.name} in {type(model).__name__} to be the same in every "
-                f"micro-batch, got {changed[0]} = {shown[0]} after {shown[1]}. What is made of the rows "
-                "at hand would have to be made of the whole batch: compute it beforehand and hand it to "
-                "the model, or do not cut the batch."
+                f"micro-batch, got {changed[0]} = {shown[0]} after {shown[1]}. Compute it for the whole "
+                "batch and hand it to the model, or do not cut the batch."
             )
         if first.rows and found.rows not in (0, first.rows) and _ignores_rows(old, one):
             raise LossError(
-                f"Expected the loss of {type(model).__name__} to be made of means over rows, got "
-                f"{one.name} over {one.weight} elements from {found.rows} rows as from {first.rows}: "
+                f"Expected means over rows in the loss of {type(model).__name__}, got {one.name} over "
+                f"{one.weight} elements from {found.rows} rows as from {first.rows}: "
                 f"rows have met before it. {WAYS_OUT}"
             )
 

@@ -1,0 +1,202 @@
+"""What every loss keeps: any cut and any window are the whole batch, and uncut it is torch's to the bit.
+
+A new loss is one line: in `torch_zoo`, `own_losses`, `whole_losses`, or here.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
+from anybatch.core import tree
+from anybatch.core.errors import LossError
+from anybatch.losses.linear import linear_cross_entropy
+from anybatch.losses.reductions import FUNCTIONS, MODULES
+from anybatch.testing import GradientRecorder, reference_step, relative_error
+from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own
+from tests.losses.torch_zoo import CLASS, TORCH, WEIGHTS, Inside, Scores, X
+from tests.losses.whole_losses import CASES
+
+LIMIT = 1e-12  # relative, float64
+
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+
+
+@pytest.fixture(autouse=True)
+def double() -> Iterator[None]:
+    """Every law is stated in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A loss, a model for it and a batch; `meets` where rows meet in the loss, which no window can have."""
+
+    loss: Any
+    model: Callable[[], nn.Module]
+    batch: Any
+    meets: bool = False
+
+
+def total(model: nn.Module, micro: Any) -> Total:
+    return Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] != -100).sum())
+
+
+def several(model: nn.Module, micro: Any) -> Mapping[str, Total]:
+    size = sum(p.square().sum() for p in model.parameters()) * len(micro[0])
+    return {"fit": total(model, micro), "size": Total(size, len(micro[0]))}
+
+
+def weigh(batch: Any) -> Tensor:
+    return (batch[1] != -100).sum()
+
+
+OWN = {
+    "total": total,
+    "total, promised": Terms(total, weight=weigh),
+    "blocks of a tied layer": lambda model, micro: linear_cross_entropy(
+        model(micro[0]), next(model.parameters()), micro[1].where(micro[1] > 0, -100), rows=2
+    ),
+    "terms": Terms(several, {"size": 0.01}),
+    "terms, promised": Terms(several, {"size": -0.3}, lambda batch: {"fit": weigh(batch), "size": len(X)}),
+}
+
+
+def variants() -> Iterator[tuple[str, Variant]]:
+    for name, (loss, make, targets) in TORCH.items():
+        target = targets[0] if len(targets) == 1 else targets
+        batch = (X, target) if targets else (X,)
+        yield name, Variant(loss=loss, model=lambda make=make: Scores(make), batch=batch)
+        inside = lambda loss=loss, make=make: Inside(loss, make)  # noqa: E731
+        yield f"{name} inside", Variant(loss=ModelLoss(), model=inside, batch=(X, *targets))
+    for name, loss in OWN.items():
+        yield name, Variant(loss=loss, model=lambda: Scores(torch.sin), batch=(X, CLASS))
+    for name, loss in EXACT.items():
+        yield f"own {name}", Variant(loss=ModelLoss(), model=lambda loss=loss: Own(loss), batch=BATCH)
+    for name, loss in WITH_PARAMETERS.items():
+        yield f"own {name}", Variant(loss=ModelLoss(), model=lambda loss=loss: Layer(loss), batch=BATCH)
+    for name, case in CASES.items():
+        model, batch = lambda case=case: case.model(0.0).double(), case.batch(11)
+        batch = tree.map_leaves(lambda leaf: leaf.double() if leaf.is_floating_point() else leaf, batch)
+        yield f"whole {name}", Variant(loss=WholeBatch(case.function), model=model, batch=batch, meets=True)
+        for rows in (1, 5, 11) if case.by_rows else ():
+            loss = WholeBatch(case.by_rows, loss_rows=rows)
+            yield f"whole {name} by {rows}", Variant(loss=loss, model=model, batch=batch, meets=True)
+
+
+VARIANTS = dict(variants())
+
+
+def stepped(variant: Variant, **options: Any) -> tuple[Step, GradientRecorder, float, dict[str, Tensor]]:
+    """A step, and what it is to give: the loss and the gradients of the whole batch at once."""
+    torch.manual_seed(0)
+    model = variant.model()
+    if isinstance(variant.loss, ModelLoss):
+        named = isinstance(variant.batch, Mapping)
+        output = model(**variant.batch) if named else model(*variant.batch)
+        output = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)
+        value = output[-1] if isinstance(output, tuple | list) else output
+        value.backward()
+        expected = value.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+    else:
+        whole = reference_step(model, variant.loss, variant.batch)
+        expected = whole.loss, whole.gradients
+    recorder = GradientRecorder(model, variant.loss)
+    return Step(model, variant.loss, recorder, **options), recorder, *expected
+
+
+def rows_of(batch: Any) -> int:
+    return len(tree.flatten(batch).leaves[0])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_cut_is_the_whole_batch(name: str) -> None:
+    variant = VARIANTS[name]
+    rows = rows_of(variant.batch)
+    for micro_batch in (1, 3, rows - 1):
+        step, recorder, loss, gradients = stepped(variant, micro_batch=micro_batch)
+        for _ in range(2):  # the second time some losses are read in another way
+            report = step(variant.batch)
+            assert report.micro_batches == -(-rows // micro_batch)
+            assert relative_error(recorder.gradients, gradients) <= LIMIT
+            assert relative_error(report.loss, loss) <= LIMIT
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_uncut_is_torch_to_the_bit(name: str) -> None:
+    variant = VARIANTS[name]
+    step, recorder, loss, gradients = stepped(variant)
+    cut = stepped(variant, micro_batch=2)[0](variant.batch)
+    for _ in range(2):
+        report = step(variant.batch)
+        assert recorder.gradients.keys() == gradients.keys()
+        assert all(torch.equal(recorder.gradients[key], gradients[key]) for key in gradients)
+        assert relative_error(report.loss, loss) <= LIMIT
+        assert report.terms.keys() == cut.terms.keys()
+        if not isinstance(variant.loss, ModelLoss | Terms):
+            assert float(report.weights["loss"]) == float(cut.weights["loss"])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_window_is_the_whole_batch(name: str) -> None:
+    variant = VARIANTS[name]
+    step, recorder, loss, gradients = stepped(variant)
+    if variant.meets:
+        with pytest.raises(LossError, match="Expected the whole batch"):
+            step.window()
+        return
+    for _ in range(2):
+        window = step.window()
+        for start, stop in ((0, 4), (4, 5), (5, rows_of(variant.batch))):
+            window.add(tree.map_leaves(lambda leaf, rows=slice(start, stop): leaf[rows], variant.batch))
+        report = window.close()
+        assert relative_error(recorder.gradients, gradients) <= LIMIT
+        assert relative_error(math.fsum(report.terms.values()), loss) <= (
+            LIMIT if len(report.terms) == 1 or not isinstance(variant.loss, Terms) else math.inf
+        )
+
+
+def test_every_loss_of_torch_is_here() -> None:
+    """But for one that is no sum over rows: its head is chosen by the targets."""
+    losses = {value for name, value in vars(nn).items() if name.endswith("Loss") and inspect.isclass(value)}
+    assert losses - {nn.AdaptiveLogSoftmaxWithLoss} == set(MODULES)
+    newer = {"linear_cross_entropy"}  # than the oldest torch we support; of the kind of cross_entropy
+    assert {name.split(",")[0] for name in TORCH} | newer >= {function.__name__ for function in FUNCTIONS}
+    for module, kind in MODULES.items():
+        source = inspect.getsource(module.forward)
+        (name,) = [one.__name__ for one in FUNCTIONS if f"F.{one.__name__}(" in source]
+        assert FUNCTIONS[getattr(F, name)].weigh is kind.weigh
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_class_weights_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """In bfloat16 the sum would be 1,000 or 1,004, in float16 it has no room above 65,504."""
+    for rows in (1001, 70_001):
+        target, loss = torch.zeros(rows, dtype=torch.long), nn.CrossEntropyLoss(torch.ones(1, dtype=dtype))
+        model = nn.Linear(1, 1, dtype=dtype)
+        step = Step(model, loss, GradientRecorder(model), micro_batch=rows - 1, check=False)
+        assert step((torch.ones(rows, 1, dtype=dtype), target)).weights == {"loss": rows}
+
+
+@pytest.mark.parametrize(
+    ("loss", "weight"),
+    [(TORCH["cross_entropy, weighted"][0], 8), (F.cross_entropy, 5), (total, 5), (nn.KLDivLoss(), 21)],
+    ids=str,
+)
+def test_the_weight_is_what_torch_divides_by(loss: Any, weight: float) -> None:
+    assert WEIGHTS.tolist() == [1.0, 3.0, 0.5]
+    target = torch.rand_like(X) if isinstance(loss, nn.KLDivLoss) else CLASS
+    model = Scores(torch.sin)
+    for micro_batch in (None, 1, 4):
+        report = Step(model, loss, GradientRecorder(model), micro_batch=micro_batch)((X, target))
+        assert {name: float(one) for name, one in report.weights.items()} == {"loss": weight}
