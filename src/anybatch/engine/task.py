@@ -1,12 +1,15 @@
 """What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
 
-from collections.abc import Callable, Sequence, Set
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from time import perf_counter
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -38,6 +41,40 @@ from anybatch.state import Effects, ModuleState
 BeforeCut = Callable[["Task", Batch, int], None]
 
 
+class Progress:
+    """What a step counts: the updates it has made, when the present one began, and its schedulers' steps.
+
+    Attributes:
+        updates: made so far.
+        began: what `time.perf_counter` said when the step under way began.
+    """
+
+    def __init__(self) -> None:
+        self.updates, self.began = 0, perf_counter()
+        self._epochs: Sequence[int] = ()  # of the schedulers, after the last update
+        self._has_warned = False
+
+    def note(self, schedulers: Sequence[LRScheduler]) -> None:
+        """The schedulers were stepped."""
+        self._epochs = [_epoch_of(one) for one in schedulers]
+
+    def warn_of_other_steps(self, schedulers: Sequence[LRScheduler]) -> None:
+        """Warn, once, where somebody else has stepped a scheduler since."""
+        pairs = zip(schedulers, self._epochs, strict=False)
+        if not self._has_warned and any(_epoch_of(one) == epoch + 1 for one, epoch in pairs):
+            self._has_warned = True
+            warnings.warn(
+                "Expected the Step alone to step the scheduler that it was given, got one that was stepped "
+                "between two updates as well: the learning rate moves twice. Leave out your own "
+                "scheduler.step(), or the Step's scheduler=.",
+                stacklevel=4,
+            )
+
+
+def _epoch_of(scheduler: Any) -> int:
+    return getattr(scheduler, "last_epoch", 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
     """What a plan is carried out on.
@@ -56,6 +93,7 @@ class Task:
         effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
         add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
+        progress: counts of the step, which it keeps from update to update.
         state: of the modules, which a step notes before it begins.
     """
 
@@ -74,6 +112,7 @@ class Task:
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
+    progress: Progress = field(default_factory=Progress)
     observers: Sequence[Observer] = ()
     add_rows: int = 0
     state: ModuleState = field(init=False)
@@ -103,6 +142,16 @@ class Task:
         for listener in self.listeners:
             listener(event)
 
+    def aside(self, **changes: Any) -> "Task":
+        """The same, for steps that do not count."""
+        own = {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
+        return replace(self, **(own | changes))
+
+    def learning_rate(self) -> float:
+        """Of the first group of parameters; NaN where the optimizer has none."""
+        groups = self.optimizers[0].param_groups if self.optimizers else ({},)
+        return float(groups[0].get("lr", math.nan))
+
     def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
         """What makes the context of model and loss in a mixed precision; None where none is needed."""
         return partial(plan.precision.computing, self.kinds) if plan.precision.is_mixed else None
@@ -126,7 +175,16 @@ def check_parts(
             f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module."
         )
     check_loss(loss)
-    optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
+    known = {*model.parameters(), *module_of(loss).parameters()}
+    optimizers = check_optimizers(optimizer, known)
+    strange = [p for p in owned(optimizers) if p not in known]
+    if strange:
+        warnings.warn(
+            f"Expected optimizers of parameters of model and loss, got {len(strange)} others. Unless "
+            "the loss reaches them, they have only a .grad that you give them: the next update takes it, "
+            "then clears it. Leave them out, or put them into the model or a loss that is a module.",
+            stacklevel=3,
+        )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
 
 
@@ -141,6 +199,7 @@ def gather(
     effects: Effects,
     working: Working,
     strategy: Strategy,
+    progress: Progress,
     observers: Sequence[Observer] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
@@ -175,6 +234,7 @@ def gather(
         masters=working.masters,
         scale=working.scale,
         strategy=strategy,
+        progress=progress,
         observers=observers,
     )
 
@@ -183,11 +243,11 @@ class Signature:
     """What a gathered task was read from, by identity: cheap to compare, so that nothing is read in vain.
 
     Noticed are other submodules, parameters, attributes' counts, trained parameters, dtypes, devices, modes
-    of BatchNorm, settings of the loss, and other `parts` of the step. Looking steps gather anew in any case.
+    of BatchNorm, and settings of the loss. Looking steps gather anew in any case.
     """
 
-    def __init__(self, task: Task, loss: object, parts: Sequence[object]) -> None:
-        self._optimizers, self._parts, self._others = task.optimizers, parts, task.others
+    def __init__(self, task: Task, loss: object) -> None:
+        self._optimizers, self._others = task.optimizers, task.others
         self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
         self._tables = [private.children_of(one) for one in task.modules]
         self._tables += [private.parameters_of(one) for one in task.modules]
@@ -209,10 +269,8 @@ class Signature:
         ]
         return values, plain
 
-    def is_current(self, parts: Sequence[object]) -> bool:
+    def is_current(self) -> bool:
         """Whether all is as it was read."""
-        if not all(map(is_, parts, self._parts)):
-            return False
         (values, plain), (found, known) = self._read(), self._found
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
@@ -231,6 +289,12 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
     if collate is not None:
         return SampleBatch(batch, collate)
     logical = TensorBatch(batch)
+    if 1 < logical.rows <= len(logical.leaves) and _holds_samples(batch, logical.rows):
+        raise BatchError(
+            f"Expected tensors with the rows of the batch in front, got a list of {logical.rows} dicts for "
+            f"{logical.rows} rows, as if each were a sample. Pass collate= and a list of samples; if they "
+            "are no samples, a dict in place of the list."
+        )
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         strange = {leaf.device for leaf in logical.leaves} - task.devices
@@ -249,6 +313,19 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
                 f"{advice}"
             )
     return logical
+
+
+def _holds_samples(value: Any, rows: int) -> bool:
+    """Whether there is a list of so many mappings with the same keys, as labels of detection are."""
+    if isinstance(value, Mapping):
+        return any(_holds_samples(one, rows) for one in cast("Mapping[Any, Any]", value).values())
+    if not isinstance(value, list | tuple):
+        return False
+    entries = cast("Sequence[Any]", value)
+    is_of_maps = len(entries) == rows and all(isinstance(one, Mapping) for one in entries)
+    if is_of_maps and all(one.keys() == entries[0].keys() for one in entries):
+        return True
+    return any(_holds_samples(one, rows) for one in entries)
 
 
 def _names(devices: Set[torch.device]) -> str:

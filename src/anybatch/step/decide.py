@@ -1,23 +1,23 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from anybatch.batchnorm import refuse_batch_norms
+from anybatch.batchnorm import BatchNormChoice, refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.losses import refuse_what_does_not_add_up
 from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
-from anybatch.precision import Precision
-from anybatch.recompute import choose_blocks, find_blocks
+from anybatch.precision import NonFinitePolicy, Precision
+from anybatch.recompute import Asked, choose_blocks, find_blocks
 from anybatch.step.limits import Limits
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
@@ -44,19 +44,15 @@ class Planning:
         *,
         micro_batch: int | None,
         memory: str | int | None,
-        recompute: str | Sequence[str] | Mapping[str, str] | None,
+        recompute: Asked,
         clip_norm: float | None,
         accumulate: torch.dtype | None,
         compensated: bool,
-        batch_norm: str | None,
+        batch_norm: BatchNormChoice | None,
         precision: Precision,
-        non_finite: str,
+        non_finite: NonFinitePolicy,
     ) -> None:
-        if micro_batch is not None:
-            if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
-                micro_batch = int(micro_batch)  # NumPy's; a plan holds a plain int
-            check_micro_batch(micro_batch)
-        self.micro_batch = micro_batch
+        self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else Budget(memory)
         self._may_choose_blocks = recompute is None
         # What it refuses is refused here, not in the first step.
@@ -243,6 +239,20 @@ class Guard:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
         if self.batch_norm is None:
             refuse_batch_norms(task.model, task.batch_norms)
+
+
+def whole_number(micro_batch: object) -> int | None:
+    """Rows of a micro-batch as a plain int, which a plan holds; None stays.
+
+    Raises:
+        PlanError: no whole number of at least 1.
+    """
+    if micro_batch is None:
+        return None
+    if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
+        micro_batch = int(micro_batch)  # NumPy's
+    check_micro_batch(micro_batch)
+    return cast("int", micro_batch)
 
 
 _NOTHING = nullcontext()
