@@ -170,13 +170,3 @@ def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
     assert step((rows, torch.randn(8, 1))).updated
     assert table.weight.grad is not None
     assert table.weight.grad.is_sparse
-
-
-def test_micro_batches_are_numbered_throughout_a_window() -> None:
-    heard: list[Any] = []
-    model = nn.Linear(3, 1)
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), listeners=[heard.append])
-    with step.window() as window:
-        for _ in range(3):
-            window.add((torch.zeros(2, 3), torch.zeros(2, 1)))
-    assert [event.index for event in heard[:-1]] == [0, 1, 2]
