@@ -36,7 +36,7 @@ from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
 from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
-from anybatch.state import Effects, ModuleState
+from anybatch.state import Effects, ModuleState, Reachable
 
 BeforeCut = Callable[["Task", Batch, int], None]
 
@@ -178,11 +178,14 @@ def check_parts(
     known = {*model.parameters(), *module_of(loss).parameters()}
     optimizers = check_optimizers(optimizer, known)
     strange = [p for p in owned(optimizers) if p not in known]
+    if strange:  # but those in closures of the loss are trained
+        reached = {id(one) for one in Reachable([model, loss]).values}
+        strange = [p for p in strange if id(p) not in reached]
     if strange:
         warnings.warn(
-            f"Expected optimizers of parameters of model and loss, got {len(strange)} others. Unless "
-            "the loss reaches them, they have only a .grad that you give them: the next update takes it, "
-            "then clears it. Leave them out, or put them into the model or a loss that is a module.",
+            f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. They "
+            "are not trained: an update takes only a .grad that you gave them, and clears it. Leave them out, "
+            "or make the optimizer from model.parameters() again.",
             stacklevel=3,
         )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
