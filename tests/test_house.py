@@ -182,6 +182,10 @@ def test_exports_are_one_sorted_screen() -> None:
     assert export_faults(anybatch) == []
 
 
+def test_the_version_is_that_of_the_project() -> None:
+    assert f'\nversion = "{anybatch.__version__}"\n' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("told", "there", "fault"),
     [

@@ -132,9 +132,8 @@ def weights_of(micro: tuple[Tensor, Tensor]) -> dict[str, Tensor | int]:
         (nn.MSELoss(), 3),
         (ab.WholeBatch(cosine), 3),
         (ab.Terms(two_terms, weight=weights_of), 3),
-        (two_terms, 6),  # weights that only a forward knows: term by term
     ],
-    ids=["torch", "whole batch", "terms", "late"],
+    ids=["torch", "whole batch", "terms"],
 )
 def test_what_is_shown_adds_up_to_the_gradient(loss: object, shown_per_parameter: int) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -154,6 +153,9 @@ def test_what_is_shown_adds_up_to_the_gradient(loss: object, shown_per_parameter
     step(batch)
     for total, gradient in zip(sums, recorded, strict=True):
         assert relative_error(total, gradient) < 1e-12
+    late: list[Tensor] = []  # weights that only a forward knows: term by term
+    show_gradients(make(model, two_terms, micro_batch=2), batch, late.append, precision=FLOAT32)
+    assert len(late) == 2 * shown_per_parameter * len(parameters)
 
 
 def test_another_precision_computes_otherwise() -> None:

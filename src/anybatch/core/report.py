@@ -83,11 +83,10 @@ class StepReport:
         told = [f"loss {self.loss:.6g}", f"rows {self.rows}", f"micro_batches {self.micro_batches}"]
         values = {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
         told += [f"{name} {value:.4g}" for name, value in values.items() if not math.isnan(value)]
-        told += [f"{name} {value:g}" for name in _RARE if (value := getattr(self, name)) != _RARE[name]]
+        rare = {"redone": (self.redone, 0), "dropped": (self.dropped, 0), "scale": (self.scale, 1.0)}
+        told += [f"{name} {value:g}" for name, (value, usual) in rare.items() if value != usual]
         return f"StepReport({', '.join([made, *told, format_seconds(self.seconds)])})"
 
-
-_RARE = {"redone": 0, "dropped": 0, "scale": 1.0}  # told where they are something else
 
 Event = MicroBatchDone | MicroBatchRedone | StepReport
 Listener = Callable[[Event], None]

@@ -42,12 +42,7 @@ BeforeCut = Callable[["Task", Batch, int], None]
 
 
 class Progress:
-    """What a step counts: the updates it has made, when the present one began, and its schedulers' steps.
-
-    Attributes:
-        updates: made so far.
-        began: what `time.perf_counter` said when the step under way began.
-    """
+    """What a step counts: updates made so far, and its schedulers' steps; and when the present one began."""
 
     def __init__(self) -> None:
         self.updates, self.began = 0, perf_counter()
@@ -56,7 +51,7 @@ class Progress:
 
     def note(self, schedulers: Sequence[LRScheduler]) -> None:
         """The schedulers were stepped."""
-        self._epochs = [_epoch_of(one) for one in schedulers]
+        self._epochs = [*map(_epoch_of, schedulers)]
 
     def warn_of_other_steps(self, schedulers: Sequence[LRScheduler]) -> None:
         """Warn, once, where somebody else has stepped a scheduler since."""
@@ -93,7 +88,7 @@ class Task:
         effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
         add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
-        progress: counts of the step, which it keeps from update to update.
+        progress: what the step counts.
         state: of the modules, which a step notes before it begins.
     """
 
@@ -144,8 +139,8 @@ class Task:
 
     def aside(self, **changes: Any) -> "Task":
         """The same, for steps that do not count."""
-        own = {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
-        return replace(self, **(own | changes))
+        changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
+        return replace(self, **changes)
 
     def learning_rate(self) -> float:
         """Of the first group of parameters; NaN where the optimizer has none."""
@@ -183,9 +178,9 @@ def check_parts(
         strange = [p for p in strange if id(p) not in reached]
     if strange:
         warnings.warn(
-            f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. They "
-            "are not trained: an update takes only a .grad that you gave them, and clears it. Leave them out, "
-            "or make the optimizer from model.parameters() again.",
+            f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. "
+            "They are not trained: an update takes only a .grad that you gave them, and clears it. Leave "
+            "them out, or make the optimizer from model.parameters() again.",
             stacklevel=3,
         )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
@@ -325,10 +320,9 @@ def _holds_samples(value: Any, rows: int) -> bool:
     if not isinstance(value, list | tuple):
         return False
     entries = cast("Sequence[Any]", value)
-    is_of_maps = len(entries) == rows and all(isinstance(one, Mapping) for one in entries)
-    if is_of_maps and all(one.keys() == entries[0].keys() for one in entries):
-        return True
-    return any(_holds_samples(one, rows) for one in entries)
+    kinds = {frozenset(one) if isinstance(one, Mapping) else None for one in entries}
+    is_of_samples = len(entries) == rows and len(kinds) == 1 and None not in kinds
+    return is_of_samples or any(_holds_samples(one, rows) for one in entries)
 
 
 def _names(devices: Set[torch.device]) -> str:

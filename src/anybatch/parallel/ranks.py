@@ -8,7 +8,6 @@ from torch import nn
 
 from anybatch.core import PlanError
 
-#: What a step does about other processes: "single" refuses them, "local" leaves them to the caller.
 StrategyName = Literal["single", "local"]
 
 # By name: not every torch has all of them, and who looks should not load them.
@@ -16,7 +15,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 
 def check_strategy(strategy: object) -> None:
-    """Refuse with a PlanError what is none of `StrategyName`."""
+    """Refuse with a PlanError what is neither "single" nor "local"."""
     if strategy not in get_args(StrategyName):
         raise PlanError(
             f'Expected strategy to be one of {get_args(StrategyName)}, got {strategy!r}. "single" is one '
@@ -25,18 +24,9 @@ def check_strategy(strategy: object) -> None:
 
 
 def refuse_ranks(modules: Iterable[nn.Module], strategy: StrategyName) -> None:
-    """Refuse what would let replicas drift apart, or mix their gradients in the middle of a step.
+    """Refuse with a PlanError more than one rank, unless it is "local", and wrapped models in any case.
 
-    Args:
-        modules: of the model and the loss.
-        strategy: "local" allows more than one rank, but no wrapped model: that one exchanges gradients or
-            weights in every forward or backward, while ranks may cut, or do again, as many as each needs.
-
-    Raises:
-        PlanError: a wrapped model, or more than one rank.
-
-    Example:
-        >>> refuse_ranks([nn.Linear(1, 1)], "single")
+    A wrapped model exchanges gradients or weights in every micro-batch, of which each rank has its own number.
     """
     for kind in {type(module) for module in modules}:
         for one in kind.__mro__:

@@ -1,6 +1,5 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
-import math
 from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -9,15 +8,13 @@ from numbers import Integral
 from typing import Any, cast
 
 import torch
-from torch import nn
 
-from anybatch.batchnorm import BatchNormChoice, refuse_batch_norms
+from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.losses import refuse_what_does_not_add_up
 from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
-from anybatch.precision import NonFinitePolicy, Precision
-from anybatch.recompute import Asked, choose_blocks, find_blocks
+from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
@@ -28,45 +25,20 @@ class Planning:
     """What a step decides about its batches, and remembers.
 
     Args:
-        model: whose blocks may be rebuilt; the others are those of `anybatch.Step`.
+        settings: a plan without rows that holds all that does not depend on the batch.
+        may_choose_blocks: whether it is for a budget to say which blocks are rebuilt or moved.
 
     Attributes:
-        settings: a plan without rows that holds all that does not depend on the batch.
+        micro_batch: rows of a micro-batch, as asked for.
         limits: what memory has taught.
-
-    Raises:
-        PlanError: a choice that cannot be carried out.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        micro_batch: int | None,
-        memory: str | int | None,
-        recompute: Asked,
-        clip_norm: float | None,
-        accumulate: torch.dtype | None,
-        compensated: bool,
-        batch_norm: BatchNormChoice | None,
-        precision: Precision,
-        non_finite: NonFinitePolicy,
+        self, settings: Plan, *, micro_batch: int | None, memory: str | int | None, may_choose_blocks: bool
     ) -> None:
+        self.settings, self._may_choose_blocks = settings, may_choose_blocks
         self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else Budget(memory)
-        self._may_choose_blocks = recompute is None
-        # What it refuses is refused here, not in the first step.
-        self.settings = Plan(
-            rows=0,
-            micro_batch=0,
-            clip_norm=math.inf if clip_norm is None else clip_norm,
-            accumulate=_accumulate(accumulate, precision),
-            compensated=compensated,
-            batch_norm=batch_norm,
-            blocks=choose_blocks(model, recompute),
-            precision=precision,
-            non_finite=non_finite,
-        )
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
@@ -242,11 +214,7 @@ class Guard:
 
 
 def whole_number(micro_batch: object) -> int | None:
-    """Rows of a micro-batch as a plain int, which a plan holds; None stays.
-
-    Raises:
-        PlanError: no whole number of at least 1.
-    """
+    """Rows of a micro-batch as a plain int, which a plan holds; None stays; others are a PlanError."""
     if micro_batch is None:
         return None
     if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
@@ -265,11 +233,6 @@ def _at_least_one(rows: object) -> int:
             "batch."
         )
     return int(rows)  # NumPy's too; a plan holds a plain int
-
-
-def _accumulate(chosen: torch.dtype | None, precision: Precision) -> str:
-    wanted = precision.accumulate if chosen is None else str(chosen).removeprefix("torch.")
-    return wanted or "auto"
 
 
 @lru_cache(maxsize=64)  # batches of an epoch have one or two sizes

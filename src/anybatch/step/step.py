@@ -1,5 +1,6 @@
 """The front door: one exact optimizer step per logical batch, however it is cut."""
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from anybatch.losses import module_of, resolve
 from anybatch.parallel import StrategyName, check_strategy, refuse_ranks
 from anybatch.planner import PlanReport, single_rows
 from anybatch.precision import NonFinitePolicy, Precision, PrecisionName, at_work, find_precision
-from anybatch.recompute import Asked
+from anybatch.recompute import Asked, choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.dry_run import show_gradients
@@ -91,11 +92,8 @@ class Step(ReadOnly):
         working: the precision, the float32 weights behind short ones (also `masters`) and the loss `scale`.
 
     Raises:
-        PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once.
-
-    Warns:
-        UserWarning: an optimizer holds parameters that are not in the model or the loss; or, later, the
-            caller steps a scheduler that was handed in, too.
+        PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once. A warning tells of
+            parameters of neither model nor loss in an optimizer, and of a scheduler that is stepped twice.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -133,17 +131,20 @@ class Step(ReadOnly):
         check_strategy(strategy)
         refuse_ranks([*model.modules(), *module_of(loss).modules()], strategy)
         chosen = find_precision(precision)
-        self.planning = Planning(
-            model,
-            micro_batch=micro_batch,
-            memory=memory,
-            recompute=recompute,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
+        sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
+        settings = Plan(
+            rows=0,
+            micro_batch=0,
+            clip_norm=math.inf if clip_norm is None else clip_norm,
+            accumulate=sums_in or "auto",
             compensated=compensated,
             batch_norm=batch_norm,
+            blocks=choose_blocks(model, recompute),
             precision=chosen,
             non_finite=non_finite,
+        )
+        self.planning = Planning(
+            settings, micro_batch=micro_batch, memory=memory, may_choose_blocks=recompute is None
         )
         self.guard = Guard(batch_norm=batch_norm, check=check, has_budget=memory is not None)
         self.collate = collate
@@ -288,7 +289,7 @@ class Step(ReadOnly):
 
     @property
     def micro_batch(self) -> int | None:
-        """Rows of a micro-batch, as asked for; may be set between steps, to what `Step(...)` takes."""
+        """Rows of a micro-batch, as asked for; may be set to what `Step(...)` takes."""
         return self.planning.micro_batch
 
     @micro_batch.setter

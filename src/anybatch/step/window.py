@@ -53,7 +53,6 @@ class Opener(Protocol):
     collate: Collate | None
     guard: Guard
     planning: Planning
-    open_window: "Window | None"
     loss: object
 
 
