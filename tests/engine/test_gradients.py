@@ -201,6 +201,14 @@ def add_each(gradients: Apart, values: Mapping[str, Tensor], unscale: float = 1.
     )
 
 
+def test_the_last_backward_frees_the_graph() -> None:
+    parameter = nn.Parameter(torch.ones(()))
+    hidden = parameter.exp()
+    add_each(apart([parameter], names=["a", "b"]), {"a": 2 * hidden, "b": 3 * hidden})
+    with pytest.raises(RuntimeError, match="a second time"):
+        hidden.backward()
+
+
 def test_each_term_has_its_own_divisor() -> None:
     shared, only = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
     gradients = apart([shared, only], names=["a", "b", "c"])

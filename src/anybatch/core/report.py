@@ -39,7 +39,7 @@ class MicroBatchRedone:
 class StepReport:
     """One logical step is over.
 
-    Two reports are equal where all but `update`, `learning_rate` and `seconds` is equal.
+    In a comparison `update`, `learning_rate` and `seconds` are left out.
 
     Attributes:
         loss: the loss of the whole batch before the update; NaN where no row had weight.

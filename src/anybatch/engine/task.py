@@ -144,8 +144,7 @@ class Task:
 
     def learning_rate(self) -> float:
         """Of the first group of parameters; NaN where the optimizer has none."""
-        groups = self.optimizers[0].param_groups if self.optimizers else ({},)
-        return float(groups[0].get("lr", math.nan))
+        return float(self.optimizers[0].param_groups[0].get("lr", math.nan)) if self.optimizers else math.nan
 
     def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
         """What makes the context of model and loss in a mixed precision; None where none is needed."""

@@ -26,7 +26,7 @@ def check_strategy(strategy: object) -> None:
 def refuse_ranks(modules: Iterable[nn.Module], strategy: StrategyName) -> None:
     """Refuse with a PlanError more than one rank, unless it is "local", and wrapped models in any case.
 
-    A wrapped model exchanges gradients or weights in every micro-batch, of which each rank has its own number.
+    These exchange gradients or weights in each micro-batch, of which every rank has a number of its own.
     """
     for kind in {type(module) for module in modules}:
         for one in kind.__mro__:
