@@ -16,7 +16,7 @@ FLOORS = """
     precision recompute memory data
     losses recipes
     engine
-    planner
+    planner parallel
     step observe
     check train
     cli

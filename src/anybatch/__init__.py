@@ -10,6 +10,8 @@ from anybatch.precision import Precision
 from anybatch.step import Step, Window, plan
 from anybatch.train import Trainer, accuracy
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AnybatchError",
     "BudgetError",

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from anybatch.core import Look, all_finite
-from anybatch.memory.fake import FakeMode
 
 KINDS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 
@@ -56,9 +55,3 @@ def test_who_looks_again_has_forgotten_what_was_found() -> None:
     found = [look.are_finite([one]) for one in (good, bad, good, bad.double(), good.double(), good)]
     assert found == [True, False, True, False, True, True]
     assert not look.are_finite([bad.double(), good])
-
-
-def test_in_a_trace_all_is_finite() -> None:
-    with FakeMode():
-        look, values = Look(), [torch.ones(2), torch.ones(3).half()]
-        assert [look.are_finite(values), look.are_finite(values), all_finite(values)] == [True] * 3

@@ -79,11 +79,3 @@ def test_run_is_collect_and_finish() -> None:
     assert digits.collect([1, 2]) == "12"
     assert digits.run(iter([1, 2, 3])) == 123
     assert digits.finish(digits.merge(digits.collect([1, 2]), digits.collect([3]))) == 123
-
-
-def test_fold_is_a_frozen_value() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        MEAN.init = Total.zero  # type: ignore[misc]
-    assert hash(MEAN) == hash(dataclasses.replace(MEAN))
-    with pytest.raises(TypeError):
-        Fold(int, max, max, int)  # type: ignore[misc]

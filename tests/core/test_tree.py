@@ -4,7 +4,7 @@ import dataclasses
 import types
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,34 +57,11 @@ class Attributed(OrderedDict[str, Any]):
         super().__setattr__(key, value)
 
 
-class Store(MutableMapping[str, Any]):
-    """A mapping whose shallow copy shares its items."""
-
-    def __init__(self, items: dict[str, Any]) -> None:
-        self.items_ = items
-
-    def __getitem__(self, key: str) -> Any:
-        return self.items_[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self.items_[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self.items_[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.items_)
-
-    def __len__(self) -> int:
-        return len(self.items_)
-
-
 X, Y = torch.arange(8.0).reshape(4, 2), torch.arange(4)
 
 NESTS: dict[str, tuple[Any, list[str]]] = {
     "tensor": (X, ["the batch itself"]),
     "tuple": ((X, Y), ["[0]", "[1]"]),
-    "list": ([X, Y], ["[0]", "[1]"]),
     "named tuple": (Pair(X, Y), ["[0]", "[1]"]),
     "old named tuple": (namedtuple("Old", "x y")(X, Y), ["[0]", "[1]"]),
     "dict": ({"x": X, 3: Y}, ["['x']", "[3]"]),
@@ -114,8 +91,13 @@ def shape(value: Any) -> Any:
 
 @pytest.mark.parametrize(("nest", "paths"), NESTS.values(), ids=NESTS)
 def test_nests_come_apart_and_back(nest: Any, paths: list[str]) -> None:
-    flat = tree.flatten(nest)
+    flat, found = tree.flatten(nest), tree.parts(nest)
     assert list(flat.paths) == paths
+    if found is not None:
+        again = tree.mould(nest)(found)
+        assert again is not nest or not found
+        assert shape(again) == shape(nest)
+        assert all(a is b for a, b in zip(tree.parts(again) or [], found, strict=True))
     assert all(leaf is X or leaf is Y for leaf in flat.leaves)
     changed = [leaf[:1] + 1 for leaf in flat.leaves]
     built = flat.build(iter(changed))
@@ -126,10 +108,22 @@ def test_nests_come_apart_and_back(nest: Any, paths: list[str]) -> None:
     )  # the caller's own
 
 
-def test_built_nest_is_a_new_one() -> None:
-    for name, (nest, _) in NESTS.items():
-        built = tree.map_leaves(lambda leaf: leaf, nest)
-        assert built is not nest or name in ("tensor", "empty"), name
+def test_a_mapping_that_cannot_be_copied_becomes_a_dict() -> None:
+    nest = types.MappingProxyType({"x": X, "y": Y})
+    built = tree.map_leaves(lambda leaf: leaf[:1], nest)
+    assert (type(built), built["y"].tolist(), nest["x"] is X) == (dict, [0], True)
+
+
+def test_a_module_is_no_container_though_it_is_a_dataclass() -> None:
+    @dataclasses.dataclass(eq=False)
+    class Module(nn.Module):
+        x: Tensor
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+    for value in (Module.__new__(Module), Module, X, 3, "word", None, {1}, Frozen):
+        assert tree.parts(value) is None
 
 
 def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
@@ -142,25 +136,13 @@ def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
     assert default["new"] == []
 
 
-@pytest.mark.parametrize("make", [Store, types.MappingProxyType], ids=["shares its items", "read-only"])
-def test_mapping_that_cannot_be_copied_becomes_a_dict(make: Callable[[dict[str, Any]], Any]) -> None:
-    nest = make({"x": X, "y": Y})
-    built = tree.map_leaves(lambda leaf: leaf[:1], nest)
-    assert type(built) is dict
-    assert built["y"].tolist() == [0]
-    assert nest["x"] is X
-
-
 @pytest.mark.parametrize(
     ("nest", "got"),
     [
         (3, "got a int at the top"),
-        ({"x": X, "id": ["a"]}, "got a str at ['id'][0]"),
-        (Frozen(X, 0.5), "got a float at .y"),
+        (Frozen(X, ["a"]), "got a str at .y[0]"),
         ((X, np.zeros(4)), "got a ndarray (torch.from_numpy makes it a tensor) at [1]"),
-        ((X, np.float32(1)), "got a float32 (torch.from_numpy makes it a tensor) at [1]"),
         ({"x": {1, 2}}, "got a set at ['x']"),
-        ((X, Frozen), "got a type at [1]"),
         (iter([X]), "got a list_iterator at the top"),
     ],
 )
@@ -195,37 +177,6 @@ def test_any_nest_comes_back(nest: Any) -> None:
     assert tree.flatten(doubled).paths == flat.paths
     for one, two in zip(flat.leaves, tree.flatten(doubled).leaves, strict=True):
         assert torch.equal(2 * one, two)
-
-
-@dataclasses.dataclass(eq=False)
-class Module(nn.Module):
-    x: Tensor
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-
-@pytest.mark.parametrize("value", [X, 3, "word", None, {1}, Frozen, Module])
-def test_what_is_no_container_has_no_parts(value: Any) -> None:
-    assert tree.parts(value) is None
-
-
-def test_a_module_is_no_container_though_it_is_a_dataclass() -> None:
-    module = Module.__new__(Module)
-    nn.Module.__init__(module)
-    module.x = X
-    assert dataclasses.is_dataclass(module)
-    assert tree.parts(module) is None
-
-
-@pytest.mark.parametrize(("nest", "paths"), NESTS.values(), ids=NESTS)
-def test_a_container_is_filled_with_its_own_parts(nest: Any, paths: list[str]) -> None:
-    found = tree.parts(nest)
-    if found is not None:
-        again = tree.mould(nest)(found)
-        assert again is not nest or not found
-        assert shape(again) == shape(nest)
-        assert all(a is b for a, b in zip(tree.parts(again) or [], found, strict=True))
 
 
 @pytest.mark.parametrize("make", [lambda x: (x, [x]), lambda x: Pair(x, {"x": x})], ids=["plain", "named"])

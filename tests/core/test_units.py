@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.core.errors import PlanError
-from anybatch.core.units import counted, format_bytes, format_count, format_seconds, parse_bytes
+from anybatch.core.units import format_bytes, format_seconds, parse_bytes
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
@@ -16,17 +16,11 @@ SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 
     ("num_bytes", "text"),
     [
         (0, "0 B"),
-        (1, "1 B"),
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
-        (1536, "1.5 KiB"),
-        (99 * 2**10, "99.0 KiB"),
         (99.96 * 2**10, "100 KiB"),
-        (1000 * 2**10, "1000 KiB"),
         (2**20 - 1, "1.0 MiB"),
-        (19.3 * 2**30, "19.3 GiB"),
         (2**60, "1024 PiB"),
-        (-2048, "-2.0 KiB"),
         (-2e5, "-195 KiB"),
     ],
 )
@@ -45,14 +39,12 @@ def test_bytes_read_back(num_bytes: int) -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"),
         (0.1234, "0.123 s"),
         (59.4, "59.4 s"),
         (60, "1 min 00 s"),
         (119.6, "2 min 00 s"),
         (3599, "59 min 59 s"),
         (3599.6, "1 h 00 min"),
-        (7500, "2 h 05 min"),
         (360000, "100 h 00 min"),
     ],
 )
@@ -61,16 +53,8 @@ def test_seconds(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(0, "0"), (999, "999"), (1000, "1,000"), (1234567.8, "1,234,568")]
-)
-def test_counts(number: float, text: str) -> None:
-    assert format_count(number) == text
-
-
-@pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
-        ("12GB", 12 * 10**9),
         ("12gb", 12 * 10**9),
         ("12G", 12 * 10**9),
         ("12GiB", 12 * 2**30),
@@ -79,7 +63,6 @@ def test_counts(number: float, text: str) -> None:
         ("77", 77),
         ("77B", 77),
         (78, 78),
-        ("1TiB", 2**40),
     ],
 )
 def test_bytes_are_read(text: str | int, num_bytes: int) -> None:
@@ -92,8 +75,3 @@ def test_bytes_are_read(text: str | int, num_bytes: int) -> None:
 def test_other_bytes_are_refused(text: object) -> None:
     with pytest.raises(PlanError, match="Expected a number of bytes above 0, got "):
         parse_bytes(text)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("number", "text"), [(0, "0 rows"), (1, "1 row"), (2, "2 rows")])
-def test_one_of_a_thing_is_not_many(number: int, text: str) -> None:
-    assert counted(number, "row") == text

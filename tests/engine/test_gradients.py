@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from anybatch import Step, Total
 from anybatch.core import NonFinite
-from anybatch.engine import Apart, Gradients, accumulation_dtype, step_optimizers
+from anybatch.engine import Apart, Gradients, accumulation_dtype
 from anybatch.engine.gradients import InPlace
 from anybatch.testing import relative_error, tolerance
 
@@ -97,14 +97,6 @@ def test_merge_is_associative_and_commutative_with_an_identity(a: Any, b: Any, c
     assert [plain(fold(each)) for each in (a, b, c)] == [plain(one), plain(two), plain(three)]  # unchanged
 
 
-@given(SUMS, SUMS)
-def test_to_divide_the_merged_sums_is_to_merge_the_divided_ones(a: Any, b: Any) -> None:
-    factors = {"fit": 0.25, "size": 2.0}
-    divided = [Gradients({"": fold(each).finish(factors)}) for each in (a, b)]
-    whole = fold(a).merge(fold(b)).finish(factors)
-    assert plain(Gradients({"": whole})) == plain(divided[0].merge(divided[1]))
-
-
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from([*WAYS]))
 def test_rows_cut_anywhere_give_sums_that_merge_to_those_of_all_rows(sizes: list[int], way: str) -> None:
     rows = torch.arange(2.0 * sum(sizes), dtype=torch.float64).view(-1, 2)
@@ -134,7 +126,6 @@ def test_rows_cut_anywhere_give_sums_that_merge_to_those_of_all_rows(sizes: list
         (torch.bfloat16, None, torch.float32),
         (torch.float32, None, torch.float32),
         (torch.float64, None, torch.float64),
-        (torch.complex64, None, torch.complex64),
         (torch.complex128, None, torch.complex128),
         (torch.float32, torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.float64, torch.float64),
@@ -147,57 +138,45 @@ def test_accumulation_dtype(
     assert accumulation_dtype(parameter, chosen) is expected
 
 
-def summed(parameter: nn.Parameter, gradients: Ways, values: Sequence[float]) -> Tensor:
-    """The sum of these gradients of a scalar parameter."""
+@pytest.mark.parametrize(
+    ("dtype", "values", "options", "expected"),
+    [
+        (torch.bfloat16, [2.0**-10] * 1024, {}, 1.0),
+        (torch.float32, [1.0] + [2.0**-25] * 1024, {}, 1.0),
+        (torch.float32, [1.0] + [2.0**-25] * 1024, {"compensated": True}, 1.0 + 2.0**-15),
+        (torch.float32, [1.0, 2.0**-30, -1.0], {"dtype": torch.float64}, 2.0**-30),
+        (torch.complex64, [1.0, 2.0**-30, -1.0], {"dtype": torch.float64}, 2.0**-30),
+    ],
+)
+def test_sums_have_the_digits_that_were_asked_for(
+    dtype: torch.dtype, values: Sequence[float], options: Any, expected: float
+) -> None:
+    parameter = nn.Parameter(torch.zeros((), dtype=dtype))
+    gradients = apart([parameter], **options)
     for value in values:
-        add(gradients, (parameter * torch.tensor(value, dtype=parameter.dtype)).sum())
-    return found(gradients)[parameter]
-
-
-def test_in_place_autograds_own_accumulator_is_used() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
-    gradients = InPlace([parameter], "loss")
-    add(gradients, parameter.sum())
-    own = parameter.grad
-    add(gradients, (2 * parameter).sum())
-    assert found(gradients)[parameter] is own
-    assert own is not None
-    assert own.tolist() == [3.0] * 3
-
-
-def test_half_precision_gradients_are_summed_in_float32() -> None:
-    values = [0.0009765625] * 1024  # 1.0 in all; each is a power of 2
-    parameter = nn.Parameter(torch.zeros((), dtype=torch.bfloat16))
-    total = summed(parameter, apart([parameter]), values)
-    assert total.dtype == torch.float32
-    assert total.item() == 1.0
-    for value in values:  # what would have happened in .grad
-        (parameter * torch.tensor(value, dtype=torch.bfloat16)).backward()
-    assert parameter.grad is not None
-    assert parameter.grad.item() < 0.5
-
-
-@pytest.mark.parametrize("compensated", [False, True])
-def test_compensated_sum_keeps_what_a_plain_one_loses(compensated: bool) -> None:
-    values = [1.0] + [2.0**-25] * 1024
-    parameter = nn.Parameter(torch.zeros(()))
-    total = summed(parameter, apart([parameter], compensated=compensated), values)
-    assert total.item() == (1.0 + 2.0**-15 if compensated else 1.0)
-
-
-def test_chosen_dtype_is_used() -> None:
-    values = [1.0, 2.0**-30, -1.0]
-    parameter = nn.Parameter(torch.zeros(()))
-    assert summed(parameter, apart([parameter], dtype=torch.float64), values).item() == 2.0**-30
-
-
-def test_accumulators_of_complex_parameters_stay_complex() -> None:
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    gradients = apart([parameter], dtype=torch.float64)
-    add(gradients, (parameter * 1j).real.sum())
+        add(gradients, (parameter * torch.tensor(value, dtype=dtype)).real.sum())
     total = found(gradients)[parameter]
-    assert total.dtype == torch.complex128
-    assert total.tolist() == [-1j, -1j]
+    assert total.dtype == accumulation_dtype(dtype, options.get("dtype"))
+    assert total.item() == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_gradient_is_added_to_its_own_sum_in_whatever_order_they_come(way: str) -> None:
+    """Tied ones once per backward; the first micro-batch does not reach all, and one is never reached."""
+    first, second, tied, unused = (nn.Parameter(torch.full((1,), 3.0)) for _ in range(4))
+    gradients = WAYS[way]([first, second, tied, unused])
+    for one, other in ((0, 1), (2, 3), (4, 5)):
+        part = (second * other).sum() + (tied * tied).sum()
+        add(gradients, (first * one).sum() + part if one else part)
+    assert {one: total.item() for one, total in found(gradients).items()} == {
+        first: 6.0,
+        second: 9.0,
+        tied: 18.0,
+    }
+    gradients.close()
+    first.grad = None
+    (2 * first).sum().backward()  # hooks are taken off
+    assert first.grad is not None
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
@@ -212,15 +191,6 @@ def test_gradients_that_are_taken_one_by_one_are_freed_at_once(is_whole: bool) -
     assert first.grad is second.grad is None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_tied_parameters_are_added_once_per_backward(way: str) -> None:
-    tied = nn.Parameter(torch.full((2,), 3.0))
-    gradients = WAYS[way]([tied])
-    for _ in range(2):
-        add(gradients, (tied * tied).sum())
-    assert found(gradients)[tied].tolist() == [12.0, 12.0]
-
-
 # ---- banks
 
 
@@ -229,6 +199,14 @@ def add_each(gradients: Apart, values: Mapping[str, Tensor], unscale: float = 1.
     gradients.add_each(
         values, {name: torch.ones((), dtype=one.dtype) for name, one in values.items()}, unscale
     )
+
+
+def test_the_last_backward_frees_the_graph() -> None:
+    parameter = nn.Parameter(torch.ones(()))
+    hidden = parameter.exp()
+    add_each(apart([parameter], names=["a", "b"]), {"a": 2 * hidden, "b": 3 * hidden})
+    with pytest.raises(RuntimeError, match="a second time"):
+        hidden.backward()
 
 
 def test_each_term_has_its_own_divisor() -> None:
@@ -243,29 +221,6 @@ def test_each_term_has_its_own_divisor() -> None:
     assert shared.grad is None
 
 
-def test_the_last_backward_frees_the_graph() -> None:
-    parameter = nn.Parameter(torch.ones(()))
-    hidden = parameter.exp()
-    add_each(apart([parameter], names=["a", "b"]), {"a": 2 * hidden, "b": 3 * hidden})
-    with pytest.raises(RuntimeError, match="a second time"):
-        hidden.backward()
-
-
-def test_terms_may_be_missing_from_a_backward() -> None:
-    parameter = nn.Parameter(torch.ones(()))
-    gradients = apart([parameter], names=["a", "b"])
-    add_each(gradients, {"b": 7 * parameter})
-    assert found(gradients, {"a": 1.0, "b": 0.5})[parameter].item() == 3.5
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_parameters_that_got_no_gradient_are_left_out(way: str) -> None:
-    used, unused = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-    gradients = WAYS[way]([used, unused])
-    add(gradients, 2 * used)
-    assert set(found(gradients)) == {used}
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_sparse_gradients_add_up(way: str) -> None:
     table = nn.Parameter(torch.zeros(5, 2))
@@ -275,25 +230,6 @@ def test_sparse_gradients_add_up(way: str) -> None:
     total = found(gradients, {"loss": 0.5})[table]
     assert total.is_sparse
     assert total.to_dense()[:, 0].tolist() == [0.5, 1.0, 0.0, 0.0, 0.5]
-
-
-def test_hooks_are_taken_off() -> None:
-    parameter = nn.Parameter(torch.ones(()))
-    gradients = apart([parameter], is_whole=False)
-    add(gradients, 2 * parameter)
-    gradients.close()
-    (2 * parameter).backward()
-    assert parameter.grad is not None
-    assert parameter.grad.item() == 2.0
-
-
-def test_gradients_are_handed_over_in_the_parameters_dtype() -> None:
-    half, single = nn.Parameter(torch.zeros((), dtype=torch.bfloat16)), nn.Parameter(torch.zeros(()))
-    ready = {half: torch.tensor(1 + 2.0**-20), single: torch.tensor(math.pi)}
-    step_optimizers(ready, [])
-    assert half.grad is not None
-    assert (half.grad.dtype, half.grad.item()) == (torch.bfloat16, 1.0)
-    assert single.grad is ready[single]
 
 
 @pytest.mark.parametrize("mode", [{"compensated": True}, {"accumulate": torch.float64}], ids=str)
@@ -396,33 +332,6 @@ def test_gradients_larger_than_a_bucket_are_added_as_they_come(monkeypatch: pyte
         add(gradients, value)
     assert gradients.has_accepted
     assert {one: total.item() for one, total in found(gradients).items()} == {second: 5.0}
-
-
-def test_each_gradient_is_added_to_its_own_sum_in_whatever_order_they_come() -> None:
-    """The first micro-batch reaches the second parameter only."""
-    for way in WAYS.values():
-        first, second = (nn.Parameter(torch.zeros(1)) for _ in range(2))
-        gradients = way([first, second])
-        for one, other in ((0, 1), (2, 3), (4, 5)):
-            add(gradients, ((first * one).sum() if one else 0) + (second * other).sum())
-        total = found(gradients)
-        assert (total[first].item(), total[second].item()) == (6.0, 9.0)
-
-
-def test_a_sum_that_is_not_finite_is_seen_where_its_gradient_is() -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    gradients = apart([weight], is_looked_at=True)
-    with pytest.raises(NonFinite):
-        add(gradients, weight.sum() + math.inf)
-    assert not gradients.has_accepted
-
-
-@pytest.mark.parametrize("way", ["in place", "apart, as a whole"])
-def test_where_nobody_looks_what_is_not_finite_is_added(way: str) -> None:
-    weight = nn.Parameter(torch.zeros(1))
-    gradients = WAYS[way]([weight])
-    add(gradients, (weight * math.inf).sum())
-    assert found(gradients)[weight].item() == math.inf
 
 
 def test_sums_that_are_absorbed_are_as_merged() -> None:

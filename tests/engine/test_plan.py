@@ -1,11 +1,10 @@
 """Plan: refuses what cannot be carried out, prints as a table, comes back from JSON."""
 
-import dataclasses
 import json
 import math
+import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from anybatch import Plan, Precision
 from anybatch.core.batch import cut_sizes
 from anybatch.core.errors import PlanError
-from anybatch.engine.plan import check_micro_batch, parse_dtype
 from anybatch.precision.policy import NAMED
 
 WINDOW_TABLE = """\
@@ -76,11 +74,6 @@ def test_table_says_an_irregular_cut_and_the_blocks() -> None:
     assert "micro_batch  4, 2 rows" in str(Plan(rows=6, micro_batch=4, cut=(4, 2)))
 
 
-def test_sizes_of_a_regular_cut() -> None:
-    assert Plan(rows=10, micro_batch=4).sizes == (4, 4, 2)
-    assert Plan(rows=0, micro_batch=0).sizes == ()
-
-
 PRECISIONS = [
     *NAMED.values(),
     Precision(store="float16", loss_scale=8.0, keep_float32=("norm", "*.router"), reduce="bfloat16"),
@@ -100,43 +93,29 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
     )
     assert plan.micro_batches == len(cut_sizes(plan.rows, plan.micro_batch))
     assert plan.is_cut == (plan.micro_batches > 1)
+    assert plan.is_guarded == (plan.precision.loss_scale is not None or plan.non_finite != "raise")
+    wanted = None if plan.accumulate == "auto" else getattr(torch, plan.accumulate)
+    assert plan.accumulation_dtype is wanted
     assert Plan.from_json(plan.to_json()) == plan
     assert hash(Plan.from_json(plan.to_json())) == hash(plan)
-
-
-def test_no_clipping_is_null_in_json() -> None:
-    text = Plan(rows=2, micro_batch=1).to_json()
-    assert json.loads(text, parse_constant=pytest.fail)["clip_norm"] is None  # strict JSON has no Infinity
-    assert Plan.from_json(text).clip_norm == math.inf
-
-
-def test_accumulation_dtype_is_none_where_parameters_decide() -> None:
-    assert Plan(rows=1, micro_batch=1).accumulation_dtype is None
-    assert Plan(rows=1, micro_batch=1, accumulate="float64").accumulation_dtype is torch.float64
 
 
 @pytest.mark.parametrize(
     ("values", "expected", "got"),
     [
         ({"micro_batch": 0}, "at least 1 row", "got 0. Leave it out"),
-        ({"micro_batch": -4}, "at least 1 row", "got -4"),
         ({"micro_batch": 2.0}, "a whole number of rows", "got 2.0"),
         ({"micro_batch": True}, "a whole number of rows", "got True"),
-        ({"micro_batch": None}, "a whole number of rows", "got None"),
         ({"micro_batch": 9}, "at most the 8 rows", "got 9"),
-        ({"rows": 0}, "at most the 0 rows", "got 4"),
         ({"rows": -4, "micro_batch": -4}, "at least 1 row", "got -4"),
         ({"clip_norm": 0}, "clip_norm to be a positive number", "got 0"),
-        ({"clip_norm": -1.0}, "clip_norm to be a positive number", "got -1.0"),
         ({"clip_norm": math.nan}, "clip_norm to be a positive number", "got nan"),
         ({"clip_norm": "1"}, "clip_norm to be a positive number", "got '1'"),
         ({"clip_norm": True}, "clip_norm to be a positive number", "got True"),
         ({"accumulate": "int64"}, "a floating dtype", "got 'int64'"),
         ({"accumulate": "float8_e4m3fn"}, "a floating dtype", "got 'float8_e4m3fn'"),
         ({"accumulate": "Tensor"}, "a floating dtype", "got 'Tensor'"),
-        ({"accumulate": ""}, "a floating dtype", "got ''"),
         ({"non_finite": "stop"}, "non_finite to be one of", "got 'stop'"),
-        ({"non_finite": None}, "non_finite to be one of", "got None"),
         ({"cut": (4, 3)}, "parts of 1 to 4 rows, 8 in all", "got (4, 3)"),
         ({"cut": (5, 3)}, "parts of 1 to 4 rows, 8 in all", "got (5, 3)"),
         ({"cut": (4, 0, 4)}, "parts of 1 to 4 rows, 8 in all", "got (4, 0, 4)"),
@@ -150,75 +129,26 @@ def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], expected:
     assert str(caught.value).count(". ") >= 1  # and then what to do
 
 
-@pytest.mark.parametrize("micro_batch", [np.int64(4), "4", torch.tensor(4), [4]])
-def test_micro_batch_is_a_plain_int(micro_batch: object) -> None:
-    with pytest.raises(PlanError, match="whole number"):
-        check_micro_batch(micro_batch)
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("text", "words"),
     [
-        "",
-        "{",
-        "[1]",
-        "{}",
-        '{"rows": 8, "micro_batch": 4}',
-        '{"rows": 8, "micro_batch": 4, "clip_norm": null, "memory": 1}',
-        '{"rows": "8", "micro_batch": 4, "clip_norm": null}',
+        ("{", "a plan as Plan.to_json writes it, got '{'"),
+        ("[1]", "a plan as Plan.to_json"),
+        ('{"rows": 8, "micro_batch": 4}', "a plan as Plan.to_json"),
+        ('{"rows": 8, "micro_batch": 4, "clip_norm": null, "memory": 1}', "a plan as Plan.to_json"),
+        ('{"rows": "8", "micro_batch": 4, "clip_norm": null}', "a plan as Plan.to_json"),
+        ('{"rows": 8, "micro_batch": 0, "clip_norm": null}', "micro_batch to be at least 1"),
+        ('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"store": "int8"}}', "store to be"),
+        ('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"colour": 1}}', "a plan as Plan"),
     ],
 )
-def test_other_json_is_refused(text: str) -> None:
-    with pytest.raises(PlanError, match=r"^Expected a plan as Plan\.to_json writes it, got "):
+def test_other_json_is_refused(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=rf"^Expected {re.escape(words)}"):
         Plan.from_json(text)
 
 
-def test_bad_values_in_json_are_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="at least 1 row, got 0"):
-        Plan.from_json('{"rows": 8, "micro_batch": 0, "clip_norm": null}')
-
-
-def test_plan_is_a_frozen_value() -> None:
-    plan = Plan(rows=8, micro_batch=4)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.rows = 9  # type: ignore[misc]
-    with pytest.raises(PlanError):
-        dataclasses.replace(plan, micro_batch=9)
-    with pytest.raises(TypeError):
-        Plan(8, 4)  # type: ignore[misc]
-    assert {plan: 1}[Plan(rows=8, micro_batch=4)] == 1
-
-
-def test_dtypes_by_name() -> None:
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        assert parse_dtype(str(dtype).removeprefix("torch.")) is dtype
-
-
-@pytest.mark.parametrize(
-    ("precision", "policy", "is_guarded"),
-    [
-        ("float32", "raise", False),
-        ("bf16-mixed", "raise", False),
-        ("bf16-true", "raise", False),
-        ("fp16-mixed", "raise", True),
-        ("fp16-true", "raise", True),
-        ("float32", "drop", True),
-        ("float32", "skip", True),
-    ],
-)
-def test_where_each_micro_batch_is_looked_at(precision: str, policy: str, is_guarded: bool) -> None:
-    plan = Plan(rows=8, micro_batch=4, precision=NAMED[precision], non_finite=policy)
-    assert plan.is_guarded == is_guarded
-
-
-def test_a_plan_written_before_there_was_precision_is_read() -> None:
-    text = '{"rows": 8, "micro_batch": 4, "clip_norm": null}'
-    plan = Plan.from_json(text)
-    assert (plan.precision, plan.non_finite) == (Precision(), "raise")
-
-
-def test_a_bad_precision_in_json_is_refused_by_name() -> None:
-    with pytest.raises(PlanError, match="store to be one of"):
-        Plan.from_json('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"store": "int8"}}')
-    with pytest.raises(PlanError, match=r"^Expected a plan as Plan\.to_json writes it, got "):
-        Plan.from_json('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"colour": 1}}')
+def test_json_is_strict_and_an_older_one_is_read() -> None:
+    text = Plan(rows=8, micro_batch=4).to_json()
+    assert json.loads(text, parse_constant=pytest.fail)["clip_norm"] is None  # it has no Infinity
+    older = '{"rows": 8, "micro_batch": 4, "clip_norm": null}'  # from before there was precision
+    assert Plan.from_json(text) == Plan.from_json(older) == Plan(rows=8, micro_batch=4)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, CosineAnnealingLR, SequentialLR, StepLR
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, SequentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from anybatch import Step
-from anybatch.core.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
+from anybatch.core.errors import OptimizerError, OutOfMemoryError
 from anybatch.engine import TornUpdateError, clip, owned, step_optimizers
-from anybatch.engine.update import check_optimizers, check_schedulers, schedule_learning_rates
+from anybatch.engine.update import check_optimizers, check_schedulers
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -36,93 +36,30 @@ def test_clipping_is_that_of_torch(dtype: torch.dtype, max_norm: float) -> None:
     assert norm > 0
 
 
-def test_no_clipping_looks_at_nothing() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    gradient = torch.tensor([math.inf, math.nan])
-    assert math.isnan(clip({parameter: gradient}, math.inf))
-    assert gradient[0] == math.inf
-
-
-def test_clipping_nothing_has_norm_0() -> None:
-    assert clip({}, 1.0) == 0.0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_not_clipped(bad: float) -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    with pytest.raises(NonFiniteLossError, match=rf"^Expected a finite gradient, got a norm of {bad}\. "):
-        clip({parameter: torch.tensor([1.0, bad])}, 1.0)
-
-
-class Note(Optimizer):
-    """An optimizer that notes in a diary that, and with which gradients, it steps."""
-
-    def __init__(self, parameters: list[nn.Parameter], diary: list[Any]) -> None:
-        super().__init__(parameters, {"lr": 1.0})
-        self.diary = diary
-
-    def step(self, closure: Any = None) -> None:
-        self.diary.append([p.grad.item() for p in owned([self]) if p.grad is not None])
-
-
-def test_every_optimizer_steps_once_and_in_order() -> None:
-    first, second = nn.Parameter(torch.zeros(())), nn.Parameter(torch.zeros(()))
-    diary: list[Any] = []
-    step_optimizers(
-        {first: torch.tensor(1.0), second: torch.tensor(2.0)}, [Note([second], diary), Note([first], diary)]
-    )
-    assert diary == [[2.0], [1.0]]
-
-
-def test_every_scheduler_steps_once() -> None:
-    optimizer = SGD(make_parameters(), lr=1.0)
-    schedulers = [StepLR(optimizer, 1, gamma=0.5), StepLR(optimizer, 1, gamma=0.1)]
-    optimizer.step()
-    schedule_learning_rates(schedulers)
-    assert [scheduler.last_epoch for scheduler in schedulers] == [1, 1]
-
-
-def test_owned_parameters_are_of_all_groups_in_order() -> None:
-    a, b, c = make_parameters()
-    b.requires_grad_(False)
-    found = owned([SGD([{"params": [a]}, {"params": [b]}], lr=1.0), Adam([c])])
-    assert [id(one) for one in found] == [id(one) for one in (a, b, c)]
-
-
 @pytest.mark.parametrize("sequence", [list, tuple])
-def test_one_or_several_optimizers(sequence: Any) -> None:
+def test_one_or_several_optimizers_that_share_nothing(sequence: Any) -> None:
     a, b, c = make_parameters()
-    one, two = SGD([a, c], lr=1.0), SGD([b], lr=1.0)
+    one, two = SGD([{"params": [a]}, {"params": [c]}], lr=1.0), SGD([b.requires_grad_(False)], lr=1.0)
     assert check_optimizers(one, [a, b]) == (one,)  # c is somebody else's, but not alone
     assert check_optimizers(sequence([one, two]), [a, b]) == (one, two)
-
-
-def test_several_optimizers_may_not_share() -> None:
-    a, b, _ = make_parameters()
+    assert [id(p) for p in owned([one, two])] == [id(p) for p in (a, c, b)]
     with pytest.raises(OptimizerError, match="got 1 in optimizers 0 and 1"):
-        check_optimizers([SGD([a], lr=1.0), SGD([b, a], lr=1.0)], [a, b])
-    same = SGD([a], lr=1.0)
+        check_optimizers([two, SGD([a, b], lr=1.0)], [a, b])
     with pytest.raises(OptimizerError, match="Each update would be made twice"):
-        check_optimizers([same, same], [a, b])
+        check_optimizers([two, two], [a, b])
 
 
 def test_schedulers_of_every_kind() -> None:
     optimizer = SGD(make_parameters(), lr=1.0)
     schedulers = [
-        CosineAnnealingLR(optimizer, 10),
         ChainedScheduler([ConstantLR(optimizer), StepLR(optimizer, 2)]),
         SequentialLR(optimizer, [ConstantLR(optimizer), StepLR(optimizer, 2)], [3]),
     ]
-    for one in schedulers:
-        assert check_schedulers(one, [optimizer]) == (one,)
+    assert check_schedulers(schedulers[0], [optimizer]) == (schedulers[0],)
     assert check_schedulers(schedulers, [optimizer]) == tuple(schedulers)
-    assert check_schedulers((), [optimizer]) == ()
-
-
-@pytest.mark.parametrize("given", [None, "cosine", 3, [math.cos]])
-def test_other_things_are_no_schedulers(given: object) -> None:
-    with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
-        check_schedulers(given, [SGD(make_parameters(), lr=1.0)])
+    for given in (None, "cosine", [math.cos]):
+        with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
+            check_schedulers(given, [optimizer])
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -207,24 +144,15 @@ def test_an_update_that_has_begun_is_torn_and_not_done_again(done: int) -> None:
     assert "Some parameters may be updated" in str(torn.error)
     assert "go on from a checkpoint" in str(torn)
     assert optimizer.updates == done
-
-
-@pytest.mark.usefixtures("known")
-def test_after_another_optimizer_has_updated_it_is_torn_too() -> None:
-    first = SGD(make_parameters(), lr=1.0)
-    error = ValueError("no")
-    torn = torn_by(partial(0, error), first)
-    assert torn.error is error
+    error = ValueError("no")  # and so it is after another optimizer has updated
+    assert torn_by(partial(0, error), SGD(make_parameters(), lr=1.0)).error is error
     assert "go on from a checkpoint" in error.__notes__[0]
 
 
-def test_nobody_knows_what_somebody_elses_optimizer_has_written() -> None:
-    assert "It is unknown what has been updated" in str(torn_by(partial(0)))
-
-
-@pytest.mark.usefixtures("known")
-@pytest.mark.parametrize("when", ["pre", "post", "every pre", "every post", "instance", "fused"])
-def test_nor_where_something_else_is_called_or_versions_tell_nothing(when: str) -> None:
+@pytest.mark.parametrize("when", ["own", "pre", "post", "every pre", "every post", "instance", "fused"])
+def test_nobody_knows_what_somebody_else_has_written(when: str, request: pytest.FixtureRequest) -> None:
+    if when != "own":
+        request.getfixturevalue("known")
     optimizer = partial(0, **({"fused": True} if when == "fused" else {}))
     calls: list[object] = []
     register: dict[str, Any] = {

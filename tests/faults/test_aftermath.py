@@ -227,7 +227,7 @@ def test_a_scheduler_without_memory_leaves_a_whole_update() -> None:
             super().step(epoch)
 
     step, twin = make("early"), make("early")
-    step.schedulers = (Greedy(step.optimizers[0], lambda epoch: 1.0),)
+    vars(step).update(schedulers=(Greedy(step.optimizers[0], lambda epoch: 1.0),))
     with pytest.raises(MemoryError, match="no room for a rate"):
         at_once(step)
     at_once(twin)

@@ -102,7 +102,8 @@ class Refusing(torch.optim.SGD):
 def test_scheduler_past_its_end_leaves_a_whole_update(by_window: bool) -> None:
     step, twin = build(Trip()), build(Trip())
     end = torch.optim.lr_scheduler.LambdaLR(step.optimizers[0], lambda epoch: [1.0][epoch])
-    step.schedulers, twin.schedulers = (end,), ()
+    vars(step).update(schedulers=(end,))
+    vars(twin).update(schedulers=())
     torch.manual_seed(5)
     with pytest.raises(IndexError):
         step_once(step, by_window)

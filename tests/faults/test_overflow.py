@@ -117,7 +117,7 @@ def test_a_fixed_scale_is_itself_again_in_the_next_micro_batch() -> None:
         if isinstance(event, MicroBatchDone):
             scales.append(step.scale.value)
 
-    step.listeners = (note,)
+    vars(step).update(listeners=(note,))
     for redone in (2, 2):
         assert take(step, make_batch()).redone == redone
     assert scales == 2 * [FIRST, FIRST, FIRST / 4, *[FIRST] * 5]
@@ -150,7 +150,7 @@ def test_an_uncut_batch_comes_again_whole(precision: str) -> None:
 def test_a_redone_micro_batch_is_told() -> None:
     step, _, batch = twins("divided early", "fp16-mixed", 2)
     told: list[Event] = []
-    step.listeners = (told.append,)
+    vars(step).update(listeners=(told.append,))
     take(step, batch)
     redone = [event for event in told if isinstance(event, MicroBatchRedone)]
     assert [(event.index, event.rows) for event in redone] == [(2, SIZE)] * 2
@@ -282,7 +282,7 @@ def test_a_scale_that_gave_way_is_put_back_with_all_else(windowed: bool) -> None
                 assert step.scale.value == FIRST / 2**3
                 raise RuntimeError("listener")
 
-        step.listeners = (fail,)
+        vars(step).update(listeners=(fail,))
         with pytest.raises(RuntimeError, match="listener"):
             step(batch)
     assert step.scale.state() == scale

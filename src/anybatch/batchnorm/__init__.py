@@ -4,6 +4,7 @@ from anybatch.batchnorm.group_norm import batch_norm_to_group_norm
 from anybatch.batchnorm.modes import (
     BATCH_NORM_CHOICES,
     BatchNorm,
+    BatchNormChoice,
     check_batch_norm,
     find_batch_norms,
     frozen_batch_norms,
@@ -14,6 +15,7 @@ from anybatch.batchnorm.modes import (
 __all__ = [
     "BATCH_NORM_CHOICES",
     "BatchNorm",
+    "BatchNormChoice",
     "batch_norm_to_group_norm",
     "check_batch_norm",
     "find_batch_norms",

@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
+from typing import Literal, get_args
 
 from torch import nn
 
@@ -11,7 +12,8 @@ from anybatch.core import torch_private as private
 BatchNorm = private.BatchNorm
 
 #: What a caller may choose for BatchNorm in training mode; None where nothing was chosen.
-BATCH_NORM_CHOICES = ("micro", "frozen")
+BatchNormChoice = Literal["micro", "frozen"]
+BATCH_NORM_CHOICES = get_args(BatchNormChoice)
 
 
 def check_batch_norm(choice: object) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from anybatch.batchnorm import find_batch_norms
+from anybatch.batchnorm import BatchNormChoice, find_batch_norms
 from anybatch.check.compare import (
     Comparison,
     Verdict,
@@ -106,7 +106,7 @@ def check(
     collate: Collate | None = None,
     micro_batch: int | None = None,
     rows: int | None = None,
-    batch_norm: str | None = None,
+    batch_norm: BatchNormChoice | None = None,
     seed: int = 0,
 ) -> CheckReport:
     """Prove on a few rows that a step gives the same however the batch is cut, or name what prevents it.

@@ -244,7 +244,7 @@ class Bench:
 
     subject: Copied  # the model and the loss
     draws: Draws  # what is drawn
-    batch_norm: str | None = "micro"  # as for `anybatch.Step`
+    batch_norm: Any = "micro"  # as for `anybatch.Step`
 
     @contextmanager
     def fresh(self) -> Generator[tuple[nn.Module, Any]]:

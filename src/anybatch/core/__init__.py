@@ -14,6 +14,7 @@ from anybatch.core.errors import (
     OptimizerError,
     OutOfMemoryError,
     PlanError,
+    ReadOnlyError,
     TraceError,
     WindowError,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "OptimizerError",
     "OutOfMemoryError",
     "PlanError",
+    "ReadOnlyError",
     "SampleBatch",
     "StepReport",
     "TensorBatch",

@@ -11,12 +11,13 @@
     ├── OptimizerError    optimizers, schedulers and parameters do not belong together
     ├── OutOfMemoryError  not even one row fits, or the update does not
     ├── WindowError       a window used out of order: left open, closed empty, used after its end
+    ├── ReadOnlyError     an attribute was assigned that is only to be read
     ├── DataError         a data file is missing, truncated, corrupt or of another format
     └── CheckpointError   a checkpoint is missing, truncated, corrupt or of another model
 
-All but two are also `ValueError`; `OutOfMemoryError` is a `MemoryError`, `WindowError` a `RuntimeError`. When
-one of them is raised from a step, the model, its buffers, the optimizer and the random state are as they were
-before that step, unless the error says that an update was torn.
+All but three are also `ValueError`: `OutOfMemoryError` is a `MemoryError`, `WindowError` a `RuntimeError`,
+`ReadOnlyError` an `AttributeError`. When one of them is raised from a step, the model, its buffers, the
+optimizer and the random state are as they were before it, unless the error says that an update was torn.
 """
 
 
@@ -99,6 +100,10 @@ class OutOfMemoryError(AnybatchError, MemoryError):
 
 class WindowError(AnybatchError, RuntimeError):
     """A window was used out of order: left open, closed empty, or used after its end."""
+
+
+class ReadOnlyError(AnybatchError, AttributeError):
+    """An attribute was assigned that is only to be read."""
 
 
 class DataError(AnybatchError, ValueError):

@@ -1,7 +1,10 @@
 """What a step reports, as frozen records."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from anybatch.core.units import format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +35,11 @@ class MicroBatchRedone:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepReport:
     """One logical step is over.
+
+    In a comparison `update`, `learning_rate` and `seconds` are left out.
 
     Attributes:
         loss: the loss of the whole batch before the update; NaN where no row had weight.
@@ -52,6 +57,9 @@ class StepReport:
             none.
         dropped: rows of micro-batches that were left out, because they were not finite.
         scale: the loss scale after the step.
+        update: how many updates this `Step` has made so far, this one included.
+        learning_rate: of the first optimizer's first group of parameters, in this update.
+        seconds: wall time of the step; of a window, that of its calls of `add` and of the update.
     """
 
     loss: float
@@ -66,6 +74,18 @@ class StepReport:
     too_large: int = 0
     dropped: int = 0
     scale: float = 1.0
+    update: int = field(default=0, compare=False)
+    learning_rate: float = field(default=math.nan, compare=False)
+    seconds: float = field(default=0.0, compare=False)
+
+    def __repr__(self) -> str:
+        made = f"update {self.update}" if self.updated else "no update"
+        told = [f"loss {self.loss:.6g}", f"rows {self.rows}", f"micro_batches {self.micro_batches}"]
+        values = {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
+        told += [f"{name} {value:.4g}" for name, value in values.items() if not math.isnan(value)]
+        rare = {"redone": (self.redone, 0), "dropped": (self.dropped, 0), "scale": (self.scale, 1.0)}
+        told += [f"{name} {value:g}" for name, (value, usual) in rare.items() if value != usual]
+        return f"StepReport({', '.join([made, *told, format_seconds(self.seconds)])})"
 
 
 Event = MicroBatchDone | MicroBatchRedone | StepReport

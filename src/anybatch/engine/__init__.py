@@ -22,7 +22,7 @@ from anybatch.engine.observer import Observer
 from anybatch.engine.plan import Plan, check_micro_batch
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.strategy import Single, Strategy
-from anybatch.engine.task import Signature, Task, admit, check_parts, gather
+from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, gather
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
@@ -38,6 +38,7 @@ __all__ = [
     "NotUndoneError",
     "Observer",
     "Plan",
+    "Progress",
     "Redone",
     "Restart",
     "Schedule",

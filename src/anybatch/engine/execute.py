@@ -1,6 +1,7 @@
 """One logical step: forward, backward, accumulate, update; and the one place where a failure is handled."""
 
 import math
+import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -64,6 +65,7 @@ def carry_out(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False) -> 
         OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
     """
     wanted, again = plan, dict[str, Any]()
+    task.progress.began = time.perf_counter()
     while True:
         try:
             report = execute(plan, task, batch, is_dry=is_dry, **again)
@@ -177,15 +179,20 @@ def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, befo
         with task.masters.raised(gradient, task.optimizers):
             step_optimizers(gradient, task.optimizers, plan.foreach)
             sums.is_updated = True
+            task.progress.updates += 1
     except TornUpdateError:
         sums.is_updated = True
         raise
     task.scale.updated()
-    schedule_learning_rates(task.schedulers)
+    report = report_of(sums, weights, norm, updated=True)  # with the learning rate of this update
+    try:
+        schedule_learning_rates(task.schedulers)
+    finally:
+        task.progress.note(task.schedulers)
     for observer in task.observers:
         if observer.wants_updated:
             observer.updated({name: parameter for parameter, name in task.names().items()})
-    return report_of(sums, weights, norm, updated=True)
+    return report
 
 
 def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
@@ -383,6 +390,9 @@ def report_of(
         too_large=too_large(sums.redone),
         dropped=sums.dropped,
         scale=sums.task.scale.value,
+        update=sums.task.progress.updates,
+        learning_rate=sums.task.learning_rate(),
+        seconds=time.perf_counter() - sums.task.progress.began,
     )
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from anybatch.batchnorm import check_batch_norm
+from anybatch.batchnorm import BatchNormChoice, check_batch_norm
 from anybatch.core import Cut, PlanError, cut_sizes
-from anybatch.precision import NAMED, Precision, check_non_finite
+from anybatch.precision import NAMED, NonFinitePolicy, Precision, check_non_finite
 
 FLOAT32 = NAMED["float32"]
 
@@ -65,12 +65,12 @@ class Plan:
     clip_norm: float = math.inf
     accumulate: str = "auto"
     compensated: bool = False
-    batch_norm: str | None = None
+    batch_norm: BatchNormChoice | None = None
     cut: tuple[int, ...] = ()
     blocks: tuple[tuple[str, str], ...] = ()
     foreach: bool | None = None
     precision: Precision = FLOAT32
-    non_finite: str = "raise"
+    non_finite: NonFinitePolicy = "raise"
 
     def __post_init__(self) -> None:
         if self.rows:

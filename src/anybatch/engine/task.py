@@ -1,12 +1,15 @@
 """What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
 
-from collections.abc import Callable, Sequence, Set
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from time import perf_counter
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,9 +36,38 @@ from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
 from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
-from anybatch.state import Effects, ModuleState
+from anybatch.state import Effects, ModuleState, Reachable
 
 BeforeCut = Callable[["Task", Batch, Plan, int], None]
+
+
+class Progress:
+    """What a step counts: updates made so far, and its schedulers' steps; and when the present one began."""
+
+    def __init__(self) -> None:
+        self.updates, self.began = 0, perf_counter()
+        self._epochs: Sequence[int] = ()  # of the schedulers, after the last update
+        self._has_warned = False
+
+    def note(self, schedulers: Sequence[LRScheduler]) -> None:
+        """The schedulers were stepped."""
+        self._epochs = [*map(_epoch_of, schedulers)]
+
+    def warn_of_other_steps(self, schedulers: Sequence[LRScheduler]) -> None:
+        """Warn, once, where somebody else has stepped a scheduler since."""
+        pairs = zip(schedulers, self._epochs, strict=False)
+        if not self._has_warned and any(_epoch_of(one) == epoch + 1 for one, epoch in pairs):
+            self._has_warned = True
+            warnings.warn(
+                "Expected the Step alone to step the scheduler that it was given, got one that was stepped "
+                "between two updates as well: the learning rate moves twice. Leave out your own "
+                "scheduler.step(), or the Step's scheduler=.",
+                stacklevel=4,
+            )
+
+
+def _epoch_of(scheduler: Any) -> int:
+    return getattr(scheduler, "last_epoch", 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -56,6 +88,7 @@ class Task:
         effects: what forwards have been seen to change.
         masters: the float32 weights of parameters that are stored short.
         add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
+        progress: what the step counts.
         state: of the modules, which a step notes before it begins.
     """
 
@@ -74,6 +107,7 @@ class Task:
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
+    progress: Progress = field(default_factory=Progress)
     observers: Sequence[Observer] = ()
     add_rows: int = 0
     state: ModuleState = field(init=False)
@@ -103,6 +137,15 @@ class Task:
         for listener in self.listeners:
             listener(event)
 
+    def aside(self, **changes: Any) -> "Task":
+        """The same, for steps that do not count."""
+        changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
+        return replace(self, **changes)
+
+    def learning_rate(self) -> float:
+        """Of the first group of parameters; NaN where the optimizer has none."""
+        return float(self.optimizers[0].param_groups[0].get("lr", math.nan)) if self.optimizers else math.nan
+
     def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
         """What makes the context of model and loss in a mixed precision; None where none is needed."""
         return partial(plan.precision.computing, self.kinds) if plan.precision.is_mixed else None
@@ -126,7 +169,19 @@ def check_parts(
             f"Expected the model to be a torch.nn.Module, got {type(model).__name__}. Wrap it in a module."
         )
     check_loss(loss)
-    optimizers = check_optimizers(optimizer, [*model.parameters(), *module_of(loss).parameters()])
+    known = {*model.parameters(), *module_of(loss).parameters()}
+    optimizers = check_optimizers(optimizer, known)
+    strange = [p for p in owned(optimizers) if p not in known]
+    if strange:  # but those in closures of the loss are trained
+        reached = {id(one) for one in Reachable([model, loss]).values}
+        strange = [p for p in strange if id(p) not in reached]
+    if strange:
+        warnings.warn(
+            f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. "
+            "They are not trained: an update takes only a .grad that you gave them, and clears it. Leave "
+            "them out, or make the optimizer from model.parameters() again.",
+            stacklevel=3,
+        )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
 
 
@@ -141,6 +196,7 @@ def gather(
     effects: Effects,
     working: Working,
     strategy: Strategy,
+    progress: Progress,
     observers: Sequence[Observer] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
@@ -175,6 +231,7 @@ def gather(
         masters=working.masters,
         scale=working.scale,
         strategy=strategy,
+        progress=progress,
         observers=observers,
     )
 
@@ -183,11 +240,11 @@ class Signature:
     """What a gathered task was read from, by identity: cheap to compare, so that nothing is read in vain.
 
     Noticed are other submodules, parameters, attributes' counts, trained parameters, dtypes, devices, modes
-    of BatchNorm, settings of the loss, and other `parts` of the step. Looking steps gather anew in any case.
+    of BatchNorm, and settings of the loss. Looking steps gather anew in any case.
     """
 
-    def __init__(self, task: Task, loss: object, parts: Sequence[object]) -> None:
-        self._optimizers, self._parts, self._others = task.optimizers, parts, task.others
+    def __init__(self, task: Task, loss: object) -> None:
+        self._optimizers, self._others = task.optimizers, task.others
         self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
         self._tables = [private.children_of(one) for one in task.modules]
         self._tables += [private.parameters_of(one) for one in task.modules]
@@ -209,10 +266,8 @@ class Signature:
         ]
         return values, plain
 
-    def is_current(self, parts: Sequence[object]) -> bool:
+    def is_current(self) -> bool:
         """Whether all is as it was read."""
-        if not all(map(is_, parts, self._parts)):
-            return False
         (values, plain), (found, known) = self._read(), self._found
         return plain == known and len(values) == len(found) and all(map(is_, values, found))
 
@@ -231,6 +286,12 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
     if collate is not None:
         return SampleBatch(batch, collate)
     logical = TensorBatch(batch)
+    if 1 < logical.rows <= len(logical.leaves) and _holds_samples(batch, logical.rows):
+        raise BatchError(
+            f"Expected tensors with the rows of the batch in front, got a list of {logical.rows} dicts for "
+            f"{logical.rows} rows, as if each were a sample. Pass collate= and a list of samples; if they "
+            "are no samples, a dict in place of the list."
+        )
     # Where the loss is the caller's own function, that may move rows itself.
     if isinstance(task.loss, SummedLoss) and not anywhere:
         strange = {leaf.device for leaf in logical.leaves} - task.devices
@@ -249,6 +310,18 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
                 f"{advice}"
             )
     return logical
+
+
+def _holds_samples(value: Any, rows: int) -> bool:
+    """Whether there is a list of so many mappings with the same keys, as labels of detection are."""
+    if isinstance(value, Mapping):
+        return any(_holds_samples(one, rows) for one in cast("Mapping[Any, Any]", value).values())
+    if not isinstance(value, list | tuple):
+        return False
+    entries = cast("Sequence[Any]", value)
+    kinds = {frozenset(one) if isinstance(one, Mapping) else None for one in entries}
+    is_of_samples = len(entries) == rows and len(kinds) == 1 and None not in kinds
+    return is_of_samples or any(_holds_samples(one, rows) for one in entries)
 
 
 def _names(devices: Set[torch.device]) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from anybatch.core import PlanError
 from anybatch.observe.figure import checked, new_figure, save
-from anybatch.precision import Precision, find_precision
+from anybatch.precision import Precision, PrecisionName, find_precision
 
 DTYPES = ("float16", "bfloat16")
 _LEAST, _MOST = -1074, 1023  # exponents of float64
@@ -74,7 +74,7 @@ def gradient_exponents(
     batch: Any,
     *,
     scale: float = 1.0,
-    precision: str | Precision | None = None,
+    precision: PrecisionName | Precision | None = None,
     micro_batch: int | None = None,
 ) -> Exponents:
     """Count the exponents of the gradients that a step would get from a batch; nothing is changed.

@@ -200,7 +200,7 @@ def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s:
     Returns:
         Seconds per row for each plan; None for those that were not reached, or ran out of memory.
     """
-    alone = replace(task, optimizers=(), schedulers=(), listeners=(), scale=task.scale.copy())
+    alone = task.aside(optimizers=())
     reached = reached_by(alone, batch)
     times: list[list[float]] = [[] for _ in plans]
     failed: set[int] = set()

@@ -305,7 +305,7 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
 def quiet(task: Task) -> Task:
     """The same task, for steps that do not count: nobody listens, and what it learns it keeps for itself."""
     effects = _known(task, task.effects.buffers, task.effects.parameters)
-    return replace(task, schedulers=(), listeners=(), observers=(), effects=effects, scale=task.scale.copy())
+    return task.aside(observers=(), effects=effects)
 
 
 def _known(task: Task, buffers: Iterable[Tensor], parameters: Iterable[Tensor]) -> Effects:

@@ -5,16 +5,19 @@ import math
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import torch
 
 from anybatch.core import PlanError
 
-_SHORT = ("bfloat16", "float16")
-_COMPUTE = (*_SHORT, "float32", "tf32", "float8")
+Short = Literal["bfloat16", "float16"]
+_SHORT, _COMPUTE = get_args(Short), (*get_args(Short), "float32", "tf32", "float8")
 #: What a step may do with a micro-batch whose loss or gradient is not finite, even without a loss scale.
-NON_FINITE_POLICIES = ("raise", "drop", "skip")
+NonFinitePolicy = Literal["raise", "drop", "skip"]
+NON_FINITE_POLICIES = get_args(NonFinitePolicy)
+#: The precisions that have a name.
+PrecisionName = Literal["float32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +53,12 @@ class Precision:
     Source: Micikevicius et al. 2018, "Mixed Precision Training", sections 3.1 to 3.3.
     """
 
-    store: str | None = None
-    compute: str | None = None
+    store: Short | None = None
+    compute: Short | Literal["float32", "tf32", "float8"] | None = None
     accumulate: str | None = None
     reduce: str | None = None
     keep_float32: tuple[str, ...] = ()
-    loss_scale: float | str | None = None
+    loss_scale: float | Literal["dynamic"] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep_float32", _patterns(self.keep_float32))
@@ -191,7 +194,7 @@ def _check_scale(value: Any) -> None:
         )
 
 
-NAMED: Mapping[str, Precision] = {
+NAMED: Mapping[PrecisionName, Precision] = {
     "float32": Precision(),
     "tf32": Precision(compute="tf32"),
     "bf16-mixed": Precision(compute="bfloat16"),
@@ -210,13 +213,13 @@ def find_precision(precision: "str | Precision | None") -> Precision:
     """
     if isinstance(precision, Precision):
         return precision
-    name = "float32" if precision is None else precision
-    if not isinstance(name, str) or name not in NAMED:  # pyright: ignore[reportUnnecessaryIsInstance]
+    name: Any = "float32" if precision is None else precision
+    if not isinstance(name, str) or name not in NAMED:
         raise PlanError(
             f"Expected a precision, one of {', '.join(NAMED)}, got {precision!r}. Name one, or say each "
             "dtype by itself with ab.Precision(store=..., compute=...)."
         )
-    return NAMED[name]
+    return NAMED[cast("PrecisionName", name)]
 
 
 def check_non_finite(policy: object) -> None:

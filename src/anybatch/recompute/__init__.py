@@ -2,6 +2,6 @@
 
 from anybatch.recompute import offload
 from anybatch.recompute.apply import apply_policies
-from anybatch.recompute.blocks import POLICIES, Choice, choose_blocks, find_blocks
+from anybatch.recompute.blocks import POLICIES, Asked, Choice, choose_blocks, find_blocks
 
-__all__ = ["POLICIES", "Choice", "apply_policies", "choose_blocks", "find_blocks", "offload"]
+__all__ = ["POLICIES", "Asked", "Choice", "apply_policies", "choose_blocks", "find_blocks", "offload"]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import cast
+from typing import Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -13,7 +13,10 @@ from anybatch.core import torch_private as private
 from anybatch.integrations import is_layer, recomputes_itself
 
 #: What may be done with the activations of a block; one that is not named keeps them.
-POLICIES = ("recompute", "selective", "offload")
+Policy = Literal["recompute", "selective", "offload"]
+POLICIES = get_args(Policy)
+#: What a caller may ask for: `choose_blocks`.
+Asked = Literal["all"] | Policy | Sequence[str] | Mapping[str, Policy] | None
 
 #: (module name, policy) of each block whose activations are not kept, in the order of the model.
 Choice = tuple[tuple[str, str], ...]

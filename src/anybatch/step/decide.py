@@ -1,22 +1,19 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
 
 from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
-from anybatch.precision import Precision
-from anybatch.recompute import choose_blocks, find_blocks
+from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
 from anybatch.step.look import refuse_what_depends_on_the_cut
 
@@ -28,49 +25,20 @@ class Planning:
     """What a step decides about its batches, and remembers.
 
     Args:
-        model: whose blocks may be rebuilt; the others are those of `anybatch.Step`.
+        settings: a plan without rows that holds all that does not depend on the batch.
+        may_choose_blocks: whether it is for a budget to say which blocks are rebuilt or moved.
 
     Attributes:
-        settings: a plan without rows that holds all that does not depend on the batch.
+        micro_batch: rows of a micro-batch, as asked for.
         limits: what memory has taught.
-
-    Raises:
-        PlanError: a choice that cannot be carried out.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        micro_batch: int | None,
-        memory: str | int | None,
-        recompute: str | Sequence[str] | Mapping[str, str] | None,
-        clip_norm: float | None,
-        accumulate: torch.dtype | None,
-        compensated: bool,
-        batch_norm: str | None,
-        precision: Precision,
-        non_finite: str,
+        self, settings: Plan, *, micro_batch: int | None, memory: str | int | None, may_choose_blocks: bool
     ) -> None:
-        if micro_batch is not None:
-            if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
-                micro_batch = int(micro_batch)  # NumPy's; a plan holds a plain int
-            check_micro_batch(micro_batch)
-        self.micro_batch = micro_batch
+        self.settings, self._may_choose_blocks = settings, may_choose_blocks
+        self.micro_batch = whole_number(micro_batch)
         self.budget = None if memory is None else Budget(memory)
-        self._may_choose_blocks = recompute is None
-        # What it refuses is refused here, not in the first step.
-        self.settings = Plan(
-            rows=0,
-            micro_batch=0,
-            clip_norm=math.inf if clip_norm is None else clip_norm,
-            accumulate=_accumulate(accumulate, precision),
-            compensated=compensated,
-            batch_norm=batch_norm,
-            blocks=choose_blocks(model, recompute),
-            precision=precision,
-            non_finite=non_finite,
-        )
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
@@ -244,6 +212,16 @@ class Guard:
             refuse_batch_norms(task.model, task.batch_norms)
 
 
+def whole_number(micro_batch: object) -> int | None:
+    """Rows of a micro-batch as a plain int, which a plan holds; None stays; others are a PlanError."""
+    if micro_batch is None:
+        return None
+    if isinstance(micro_batch, Integral) and not isinstance(micro_batch, int):
+        micro_batch = int(micro_batch)  # NumPy's
+    check_micro_batch(micro_batch)
+    return cast("int", micro_batch)
+
+
 _NOTHING = nullcontext()
 _LOOKS = 3  # some batches tell nothing
 
@@ -260,11 +238,6 @@ def _at_least_one(rows: object) -> int:
             "batch."
         )
     return int(rows)  # NumPy's too; a plan holds a plain int
-
-
-def _accumulate(chosen: torch.dtype | None, precision: Precision) -> str:
-    wanted = precision.accumulate if chosen is None else str(chosen).removeprefix("torch.")
-    return wanted or "auto"
 
 
 @lru_cache(maxsize=64)  # batches of an epoch have one or two sizes

@@ -1,6 +1,6 @@
 """What a step will cost, before anything runs: the plan, its bytes and its seconds."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -8,10 +8,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate
 from anybatch.core import torch_private as private
 from anybatch.planner import PlanReport
-from anybatch.precision import Precision, find_precision
+from anybatch.precision import Precision, PrecisionName, find_precision
+from anybatch.recompute import Asked
 from anybatch.state import Contents
 from anybatch.step.step import Step
 
@@ -26,13 +28,13 @@ def plan(
     rows: int | None = None,
     device: str | torch.device | None = None,
     micro_batch: int | None = None,
-    recompute: str | Sequence[str] | Mapping[str, str] | None = None,
+    recompute: Asked = None,
     clip_norm: float | None = None,
     collate: Collate | None = None,
     accumulate: torch.dtype | None = None,
     compensated: bool = False,
-    batch_norm: str | None = None,
-    precision: str | Precision = "float32",
+    batch_norm: BatchNormChoice | None = None,
+    precision: PrecisionName | Precision = "float32",
     measure: bool = True,
 ) -> PlanReport:
     """The fastest plan of one step within a budget, and every byte of it.

@@ -1,18 +1,21 @@
 """The front door: one exact optimizer step per logical batch, however it is cut."""
 
-import time
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.core import BlockError, Collate, Listener, OutOfMemoryError, StepReport, WindowError
+from anybatch.batchnorm import BatchNormChoice
+from anybatch.core import BlockError, Collate, Listener, OutOfMemoryError, StepReport, WindowError, counted
 from anybatch.engine import (
     Observer,
     Plan,
+    Progress,
     Signature,
     Single,
     Strategy,
@@ -21,17 +24,20 @@ from anybatch.engine import (
     carry_out,
     check_parts,
     gather,
+    owned,
 )
 from anybatch.losses import module_of, resolve
+from anybatch.parallel import StrategyName, check_strategy, refuse_ranks
 from anybatch.planner import PlanReport, single_rows
-from anybatch.precision import Precision, at_work, find_precision
+from anybatch.precision import NonFinitePolicy, Precision, PrecisionName, at_work, find_precision
+from anybatch.recompute import Asked, choose_blocks
 from anybatch.state import Effects
-from anybatch.step.decide import Guard, Planning
+from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.dry_run import show_gradients
-from anybatch.step.window import Window
+from anybatch.step.window import ReadOnly, Window
 
 
-class Step:
+class Step(ReadOnly):
     """Takes the whole logical batch and does exactly one exact optimizer step.
 
     The result does not depend on the cut: micro-batches of any size give the gradient of the whole batch, up
@@ -75,15 +81,19 @@ class Step:
         listeners: functions called with every event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
         observers: look at the finished gradients of each update, and change nothing
             (`anybatch.engine.Observer`).
+        strategy: "single" refuses a process group of more than one rank; "local" lets each rank make its own
+            updates, and synchronising is left to the caller. Wrapped models (DistributedDataParallel, FSDP)
+            are refused in any case.
 
-    Attributes:
+    Attributes, which are all read-only but `micro_batch`:
         planning: what was decided about batches so far, and what memory has taught.
         guard: what must hold before a batch is cut.
         open_window: the window that is not yet over, or None.
         working: the precision, the float32 weights behind short ones (also `masters`) and the loss `scale`.
 
     Raises:
-        PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once.
+        PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once. A warning tells of
+            parameters of neither model nor loss in an optimizer, and of a scheduler that is stepped twice.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -102,43 +112,52 @@ class Step:
         *,
         micro_batch: int | None = None,
         memory: str | int | None = None,
-        recompute: str | Sequence[str] | Mapping[str, str] | None = None,
+        recompute: Asked = None,
         clip_norm: float | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         collate: Collate | None = None,
         accumulate: torch.dtype | None = None,
         compensated: bool = False,
-        batch_norm: str | None = None,
-        precision: str | Precision = "float32",
-        non_finite: str = "raise",
+        batch_norm: BatchNormChoice | None = None,
+        precision: PrecisionName | Precision = "float32",
+        non_finite: NonFinitePolicy = "raise",
         check: bool = True,
         listeners: Sequence[Listener] = (),
         observers: Sequence[Observer] = (),
+        strategy: StrategyName = "single",
     ) -> None:
         self.model, self.loss = model, loss
         self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
+        check_strategy(strategy)
+        refuse_ranks([*model.modules(), *module_of(loss).modules()], strategy)
         chosen = find_precision(precision)
-        self.planning = Planning(
-            model,
-            micro_batch=micro_batch,
-            memory=memory,
-            recompute=recompute,
-            clip_norm=clip_norm,
-            accumulate=accumulate,
+        sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
+        settings = Plan(
+            rows=0,
+            micro_batch=0,
+            clip_norm=math.inf if clip_norm is None else clip_norm,
+            accumulate=sums_in or "auto",
             compensated=compensated,
             batch_norm=batch_norm,
+            blocks=choose_blocks(model, recompute),
             precision=chosen,
             non_finite=non_finite,
+        )
+        self.planning = Planning(
+            settings, micro_batch=micro_batch, memory=memory, may_choose_blocks=recompute is None
         )
         self.guard = Guard(batch_norm=batch_norm, check=check)
         self.collate = collate
         self.listeners, self.observers = tuple(listeners), tuple(observers)
         self.strategy: Strategy = Single()
         self.effects = Effects()
-        self._gathered: tuple[Task, Signature] | None = None
         self.open_window: Window | None = None
+        self._ranks: StrategyName = strategy
+        self._progress = Progress()
+        self._gathered: tuple[Task, Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
         self.precision, self.masters, self.scale = chosen, self.working.masters, self.working.scale
+        self._is_made = True
 
     def __call__(self, batch: Any) -> StepReport:
         """One forward and backward per micro-batch, one update.
@@ -164,7 +183,6 @@ class Step:
             plan = self.planning.of(task, logical)
             if plan.is_cut:
                 self.guard.before_cut(task, logical, plan, plan.micro_batch)
-            start = time.perf_counter()
             try:
                 with self.planning.enforced(task):
                     report = carry_out(plan, task, logical)
@@ -177,8 +195,7 @@ class Step:
                 if isinstance(error, OutOfMemoryError):
                     error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
-            seconds = time.perf_counter() - start
-            self.planning.learn(logical, plan, failed=report.too_large, seconds=seconds)
+            self.planning.learn(logical, plan, failed=report.too_large, seconds=report.seconds)
             return report
 
     def foresee(
@@ -245,8 +262,8 @@ class Step:
         """
         self._refuse_open_window()
         task = self._begun()
-        self.open_window = Window(self, task, state)
-        return self.open_window
+        opened = vars(self)["open_window"] = Window(self, task, state)
+        return opened
 
     @property
     def loss_module(self) -> nn.Module:
@@ -272,20 +289,33 @@ class Step:
 
     @property
     def micro_batch(self) -> int | None:
-        """Rows of a micro-batch, as asked for; may be changed between steps."""
+        """Rows of a micro-batch, as asked for; may be set to what `Step(...)` takes."""
         return self.planning.micro_batch
 
     @micro_batch.setter
     def micro_batch(self, rows: int | None) -> None:
-        self.planning.micro_batch = rows
+        self.planning.micro_batch = whole_number(rows)
+
+    def __repr__(self) -> str:
+        trained = [p for p in owned(self.optimizers) if p.requires_grad and not is_lazy(p)]
+        parts = [self.model, self.loss, *self.optimizers]
+        names = [getattr(one, "__name__", type(one).__name__) for one in parts]
+        memory = None if self.planning.budget is None else self.planning.budget.memory
+        return (
+            f"Step({', '.join(names)}, {sum(p.numel() for p in trained):,} trained parameters, "
+            f"micro_batch={self.micro_batch}, memory={memory!r}, precision={str(self.precision)!r}, "
+            f"{counted(self._progress.updates, 'update')} made)"
+        )
 
     def _begun(self) -> Task:
         """The parts of the next step, gathered anew where they have changed, and in looking steps."""
+        if self.schedulers:
+            self._progress.warn_of_other_steps(self.schedulers)
         known = self._gathered
-        parts = self.model, self.loss, self.optimizers, self.schedulers, self.listeners, self.observers
-        if known is None or self.effects.looks_next or not known[1].is_current(parts):
+        if known is None or self.effects.looks_next or not known[1].is_current():
             task = self.task()
-            known = self._gathered = task, Signature(task, self.loss, parts)
+            refuse_ranks(task.modules, self._ranks)
+            known = self._gathered = task, Signature(task, self.loss)
         self.effects.begin(known[0].modules)
         return known[0]
 
@@ -301,6 +331,7 @@ class Step:
             effects=self.effects,
             working=self.working,
             strategy=self.strategy,
+            progress=self._progress,
             observers=self.observers,
         )
 

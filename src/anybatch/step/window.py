@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import repeat
 from operator import attrgetter, is_not
+from time import perf_counter
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from anybatch.core import (
     NonFinite,
     NonFiniteLossError,
     OpenBatch,
+    ReadOnlyError,
     StepReport,
     WindowError,
     all_finite,
@@ -51,11 +53,24 @@ class Opener(Protocol):
     collate: Collate | None
     guard: Guard
     planning: Planning
-    open_window: "Window | None"
     loss: object
 
 
-class Window:
+class ReadOnly:
+    """Attributes that are only read once all are there: nobody would notice another value."""
+
+    _is_made = False
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if self._is_made and name[0] != "_" and getattr(getattr(type(self), name, 0), "fset", None) is None:
+            raise ReadOnlyError(
+                f"Expected attributes of a {type(self).__name__} to be only read, got a value for {name!r}. "
+                "Make a new Step(...) with what is to be different; only a step's `micro_batch` may be set."
+            )
+        object.__setattr__(self, name, value)
+
+
+class Window(ReadOnly):
     """The stretch from one update to the next, for callers who bring micro-batches themselves.
 
     Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last
@@ -64,6 +79,8 @@ class Window:
     Between two `add`s the window owns the sums, and every `.grad` is None. The gradients of a micro-batch are
     held apart until it is done, and then merged into the sums: an `add` that fails loses only itself, and the
     window is as it was before it. Where memory runs out in an `add`, its rows come again in halves.
+    A torch `GradScaler` has no place around a window: `precision="fp16-mixed"` scales the loss, and
+    `scaler.step(optimizer)` finds no gradients.
 
     Attributes:
         rows: rows added so far.
@@ -90,11 +107,12 @@ class Window:
         self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"
         self._is_skipped = False
-        self.rows = 0
+        self.rows, self._seconds = 0, 0.0
         if state is not None:
             restored = window_state.restore(state, self._sums, task, settings, step.loss)
             self.rows, self._is_skipped = restored
         clear(task.parameters)
+        self._is_made = True
 
     def add(self, micro: Any) -> None:
         """Forward, backward, accumulate one micro-batch.
@@ -107,6 +125,7 @@ class Window:
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
+        began = perf_counter()
         self._refuse_gradients()
         self._refuse_unfrozen()
         batch = admit(micro, self._task, self._step.collate)
@@ -131,7 +150,8 @@ class Window:
                 done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
                 planning.learn(batch, done, failed=failed, in_window=True)
                 self._part = None if part.redone else part
-        self.rows += batch.rows
+        vars(self)["rows"] += batch.rows
+        self._seconds += perf_counter() - began
 
     def _added(self, plan: Plan, batch: Batch) -> Accumulator | None:
         """The sums of these rows, begun again where they must be; None where the update is to be skipped."""
@@ -218,6 +238,7 @@ class Window:
                 f"Expected at least one micro-batch in the window, got {self.rows} rows. "
                 "Call add() first, or discard()."
             )
+        self._task.progress.began = perf_counter() - self._seconds
         try:
             report = self._update()
         except TornUpdateError as torn:  # nothing can be put back
@@ -296,7 +317,7 @@ class Window:
         else:
             self._before.put_gradients_back(self._task.parameters)
         self._phase = "closed"
-        self._step.open_window = None
+        vars(self._step)["open_window"] = None  # which nobody else may
 
     def __enter__(self) -> "Window":
         return self

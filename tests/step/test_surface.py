@@ -1,0 +1,258 @@
+"""What a step shows and refuses: read-only attributes, warnings, reports, choices, what goes around it."""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_type_hints
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+
+from anybatch import AnybatchError, Step, StepReport, Total
+from anybatch.core.errors import BatchError, PlanError
+from tests.snapshots import make_batch
+
+X, Y = torch.randn(4, 3), torch.randn(4, 2)
+
+
+def make(**options: Any) -> Step:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.5), **options)
+
+
+# ---- attributes
+
+
+@pytest.mark.parametrize(
+    "name", ["clip_norm", "precision", "model", "listeners", "open_window", "microbatch"]
+)
+def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
+    step = make()
+    found = vars(step).copy()
+    with pytest.raises(AttributeError, match=rf"'{name}'.*new Step\(") as told:
+        setattr(step, name, None)
+    assert isinstance(told.value, AnybatchError)
+    assert vars(step) == found
+    with step.window() as window:
+        window.add((X, Y))
+        for wrong in (name, "rows"):
+            with pytest.raises(AttributeError, match="only read"):
+                setattr(window, wrong, 1)
+        assert window.rows == 4
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2.0, "4"])
+def test_micro_batch_may_be_set_to_what_a_step_takes(wrong: Any) -> None:
+    step = make(micro_batch=4)
+    step.micro_batch = 2
+    for refused in (lambda: setattr(step, "micro_batch", wrong), lambda: make(micro_batch=wrong)):
+        with pytest.raises(PlanError, match="micro_batch"):
+            refused()
+    assert step((X, Y)).micro_batches == 2
+    step.micro_batch = None
+    assert step((X, Y)).micro_batches == 1
+
+
+# ---- warnings
+
+
+def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said() -> None:
+    model, other, idle = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), other, idle], lr=0.5)
+    with pytest.warns(UserWarning, match=r"got 2 of neither.*only a \.grad that you gave them") as told:
+        step = Step(model, nn.MSELoss(), optimizer, micro_batch=2)
+    assert told[0].filename == __file__
+    other.grad = torch.ones(2)
+    step((X, Y))
+    assert (other.tolist(), other.grad, idle.tolist(), idle.grad) == ([0.5, 0.5], None, [1, 1], None)
+
+
+def test_a_parameter_that_only_the_loss_reaches_is_trained() -> None:
+    model, scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(2.0))
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        return Total((model(micro[0]) * scale - micro[1]).square().sum(), micro[1].numel())
+
+    step = Step(model, loss, torch.optim.SGD([*model.parameters(), scale], lr=0.5), micro_batch=1)
+    (expected,) = torch.autograd.grad(F.mse_loss(model(X) * scale, Y), scale)
+    start = scale.item()
+    step((X, Y))
+    assert scale.item() == pytest.approx(start - 0.5 * expected.item())
+
+
+def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedulers = [LambdaLR(optimizer, lambda epoch: 1.0), StepLR(optimizer, 1, gamma=0.5)]
+    step = Step(model, nn.MSELoss(), optimizer, scheduler=schedulers)
+    early = [one.state_dict() for one in schedulers]
+    for _ in range(3):
+        step((X, Y))
+    for one, state in zip(schedulers, early, strict=True):
+        one.load_state_dict(state)  # a checkpoint; not a step of the caller's
+    step((X, Y))
+    schedulers[1].step()
+    with pytest.warns(UserWarning, match="learning rate moves twice") as told:
+        step((X, Y))
+    assert told[0].filename == __file__
+    schedulers[1].step()
+    step((X, Y))  # once is enough
+
+
+# ---- what it shows
+
+
+def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
+    step = make(scheduler=None)
+    optimizer = step.optimizers[0]
+    step = Step(step.model, nn.MSELoss(), optimizer, scheduler=StepLR(optimizer, 1, gamma=0.1))
+    told: list[StepReport] = []
+    again = Step(step.model, step.loss, optimizer, listeners=[told.append], non_finite="skip")
+    reports = [step((X, Y)), step((X, Y))]
+    with step.window() as window:
+        window.add((X, Y))
+        reports.append(window.update())
+    assert [one.update for one in reports] == [1, 2, 3]
+    assert [one.learning_rate for one in reports] == pytest.approx([0.5, 0.05, 0.005])
+    assert all(one.seconds > 0 for one in reports)
+    again((X * torch.nan, Y))
+    again((X, Y))
+    assert [(one.updated, one.update) for one in told if isinstance(one, StepReport)] == [
+        (False, 0),
+        (True, 1),
+    ]
+    step.foresee((X, Y), memory="1GB")  # races steps; none of them counts
+    assert step((X, Y)).update == 4
+
+
+def test_a_step_and_its_report_are_shown_on_a_line() -> None:
+    step = make(micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
+    report = step((X, Y))
+    shown = "Step(Linear, MSELoss, SGD, 8 trained parameters, micro_batch=3, memory=None, "
+    assert repr(step) == f"{shown}precision='bf16-mixed', 1 update made)"
+    told = f"StepReport(update 1, loss {report.loss:.6g}, rows 4, micro_batches 2, grad_norm "
+    assert repr(report) == str(report)
+    assert repr(report).startswith(f"{told}{report.grad_norm:.4g}, learning_rate 0.5, ")
+    skipped = make(non_finite="skip")((X * torch.nan, Y))
+    assert repr(skipped).startswith("StepReport(no update, loss nan, rows 4, micro_batches 0, ")
+    lazy = nn.LazyLinear(2)
+    assert " 0 trained" in repr(Step(lazy, F.mse_loss, torch.optim.SGD(lazy.parameters(), lr=0.5)))
+
+
+CHOICES = ("recompute", "batch_norm", "precision", "non_finite", "strategy")
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_wrong_choice_is_told_all_of_them(name: str) -> None:
+    """As the annotations list them: one list each."""
+    known = {str(one) for part in literals(get_type_hints(Step.__init__)[name]) for one in part}
+    assert len(known) >= 2
+    with pytest.raises(PlanError) as told:
+        make(**{name: "invented"})
+    assert [one for one in known if one not in str(told.value) and one != "all"] == []
+    assert len(str(told.value)) <= 300
+
+
+def literals(hint: Any) -> list[tuple[object, ...]]:
+    inner = [one for part in getattr(hint, "__args__", ()) for one in literals(part)]
+    return [hint.__args__] if getattr(hint, "__origin__", None) is Literal else inner
+
+
+# ---- what goes around it
+
+
+def in_a_list(n: int) -> Any:
+    return [{"boxes": torch.ones(n, 4), "labels": torch.ones(n)} for _ in range(n)]
+
+
+def count(model: nn.Module, micro: Any) -> Total:
+    return Total(model(micro[0]).sum(), len(micro[0]))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(X, in_a_list(4)), in_a_list(4), {"x": X, "y": tuple(in_a_list(4))}, (X, [[*in_a_list(4)]])],
+    ids=["labels", "all", "in a dict", "deep"],
+)
+def test_a_list_of_dicts_is_no_rows_without_a_collate(batch: Any) -> None:
+    model = nn.Linear(3, 2)
+    step = Step(model, count, torch.optim.SGD(model.parameters(), lr=0.5))
+    for take in (step, lambda batch: step.window().add(batch)):
+        with pytest.raises(BatchError, match=r"list of 4 dicts.*collate="):
+            take(batch)
+    step.open_window.discard()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, in_a_list(4)[:2]),  # a pair of what all rows have, as of sentences
+        (X, [{"a": Y}, {"b": Y}, {"c": Y}, {"d": Y}]),
+        (X[:1], in_a_list(1)),
+    ],
+)
+def test_a_list_of_dicts_that_are_no_samples_is_taken(batch: Any) -> None:
+    model = nn.Linear(3, 2)
+    assert Step(model, count, torch.optim.SGD(model.parameters(), lr=0.5))(batch).updated
+
+
+def test_samples_with_labels_go_through_a_collate() -> None:
+    met: list[int] = []
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        met.append(len(micro[1]))
+        assert all(torch.equal(label["boxes"], torch.ones(4, 4)) for label in micro[1])
+        return count(model, micro)
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]), [label for _, label in samples]
+
+    model = nn.Linear(3, 2)
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), collate=collate, micro_batch=3)
+    step(list(zip(X, in_a_list(4), strict=True)))
+    assert met[-2:] == [3, 1]
+
+
+def test_a_grad_scaler_around_a_window_is_not_silent() -> None:
+    step = make()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    window = step.window()
+    window.add((X, Y))
+    window.close()
+    weight = step.model.weight.detach().clone()
+    with pytest.raises(AssertionError, match="inf checks"):
+        scaler.step(step.optimizers[0])
+    assert torch.equal(step.model.weight, weight)
+
+
+def by_accelerate(model: nn.Module, optimizer: Any) -> Any:
+    accelerate = pytest.importorskip("accelerate")
+    return accelerate.Accelerator(cpu=True).prepare(optimizer)
+
+
+def by_fabric(model: nn.Module, optimizer: Any) -> Any:
+    fabric = pytest.importorskip("lightning_fabric")
+    return fabric.Fabric(accelerator="cpu").setup(model, optimizer)[1]
+
+
+@pytest.mark.parametrize("wrap", [by_accelerate, by_fabric])
+def test_wrapped_optimizers_make_the_same_updates(
+    wrap: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which Fabric's first import sets
+    trained: list[list[Tensor]] = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = wrap(model, optimizer) if is_wrapped else optimizer
+        step = Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=3, clip_norm=0.5)
+        reports = [step(make_batch(seed)) for seed in range(3)]
+        with step.window() as window:
+            window.add(make_batch(5))
+        assert [one.update for one in reports] == [1, 2, 3]
+        trained.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
