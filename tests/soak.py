@@ -1,7 +1,7 @@
 """A campaign: the laws on hundreds of cases drawn at random, and trainings killed at random moments.
 
-`python -m tests.soak [--minutes M | --rounds N] [--seed S] [--only LAW]` goes round by round. Each round draws
-other cases; the same seed and round draw the same ones. It ends with 1 where a law is broken.
+`python -m tests.soak [--minutes M | --rounds N] [--seed S] [--only LAW]` goes round by round. Each round
+draws other cases; the same seed and round draw the same ones. It ends with 1 where a law is broken.
 """
 
 import argparse

@@ -93,15 +93,14 @@ def test_packages_import_each_other_through_their_faces(house: House) -> Iterabl
 )
 def test_no_circle_inside_a_package(house: House) -> Iterable[str]:
     """Take away files that import none of those that are left; a circle cannot be taken away."""
-    dotted = {path.removeprefix(SRC).removesuffix(".py").replace("/", "."): path for path in house}
+    trees = {
+        path.removeprefix(SRC).removesuffix(".py").replace("/", "."): (path, tree)
+        for path, tree in python(house)
+    }
+    told = {name: {f"{one}." for one in ours(*at)} for name, at in trees.items() if name[-9:] != ".__init__"}
     graph = {
-        name: {
-            other for other in dotted for told in ours(path, parse_of) if f"{told}.".startswith(f"{other}.")
-        }
-        for name, (path, parse_of) in {
-            name: (path, tree) for path, tree in python(house) for name in dotted if dotted[name] == path
-        }.items()
-        if not name.endswith("__init__")
+        name: {other for other in trees if any(one.startswith(f"{other}.") for one in names)}
+        for name, names in told.items()
     }
     while free := {name for name, others in graph.items() if not others & (graph.keys() - {name})}:
         graph = {name: others for name, others in graph.items() if name not in free}

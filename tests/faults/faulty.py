@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import anybatch as ab
+from anybatch.core.report import Event
 from anybatch.engine import admit, carry_out
 from anybatch.testing import relative_error, tolerance
 from tests.snapshots import assert_same, snapshot
@@ -31,11 +32,13 @@ class Fault:
         largest: the largest gradient of marked rows so far.
         ran: rows of each forward.
         met: planted faults that were met.
+        told: events so far.
     """
 
     def __init__(self) -> None:
         self.power, self.spoil, self.largest = 0, 1.0, 0.0
         self.ran: list[int] = []
+        self.told: list[Event] = []
         self.arm("")
 
     def arm(self, place: str, at: int = 0, what: BaseException | float = 1.0, times: float = 1) -> None:
@@ -96,7 +99,7 @@ class Net(nn.Module):
         self.enter, self.leave = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)
         self.inner = self.enter if kind == "tied" else nn.Linear(FEATURES, FEATURES)
         self.norm = nn.BatchNorm1d(FEATURES) if "BatchNorm" in kind else nn.Identity()
-        self.drop = nn.Dropout(0.0 if kind == "plain" else 0.5)
+        self.drop = nn.Dropout(0.0 if kind in ("plain", "BatchNorm") else 0.5)
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("table", torch.ones(2), persistent=False)
         self.large = nn.Parameter(torch.zeros(LARGE if kind == "large" else CLASSES))
@@ -199,16 +202,27 @@ def build(
         kind: of model.
         dtype: of the model.
         warm: how many updates.
-        options: of the step; `momentum` and `lr` for the optimizer, `model` for the class of the model.
+        options: of the step; `momentum` and `lr` for the optimizer, `model` for the class of the model, and
+            what makes a `scheduler`.
     """
     torch.manual_seed(0)
     model = options.pop("model", Net)(kind).to(dtype)
     momentum, lr = options.pop("momentum", 0.9), options.pop("lr", 0.125)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     loss = options.pop("loss", nn.CrossEntropyLoss())
-    listen = {"listeners": [lambda event: model.fault(type(event).__name__)]}
-    options = {"micro_batch": SIZE, "check": False} | listen | ZOO.get(kind, {}) | options
-    step = ab.Step(model, loss, options.pop("optimizer", optimizer), **options)
+
+    def listen(event: Event) -> None:
+        model.fault.told.append(event)
+        model.fault(type(event).__name__)
+
+    defaults = {"micro_batch": SIZE, "check": False, "listeners": [listen]}
+    options = defaults | ZOO.get(kind, {}) | options
+    if "collate" in options:
+        inner = options["collate"]
+        options["collate"] = lambda samples: (model.fault("collate"), inner(samples))[1]
+    if "scheduler" in options:
+        options["scheduler"] = options["scheduler"](optimizer)
+    step = ab.Step(model, loss, optimizer, **options)
     for index in range(warm):
         seed(index)
         step(of_form(step, make_batch(index, dtype=dtype)))
@@ -334,7 +348,7 @@ def weights(step: ab.Step) -> dict[str, Tensor]:
     found = {}
     for name, parameter in step.model.named_parameters():
         full = step.masters.of(parameter)
-        found[name] = (parameter.detach() if full is None else full).double()
+        found[name] = (parameter if full is None else full).detach().double().clone()
     return found
 
 
