@@ -323,11 +323,7 @@ def test_every_package_has_its_tests(house: House) -> Iterable[str]:
 # ---- sizes
 
 
-@rule(
-    only("x = 1\n" * 501),
-    {"tests/test_total.py": "x = 1\n" * 501},
-    {"examples/masked.py": "x = 1\n" * 80},
-)
+@rule(only("x = 1\n" * 501), {"tests/test_total.py": "x = 1\n" * 501}, {"examples/masked.py": "x = 1\n" * 80})
 def test_no_file_is_too_long(house: House) -> Iterable[str]:
     limits = {"src/": 500, "tests/": 500, "benchmarks/": 500, "examples/": 79}
     for path, text in house.items():
@@ -365,10 +361,7 @@ def test_functions_are_short(house: House) -> Iterable[str]:
             yield f"{path}: {node.name} has {length} lines and no docstring"
 
 
-@rule(
-    only("class Long:\n" + "    pass\n" * 380),
-    only("class Many:\n" + "    def f(self): ...\n" * 26),
-)
+@rule(only("class Long:\n" + "    pass\n" * 380), only("class Many:\n" + "    def f(self): ...\n" * 26))
 def test_classes_are_small(house: House) -> Iterable[str]:
     for path, tree in python(house):
         for node in classes(tree):

@@ -109,9 +109,7 @@ def test_killed_training_leaves_no_half_files_and_whole_logs(
     assert starts == sorted(starts)
 
 
-def test_killed_in_a_process_of_its_own_is_the_same_as_here(
-    lives: tuple[Path, dict[str, list[int]]],
-) -> None:
+def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: tuple[Path, dict[str, list[int]]]) -> None:
     trainer = make_trainer()
     trainer.resume(lives[0] / "undisturbed")
     assert changes(undisturbed().state, state(trainer)) == []

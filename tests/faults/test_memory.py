@@ -124,7 +124,7 @@ def test_what_was_learned_does_not_hold_where_the_cut_matters(batch_norm: str | 
 
 def test_a_lasting_lack_of_memory_is_learned_once() -> None:
     step = build("plain", micro_batch=8)
-    with scarce_in_passes(most=3000) as memory:
+    with scarce_in_passes(most=850) as memory:
         reports = [at_once(step) for _ in range(4)]
     assert memory.refused
     assert [report.redone > 0 for report in reports] == [True, False, False, False]

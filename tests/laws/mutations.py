@@ -303,9 +303,7 @@ def schedule_per_micro_batch(patch: Patch) -> None:
 def masked_batches_update_too(patch: Patch) -> None:
     weights = Accumulator.weights
     patch.setattr(
-        Accumulator,
-        "weights",
-        lambda self: {name: weight or 1.0 for name, weight in weights(self).items()},
+        Accumulator, "weights", lambda self: {name: weight or 1.0 for name, weight in weights(self).items()}
     )
 
 
