@@ -272,7 +272,10 @@ class _Attributes:
         self._containers = state.containers()
         self._items = [value.copy() for value in self._containers] if self._containers else []
         # A model that says in an attribute that its hooks are set must not be left with one of the two.
-        self._tables = {id(table): table.copy() for table in (*state.buffers, *state.hooks) if table}
+        self._tables: dict[int, Any] = {}
+        for tables in (state.buffers, state.hooks):
+            if any(tables):
+                self._tables |= {id(table): table.copy() for table in tables if table}
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """Every table and container, and what it held."""
