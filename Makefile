@@ -12,7 +12,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help env demo test test-slow test-oldest check format bench clean
+.PHONY: help env demo test test-slow soak test-oldest check format bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
@@ -31,6 +31,10 @@ test: env ## run the tests, without those marked slow
 test-slow: env ## run the tests marked slow
 	@echo "test-slow: running the slow tests"
 	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
+
+soak: env ## the laws on cases drawn at random, for MINUTES=10 or ROUNDS, from SEED=0; trainings killed at any moment
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(if $(ROUNDS),--rounds $(ROUNDS),--minutes $(or $(MINUTES),10)) --seed $(or $(SEED),0) \
+	    $(call or_say,the case is above; repeat it with: make soak SEED=... ROUNDS=...)
 
 test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, with the oldest torch that is supported
 	@echo "test-oldest: running all tests but the slow ones"

@@ -98,11 +98,7 @@ def restore(path: Path, step: Step) -> dict[str, Any]:
     """Put all back, and give what was saved along."""
     found = checkpoint.load(path)
     checkpoint.restore(
-        found,
-        model=step.model,
-        optimizers=step.optimizers,
-        schedulers=step.schedulers,
-        masters=step.masters,
+        found, model=step.model, optimizers=step.optimizers, schedulers=step.schedulers, masters=step.masters
     )
     rng.restore_process(found.random)
     return found.progress

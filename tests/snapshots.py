@@ -2,26 +2,46 @@
 
 import copy
 import math
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from anybatch import Step
 
 ROWS, FEATURES, CLASSES = 8, 3, 4
+PLAIN = (bool, int, float, str, Tensor, list, tuple, dict, set, type(None))  # attributes that are compared
+STREAMS: dict[str, Callable[[], Any]] = {
+    "Python": random.getstate,
+    "NumPy": lambda: [str(one) for one in np.random.get_state()],
+}
+DRAWN = {"random state", *(f"random state of {name}" for name in STREAMS)}  # names of random streams
 
 
 def snapshot(step: Step) -> dict[str, Any]:
-    """All that a step may touch: parameters, buffers, gradients, optimizers, schedulers, random state."""
-    state: dict[str, Any] = {"random state": torch.get_rng_state()}
+    """All that a step may touch, by name.
+
+    Parameters, their float32 copies, buffers, attributes, modes, hooks, gradients, optimizers, schedulers,
+    the loss scale and random streams.
+    """
+    state: dict[str, Any] = {"random state": torch.get_rng_state(), "scale": step.scale.state()}
+    state |= {f"random state of {name}": read() for name, read in STREAMS.items()}
     for name, module in step.model.named_modules():
         state[f"mode of {name}"] = module.training
         state[f"hooks of {name}"] = len(module._forward_hooks), "forward" in vars(module)
         for key, buffer in module._buffers.items():
             state[f"buffer {name}.{key}"] = None if buffer is None else buffer.clone()
+        for key, value in vars(module).items():
+            if not key.startswith("_") and key != "training" and isinstance(value, PLAIN):
+                state[f"attribute {name}.{key}"] = _copied(value)
     for name, parameter in step.model.named_parameters():
         state[f"parameter {name}"] = parameter.detach().clone()
+        full = step.masters.of(parameter)
+        state[f"float32 copy of {name}"] = None if full is None else full.detach().clone()
         state[f"gradient {name}"] = None if parameter.grad is None else parameter.grad.clone()
         state[f"gradient's identity {name}"] = id(parameter.grad)
         state[f"hooks on gradient {name}"] = len(parameter._post_accumulate_grad_hooks or ())
@@ -29,6 +49,31 @@ def snapshot(step: Step) -> dict[str, Any]:
         for index, one in enumerate(ones):
             state[f"{kind} {index}"] = copy.deepcopy(one.state_dict())
     return state
+
+
+@contextmanager
+def same_as_before(step: Step, *but_for: str) -> Generator[None]:
+    """What happens inside changes nothing of a step, to the bit, but for these names; it may raise."""
+    before = snapshot(step)
+    try:
+        yield
+    finally:
+        different = set(changes(before, snapshot(step))) - {*but_for}
+        assert not different, f"not the same: {sorted(different)}"
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Two snapshots are the same, to the bit."""
+    different = changes(one, other)
+    assert not different, f"not the same: {different}"
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    return type(value)(map(_copied, value)) if isinstance(value, list | tuple | set) else value
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -26,11 +26,7 @@ def test_execute_asks_no_null_object_whether_it_is_none(house: House) -> Iterabl
             yield f"engine/execute.py asks whether {ast.unparse(node)}"
 
 
-@rule(
-    only("# a Mini-batch"),
-    only("accumulation_steps = 4"),
-    {"README.md": "in chunks of 4"},
-)
+@rule(only("# a Mini-batch"), only("accumulation_steps = 4"), {"README.md": "in chunks of 4"})
 def test_one_word_per_idea(house: House) -> Iterable[str]:
     spoken = ("src/", "examples/", "docs/", "README.md")
     for path, text in house.items():

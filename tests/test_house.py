@@ -42,7 +42,7 @@ HOMES = {"torch.distributed": "parallel", "matplotlib": "observe"}  # the only f
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "transformers")
 HEAVY = (*FRAMEWORKS, "matplotlib", "sklearn")  # not to be loaded by an import of ours
 
-MOST_LINES, MOST_FILES = 22_700, 132
+MOST_LINES, MOST_FILES = 22_950, 132
 
 
 # ---- floors and faces
@@ -93,15 +93,14 @@ def test_packages_import_each_other_through_their_faces(house: House) -> Iterabl
 )
 def test_no_circle_inside_a_package(house: House) -> Iterable[str]:
     """Take away files that import none of those that are left; a circle cannot be taken away."""
-    dotted = {path.removeprefix(SRC).removesuffix(".py").replace("/", "."): path for path in house}
+    trees = {
+        path.removeprefix(SRC).removesuffix(".py").replace("/", "."): (path, tree)
+        for path, tree in python(house)
+    }
+    told = {name: {f"{one}." for one in ours(*at)} for name, at in trees.items() if name[-9:] != ".__init__"}
     graph = {
-        name: {
-            other for other in dotted for told in ours(path, parse_of) if f"{told}.".startswith(f"{other}.")
-        }
-        for name, (path, parse_of) in {
-            name: (path, tree) for path, tree in python(house) for name in dotted if dotted[name] == path
-        }.items()
-        if not name.endswith("__init__")
+        name: {other for other in trees if any(one.startswith(f"{other}.") for one in names)}
+        for name, names in told.items()
     }
     while free := {name for name, others in graph.items() if not others & (graph.keys() - {name})}:
         graph = {name: others for name, others in graph.items() if name not in free}
@@ -328,11 +327,7 @@ def test_every_package_has_its_tests(house: House) -> Iterable[str]:
 # ---- sizes
 
 
-@rule(
-    only("x = 1\n" * 501),
-    {"tests/test_total.py": "x = 1\n" * 501},
-    {"examples/masked.py": "x = 1\n" * 80},
-)
+@rule(only("x = 1\n" * 501), {"tests/test_total.py": "x = 1\n" * 501}, {"examples/masked.py": "x = 1\n" * 80})
 def test_no_file_is_too_long(house: House) -> Iterable[str]:
     limits = {"src/": 500, "tests/": 500, "benchmarks/": 500, "examples/": 79}
     for path, text in house.items():
@@ -342,7 +337,7 @@ def test_no_file_is_too_long(house: House) -> Iterable[str]:
 
 
 @rule(
-    only("x = 1\n" * 22_701),
+    only("x = 1\n" * 22_951),
     {f"{SRC}core/f{number}.py": "" for number in range(133)},
     {f"{SRC}f{number}.py": "" for number in range(5)},
 )
@@ -370,10 +365,7 @@ def test_functions_are_short(house: House) -> Iterable[str]:
             yield f"{path}: {node.name} has {length} lines and no docstring"
 
 
-@rule(
-    only("class Long:\n" + "    pass\n" * 380),
-    only("class Many:\n" + "    def f(self): ...\n" * 26),
-)
+@rule(only("class Long:\n" + "    pass\n" * 380), only("class Many:\n" + "    def f(self): ...\n" * 26))
 def test_classes_are_small(house: House) -> Iterable[str]:
     for path, tree in python(house):
         for node in classes(tree):

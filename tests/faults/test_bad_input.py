@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,7 +20,8 @@ from anybatch.core.errors import (
 )
 from tests.snapshots import CLASSES, ROWS, changes, make_batch, make_model, make_step, snapshot
 
-SGD = torch.optim.SGD
+SGD, CE = torch.optim.SGD, nn.CrossEntropyLoss
+lr_scheduler = torch.optim.lr_scheduler
 
 
 def refused(step: Step, call: Callable[[], object], error: type[AnybatchError], *said: str) -> None:
@@ -50,106 +50,59 @@ def works_afterwards(step: Step, twin: Step) -> None:
 
 # ---- a step that cannot be
 
+
+def ps(step: Step) -> list[nn.Parameter]:
+    return list(step.model.parameters())
+
+
 FOREIGN = nn.Linear(2, 2)
-MAKE: dict[str, tuple[Callable[[Step], object], type[AnybatchError], str, str]] = {
-    "micro-batch 0": (lambda s: make(s, micro_batch=0), PlanError, "got 0", "Leave it out for the uncut"),
-    "micro-batch negative": (lambda s: make(s, micro_batch=-2), PlanError, "got -2", "Leave it out"),
-    "micro-batch not whole": (lambda s: make(s, micro_batch=2.5), PlanError, "got 2.5", "Pass an int"),
-    "micro-batch a text": (lambda s: make(s, micro_batch="4"), PlanError, "got '4'", "Pass an int"),
-    "micro-batch a bool": (lambda s: make(s, micro_batch=True), PlanError, "got True", "Pass an int"),
-    "clip 0": (lambda s: make(s, clip_norm=0), PlanError, "got 0", "Leave it out"),
-    "clip NaN": (lambda s: make(s, clip_norm=math.nan), PlanError, "got nan", "Leave it out"),
-    "clip a tensor": (
-        lambda s: make(s, clip_norm=torch.ones(())),
-        PlanError,
-        "got tensor(1.)",
-        "Leave it out",
-    ),
-    "accumulate in integers": (lambda s: make(s, accumulate=torch.int32), PlanError, "'int32'", "Use torch."),
-    "no module": (lambda s: Step(torch.sin, nn.MSELoss(), s.optimizers[0]), PlanError, "builtin", "Wrap it"),  # type: ignore[arg-type]
-    "unreduced loss": (
-        lambda s: make(s, nn.MSELoss(reduction="none")),
-        LossError,
-        "got 'none'",
-        "Choose one",
-    ),
-    "deprecated reduction": (
-        lambda s: make(s, partial(F.mse_loss, size_average=True)),
-        LossError,
-        "size_average",
-        "reduction=",
-    ),
-    "own module": (lambda s: make(s, nn.Identity()), LossError, "got Identity", "return ab.Total("),
-    "own subclass": (lambda s: make(s, Focal()), LossError, "got Focal", "return ab.Total("),
-    "no loss": (lambda s: make(s, "mse"), LossError, "got str", "return ab.Total("),
+MAKE: dict[str, tuple[Callable[[Step], object], type[AnybatchError], str]] = {
+    "micro-batch 0": (lambda s: make(s, micro_batch=0), PlanError, "got 0"),
+    "micro-batch not whole": (lambda s: make(s, micro_batch=2.5), PlanError, "got 2.5"),
+    "clip 0": (lambda s: make(s, clip_norm=0), PlanError, "got 0"),
+    "clip NaN": (lambda s: make(s, clip_norm=math.nan), PlanError, "got nan"),
+    "accumulate in integers": (lambda s: make(s, accumulate=torch.int32), PlanError, "'int32'"),
+    "no module": (lambda s: Step(torch.sin, nn.MSELoss(), s.optimizers[0]), PlanError, "builtin"),
+    "unreduced loss": (lambda s: make(s, nn.MSELoss(reduction="none")), LossError, "got 'none'"),
+    "own module": (lambda s: make(s, nn.Identity()), LossError, "got Identity"),
+    "own subclass": (lambda s: make(s, Focal()), LossError, "got Focal"),
+    "no loss": (lambda s: make(s, "mse"), LossError, "got str"),
     "class weight with gradient": (
-        lambda s: make(s, nn.CrossEntropyLoss(weight=torch.ones(CLASSES, requires_grad=True))),
+        lambda s: make(s, CE(weight=torch.ones(CLASSES, requires_grad=True))),
         LossError,
         "requires grad",
-        "Use .detach()",
     ),
     "negative class weight": (
-        lambda s: make(s, nn.CrossEntropyLoss(weight=torch.tensor([1.0, -2.0, 1.0, 1.0]))),
+        lambda s: make(s, CE(weight=torch.tensor([1.0, -2.0, 1.0, 1.0]))),
         LossError,
         "-2.0",
-        "how much a class",
     ),
-    "NaN class weight": (
-        lambda s: make(s, partial(F.nll_loss, weight=torch.tensor([1.0, math.nan]))),
-        LossError,
-        "nan",
-        "how much a class",
-    ),
-    "coefficient NaN": (
-        lambda s: Terms(as_total, coefficients={"a": math.nan}),
-        LossError,
-        "got nan",
-        "Use 0",
-    ),
-    "no function": (lambda s: Terms(3), LossError, "got int", "return ab.Total("),  # type: ignore[arg-type]
+    "no function": (lambda s: Terms(3), LossError, "got int"),
     "shared parameters": (
-        lambda s: make(s, optimizer=[SGD(s.model.parameters(), lr=1), SGD(s.model[4].parameters(), lr=1)]),  # type: ignore[operator]
+        lambda s: make(s, optimizer=[SGD(ps(s), lr=1), SGD(s.model[4].parameters(), lr=1)]),
         OptimizerError,
         "got 2 in optimizers 0 and 1",
-        "give it to one",
     ),
     "foreign optimizer": (
         lambda s: make(s, optimizer=SGD(FOREIGN.parameters(), lr=1)),
         OptimizerError,
         "got 2 that are none of its",
-        "model.parameters()",
     ),
-    "one foreign optimizer": (
-        lambda s: make(s, optimizer=[*s.optimizers, SGD(FOREIGN.parameters(), lr=1)]),
-        OptimizerError,
-        "optimizer 1",
-        "model.parameters()",
-    ),
-    "no optimizer": (lambda s: make(s, optimizer=[]), OptimizerError, "got []", "Pass torch.optim.SGD("),
-    "other than an optimizer": (lambda s: make(s, optimizer="sgd"), OptimizerError, "got str", "Pass torch."),
+    "no optimizer": (lambda s: make(s, optimizer=[]), OptimizerError, "got []"),
     "LBFGS": (
-        lambda s: make(s, optimizer=torch.optim.LBFGS(s.model.parameters())),
+        lambda s: make(s, optimizer=torch.optim.LBFGS(ps(s))),
         OptimizerError,
         "got LBFGS",
-        "use another one",
     ),
     "ReduceLROnPlateau": (
-        lambda s: make(s, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(s.optimizers[0])),
+        lambda s: make(s, scheduler=lr_scheduler.ReduceLROnPlateau(s.optimizers[0])),
         OptimizerError,
         "got ReduceLROnPlateau",
-        "step it yourself",
     ),
     "foreign scheduler": (
-        lambda s: make(s, scheduler=torch.optim.lr_scheduler.StepLR(SGD(s.model.parameters(), lr=1), 1)),
+        lambda s: make(s, scheduler=lr_scheduler.StepLR(SGD(ps(s), lr=1), 1)),
         OptimizerError,
         "got one for another",
-        "from the same optimizer",
-    ),
-    "other than a scheduler": (
-        lambda s: make(s, scheduler=[*s.schedulers, math.cos]),
-        OptimizerError,
-        "got builtin_function",
-        "step it yourself",
     ),
 }
 
@@ -176,12 +129,10 @@ def make(like: Step, loss: object = None, **options: Any) -> Step:
     )
 
 
-@pytest.mark.parametrize(("build", "error", "got", "todo"), MAKE.values(), ids=MAKE)
-def test_step_that_cannot_be(
-    build: Callable[[Step], object], error: type[AnybatchError], got: str, todo: str
-) -> None:
+@pytest.mark.parametrize(("build", "error", "got"), MAKE.values(), ids=MAKE)
+def test_step_that_cannot_be(build: Callable[[Step], object], error: type[AnybatchError], got: str) -> None:
     step = make_step()
-    refused(step, lambda: build(step), error, got, todo)
+    refused(step, lambda: build(step), error, got)
     works_afterwards(step, make_step())
 
 
@@ -189,32 +140,26 @@ def test_step_that_cannot_be(
 
 X, Y = make_batch()
 NO_SAMPLES: list[Tensor] = []
-BATCHES: dict[str, tuple[Any, type[AnybatchError], str, str]] = {
-    "empty": ((X[:0], Y[:0]), BatchError, "got an empty batch: [0]: (0, 3), [1]: (0,)", "Skip empty batches"),
-    "other lengths": ((X, Y[:5]), BatchError, "got [0]: (8, 3), [1]: (5,)", "one entry per row"),
-    "a scalar beside": ((X, Y, torch.tensor(2.0)), BatchError, "[2]: ()", "belongs in the model or the loss"),
-    "no tensor": ({"x": None}, BatchError, "got 0", "Pass the tensors of all rows"),
-    "nothing": (None, BatchError, "got 0", "Pass the tensors of all rows"),
-    "of NumPy": ((X.numpy(), Y), BatchError, "got a ndarray (torch.from_numpy", "Turn it into a tensor"),
-    "a list of samples": (list(zip(X.tolist(), Y.tolist(), strict=True)), BatchError, "a float", "`collate`"),
-    "a loader": (iter([(X, Y)]), BatchError, "got a list_iterator", "Turn it into"),
-    "inputs elsewhere": ((X.to("meta"), Y), BatchError, "got meta", "Move the batch there with .to(device)"),
-    "targets elsewhere": ((X, Y.to("meta")), BatchError, "device cpu, got meta", "Move the batch there"),
-    "no target": ({"x": X}, LossError, "got ['x']", "Or write the loss as a function"),
-    "two targets": (
-        {"x": X, "y": Y, "labels": Y},
-        LossError,
-        "got ['x', 'y', 'labels']",
-        "Or write the loss",
-    ),
-    "a single tensor": (X, LossError, "got Tensor", "Or write the loss as a function"),
+BATCHES: dict[str, tuple[Any, type[AnybatchError], str]] = {
+    "empty": ((X[:0], Y[:0]), BatchError, "got an empty batch: [0]: (0, 3), [1]: (0,)"),
+    "other lengths": ((X, Y[:5]), BatchError, "got [0]: (8, 3), [1]: (5,)"),
+    "a scalar beside": ((X, Y, torch.tensor(2.0)), BatchError, "[2]: ()"),
+    "no tensor": ({"x": None}, BatchError, "got 0"),
+    "of NumPy": ((X.numpy(), Y), BatchError, "got a ndarray (torch.from_numpy"),
+    "a list of samples": (list(zip(X.tolist(), Y.tolist(), strict=True)), BatchError, "a float"),
+    "a loader": (iter([(X, Y)]), BatchError, "got a list_iterator"),
+    "inputs elsewhere": ((X.to("meta"), Y), BatchError, "got meta"),
+    "targets elsewhere": ((X, Y.to("meta")), BatchError, "device cpu, got meta"),
+    "no target": ({"x": X}, LossError, "got ['x']"),
+    "two targets": ({"x": X, "y": Y, "labels": Y}, LossError, "got ['x', 'y', 'labels']"),
+    "a single tensor": (X, LossError, "got Tensor"),
 }
 
 
-@pytest.mark.parametrize(("batch", "error", "got", "todo"), BATCHES.values(), ids=BATCHES)
-def test_batch_that_cannot_be_cut(batch: Any, error: type[AnybatchError], got: str, todo: str) -> None:
+@pytest.mark.parametrize(("batch", "error", "got"), BATCHES.values(), ids=BATCHES)
+def test_batch_that_cannot_be_cut(batch: Any, error: type[AnybatchError], got: str) -> None:
     step = make_step(micro_batch=3)
-    refused(step, lambda: step(batch), error, got, todo)
+    refused(step, lambda: step(batch), error, got)
     works_afterwards(step, make_step(micro_batch=3))
 
 
@@ -248,78 +193,31 @@ class Switch:
         return Total(losses.sum(), losses.numel()) if self.bad is None else self.bad(losses)
 
 
-FIX = "return ab.Total(losses.sum(), losses.numel())"
-LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[AnybatchError], str, str]] = {
-    "a mean": (lambda x: x.mean(), LossError, "got a tensor of shape ()", FIX),
-    "one per row": (lambda x: x, LossError, "got a tensor of shape (", FIX),
-    "a float": (lambda x: x.mean().item(), LossError, "got float", FIX),
-    "nothing": (lambda x: None, LossError, "got NoneType", FIX),
-    "a pair": (lambda x: (x.sum(), len(x)), LossError, "got tuple", FIX),
-    "named means": (lambda x: {"a": x.mean()}, LossError, "got {'a': 'Tensor'}", FIX),
-    "no terms": (lambda x: {}, LossError, "got an empty one", FIX),
-    "total of no scalar": (lambda x: Total(x, 8), LossError, "got a tensor of shape (", "Call .sum() on it"),
-    "NaN": (lambda x: Total(x.sum() * math.nan, 8), NonFiniteLossError, "got nan for 'loss'", "bad data"),
-    "infinite": (lambda x: Total(x.sum() / 0, 8), NonFiniteLossError, "got inf for 'loss'", "bad data"),
-    "weight with gradient": (
-        lambda x: Total(x.sum(), x.sum()),
-        LossError,
-        "without gradient",
-        "use .detach()",
-    ),
-    "negative weight": (lambda x: Total(x.sum(), -1), LossError, "got -1", "counts rows"),
-    "negative tensor": (
-        lambda x: Total(x.sum(), torch.tensor(-1)),
-        LossError,
-        "got -1.0 in ",
-        "Count rows",
-    ),
-    "NaN weight": (
-        lambda x: Total(x.sum(), torch.tensor(math.nan)),
-        LossError,
-        "got nan in ",
-        "Count rows",
-    ),
-    "weights": (lambda x: Total(x.sum(), torch.ones(8)), LossError, "got shape (8,)", "Call .sum()"),
-    "no gradient": (
-        lambda x: Total(x.sum().detach(), 8),
-        LossError,
-        "['loss'] without gradient",
-        ".detach()",
-    ),
-    "a Total of text": (lambda x: Total("8", 8), LossError, "got str", "Sum the losses"),  # type: ignore[arg-type]
+LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[AnybatchError], str]] = {
+    "a mean": (lambda x: x.mean(), LossError, "got a tensor of shape ()"),
+    "one per row": (lambda x: x, LossError, "got a tensor of shape ("),
+    "named means": (lambda x: {"a": x.mean()}, LossError, "got {'a': 'Tensor'}"),
+    "no terms": (lambda x: {}, LossError, "got an empty one"),
+    "total of no scalar": (lambda x: Total(x, 8), LossError, "got a tensor of shape ("),
+    "NaN": (lambda x: Total(x.sum() * math.nan, 8), NonFiniteLossError, "got nan for 'loss'"),
+    "infinite": (lambda x: Total(x.sum() / 0, 8), NonFiniteLossError, "got inf for 'loss'"),
+    "weight with gradient": (lambda x: Total(x.sum(), x.sum()), LossError, "without gradient"),
+    "negative weight": (lambda x: Total(x.sum(), -1), LossError, "got -1"),
+    "no gradient": (lambda x: Total(x.sum().detach(), 8), LossError, "['loss'] without gradient"),
 }
 
 
 @pytest.mark.parametrize("micro_batch", [None, 3])
-@pytest.mark.parametrize(("bad", "error", "got", "todo"), LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(("bad", "error", "got"), LOSSES.values(), ids=LOSSES)
 def test_loss_that_cannot_be_summed(
-    bad: Callable[[Tensor], Any],
-    error: type[AnybatchError],
-    got: str,
-    todo: str,
-    micro_batch: int | None,
+    bad: Callable[[Tensor], Any], error: type[AnybatchError], got: str, micro_batch: int | None
 ) -> None:
     loss = Switch()
     step = make_step(loss, micro_batch=micro_batch)
     loss.bad = bad
-    refused(step, lambda: step(make_batch()), error, got, todo)
+    refused(step, lambda: step(make_batch()), error, got)
     loss.bad = None
     works_afterwards(step, make_step(Switch(), micro_batch=micro_batch))
-
-
-@pytest.mark.parametrize("micro_batch", [None, 3])
-@pytest.mark.parametrize("clip_norm", [math.inf, 1.0])
-def test_data_that_is_not_finite(micro_batch: int | None, clip_norm: float) -> None:
-    step = make_step(micro_batch=micro_batch, clip_norm=clip_norm)
-    x, y = make_batch()
-    x[4, 1] = math.nan
-    where = (
-        "[0] of 1 (the first one holds rows 0 to 7)"
-        if micro_batch is None
-        else "[1] of 3 (the first one holds rows 3 to 5)"
-    )
-    refused(step, lambda: step((x, y)), NonFiniteLossError, f"got nan for 'loss' in micro-batches {where}")
-    works_afterwards(step, make_step(micro_batch=micro_batch, clip_norm=clip_norm))
 
 
 def test_gradient_that_is_not_finite_and_is_to_be_clipped() -> None:
@@ -342,11 +240,6 @@ def test_weights_that_do_not_add_up_to_what_was_promised() -> None:
 def test_promised_weight_is_checked_before_any_backward(weight: Any) -> None:
     step = make_step(Terms(as_total, weight=lambda batch: weight), micro_batch=3)
     refused(step, lambda: step(make_batch()), LossError)
-
-
-def test_promised_weights_name_the_terms() -> None:
-    step = make_step(Terms(as_total, weight=lambda batch: {"other": 8}), micro_batch=3)
-    refused(step, lambda: step(make_batch()), LossError, "['loss']", "got ['other']", "Name the same terms")
 
 
 def test_coefficient_without_its_term() -> None:

@@ -23,17 +23,24 @@ from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
 ROOT = Path(__file__).parents[2]
 SAVES = EPOCHS * UPDATES + EPOCHS  # of the last checkpoint in a whole life: after each update and each epoch
 
-DRAW = random.Random(0)
 PLACES = ["micro-batch", "update", f"before {LAST}", f"after {LAST}"]
+
+
+def draw_scenarios(draw: random.Random) -> dict[str, list[list[Any]]]:
+    """Deaths at places, and at times, of a training that goes on each time."""
+    return {
+        "at places": [[draw.choice(PLACES), draw.randint(1, 3)] for _ in range(5)],
+        "at times": [["time", draw.random()] for _ in range(6)],
+    }
+
+
 SCENARIOS: dict[str, list[list[Any]]] = {
     "first update": [["update", 1]],
     "first save": [[f"before {LAST}", 1], [f"after {LAST}", 1]],
     "last save": [[f"before {LAST}", SAVES], [f"after {LAST}", 1]],
     "between best and last": [[f"after {BEST}", 1], [f"before {BEST}", 1], [f"after {BEST}", 1]],
     "every save but one": [[f"before {LAST}", 2]] * 6,
-    "at places": [[DRAW.choice(PLACES), DRAW.randint(1, 3)] for _ in range(5)],
-    "at times": [["time", DRAW.random()] for _ in range(6)],
-}
+} | draw_scenarios(random.Random(0))
 
 
 def environment() -> dict[str, str]:
@@ -64,6 +71,14 @@ def end(folder: Path) -> dict[str, Any]:
     return {name: getattr(found, name) for name in names} | {"random": found.random["cpu"]}
 
 
+def assert_same_end(folder: Path, name: str) -> None:
+    """The last and the best checkpoint are those of the training that was not disturbed."""
+    assert changes(end(folder / "undisturbed"), end(folder / name)) == []
+    best = [checkpoint.load(folder / one / BEST) for one in ("undisturbed", name)]
+    assert changes(best[0].model, best[1].model) == []
+    assert best[0].progress["epoch"] == best[1].progress["epoch"]
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_training_comes_to_the_same_end(name: str, lives: tuple[Path, dict[str, list[int]]]) -> None:
     folder, ends = lives
@@ -71,10 +86,7 @@ def test_killed_training_comes_to_the_same_end(name: str, lives: tuple[Path, dic
     assert last == 0
     if name != "at times":  # where a life may end well before its time
         assert killed == [-signal.SIGKILL] * len(SCENARIOS[name])
-    assert changes(end(folder / "undisturbed"), end(folder / name)) == []
-    best = [checkpoint.load(folder / one / BEST) for one in ("undisturbed", name)]
-    assert changes(best[0].model, best[1].model) == []
-    assert best[0].progress["epoch"] == best[1].progress["epoch"]
+    assert_same_end(folder, name)
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -97,9 +109,7 @@ def test_killed_training_leaves_no_half_files_and_whole_logs(
     assert starts == sorted(starts)
 
 
-def test_killed_in_a_process_of_its_own_is_the_same_as_here(
-    lives: tuple[Path, dict[str, list[int]]],
-) -> None:
+def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: tuple[Path, dict[str, list[int]]]) -> None:
     trainer = make_trainer()
     trainer.resume(lives[0] / "undisturbed")
     assert changes(undisturbed().state, state(trainer)) == []

@@ -282,16 +282,6 @@ def test_an_optimizer_with_short_state_goes_on_in_float32(name: str, precision: 
     assert state_dtypes(optimizer) == {torch.float32}
 
 
-def test_an_optimizer_loads_short_state_in_float32() -> None:
-    _, old = used(MAKE["Adam"])
-    model = make_model()
-    optimizer = MAKE["Adam"](model.parameters())
-    step = Step(model, squares, optimizer, precision=BF16, check=False)
-    optimizer.load_state_dict(old.state_dict())
-    assert step((X, Y)).updated
-    assert state_dtypes(optimizer) == {torch.float32}
-
-
 def test_short_state_of_weights_that_come_later_is_made_float32() -> None:
     model, old = used(MAKE["Adam"])
     head = list(model[1].parameters())
@@ -302,12 +292,6 @@ def test_short_state_of_weights_that_come_later_is_made_float32() -> None:
         optimizer.state[parameter] = old.state[parameter]
     assert step((X, Y)).updated
     assert state_dtypes(optimizer) == {torch.float32}
-
-
-def test_float32_leaves_short_state_as_it_is() -> None:
-    model, optimizer = used(MAKE["SGD"])
-    Step(model, squares, optimizer, check=False)
-    assert state_dtypes(optimizer) == {torch.bfloat16}
 
 
 # ---- made as it was again

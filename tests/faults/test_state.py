@@ -13,19 +13,21 @@ from anybatch.core.errors import NonFiniteLossError, WindowError
 from anybatch.testing import relative_error
 from tests.faults.faulty import (
     BEGIN,
+    NO_MEMORY,
     SIZE,
+    VARIANTS,
     ZOO,
     Net,
-    assert_same,
     build,
     by_hand,
-    everything,
     make_batch,
     parts,
     said,
     seed,
+    take,
     windowed,
 )
+from tests.snapshots import DRAWN, assert_same, same_as_before, snapshot
 
 EXACT = 1e-12  # additions in another order, in float64
 
@@ -52,10 +54,10 @@ def test_gradients_found_before_an_uncut_step_are_added_to_the_bit(
     give_gradients(step.model)
     give_gradients(twin.model)
     by_hand(twin, make_batch(), (16,), clip_norm)
-    other = everything(twin)
+    other = snapshot(twin)
     seed(BEGIN)
     step(make_batch())
-    assert_same(other, everything(step))
+    assert_same(other, snapshot(step))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
@@ -82,27 +84,23 @@ def test_gradients_found_that_are_not_finite_are_refused_and_stay(micro_batch: i
     step = build("dropout", micro_batch=micro_batch)
     found = give_gradients(step.model)
     found["leave.weight"][0] = math.nan
-    before = everything(step)
-    with pytest.raises(NonFiniteLossError):
+    with pytest.raises(NonFiniteLossError), same_as_before(step):
         step(make_batch())
-    assert_same(before, everything(step))
 
 
 @pytest.mark.parametrize("micro_batch", [SIZE, None])
 @pytest.mark.parametrize("policy", ["raise", "skip"])
 def test_a_step_that_fails_or_is_skipped_gives_gradients_back(policy: str, micro_batch: int | None) -> None:
     step = build("dropout", micro_batch=micro_batch, non_finite=policy)
-    found = give_gradients(step.model)
-    values = {name: gradient.clone() for name, gradient in found.items()}
+    give_gradients(step.model)
     x, y = make_batch()
     x[9, 0] = math.nan
-    if policy == "skip":
-        assert not step((x, y)).updated
-    else:
-        with pytest.raises(NonFiniteLossError):
-            step((x, y))
-    assert all(step.model.get_parameter(name).grad is gradient for name, gradient in found.items())
-    assert_same(values, found)
+    with same_as_before(step, *DRAWN):  # the very same tensors, too
+        if policy == "skip":
+            assert not step((x, y)).updated
+        else:
+            with pytest.raises(NonFiniteLossError):
+                step((x, y))
 
 
 @pytest.mark.parametrize("way", ["step", "uncut", "window"])
@@ -148,19 +146,17 @@ def test_a_gradient_that_a_window_finds_is_refused_by_name(kind: str, added: int
     for micro in micros[:added]:
         window.add(micro)
     step.model.leave.weight.grad = torch.ones_like(step.model.leave.weight)
-    before = everything(step)
-    with pytest.raises(WindowError, match=r"leave\.weight"):
+    with pytest.raises(WindowError, match=r"leave\.weight"), same_as_before(step):
         window.add(micros[added])
-    assert_same(before, everything(step))
     step.optimizers[0].zero_grad(set_to_none=False)  # zeros are dropped
     for micro in micros[added:]:
         window.add(micro)
         assert all(parameter.grad is None for parameter in step.model.parameters())
     window.close()
-    found = everything(step)
+    found = snapshot(step)
     seed(BEGIN)
-    windowed(twin, make_batch(), (SIZE,) * 4)
-    assert_same(everything(twin), found)
+    windowed(twin, make_batch())
+    assert_same(snapshot(twin), found)
 
 
 def test_a_gradient_found_at_close_is_refused() -> None:
@@ -172,44 +168,102 @@ def test_a_gradient_found_at_close_is_refused() -> None:
         window.close()
 
 
-# ---- attributes
+# ---- attributes and buffers that a forward changes
 
 
-class Cached(nn.Module):
-    """Changes tensors that are attributes: one in place, one in a list, one that is deleted."""
+class Cached(Net):
+    """A table that grows with what it has seen and the length beside it, as in dynamic rotary embeddings.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
-        self.average = torch.zeros(())
-        self.seen: list[Any] = [0]
-        self.first, self.fails = torch.ones(()), False
+    And tensors that are attributes: one changed in place, one in a list, one that is deleted.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("plain")
+        self.is_table_only = kind == "table"
+        self.average, self.first = torch.zeros(()), torch.ones(())
+        self.history: list[Any] = [0]
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x.detach().sum())
-        if hasattr(self, "first"):
-            del self.first
-        self.average += x.detach().mean()
-        if self.fails:
-            raise ValueError("no")
-        return self.layer(x)
+        self.count(x)
+        if not self.is_table_only:
+            self.history.append(x.detach().sum())
+            if hasattr(self, "first"):
+                del self.first
+            self.average += x.detach().mean()
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("warm", [0, 5])
 @pytest.mark.parametrize("way", ["step", "window"])
 def test_attributes_come_back_or_the_error_names_them(way: str, warm: int) -> None:
-    model = Cached()
-    step = ab.Step(model, nn.CrossEntropyLoss(), SGD(model.parameters(), 0.1), micro_batch=2, check=False)
-    batch = torch.randn(8, 3), torch.randint(4, (8,))
-    for _ in range(warm):
-        step(batch)
-    model.first, model.fails = torch.ones(()), True
-    seen, first, average = list(model.seen), model.first, model.average.clone()
+    step = build("all", model=Cached, warm=warm)
+    step.model.first = torch.ones(())
+    step.model.fault.arm("end", int(way == "step"), ValueError("no"))
     act = step if way == "step" else step.window().add
-    with pytest.raises(ValueError, match="no") as caught:
-        act(batch)
-    assert model.first is first
-    assert len(model.seen) == len(seen)
-    assert all(one is other for one, other in zip(model.seen, seen, strict=True))
-    # Attributes are noted by reference: one that is changed in place cannot be put back.
-    assert torch.equal(model.average, average) or "average" in said(caught.value)
+    # Attributes are noted by reference: one that is changed in place cannot be put back, and is named.
+    with pytest.raises(ValueError, match="no") as caught, same_as_before(step, "attribute .average"):
+        act(make_batch())
+    assert "average" in said(caught.value) or not step.model.average
+
+
+@pytest.mark.parametrize("warm", [0, 5])
+@pytest.mark.parametrize("fault", ["none", "forward", "mid", "end"])
+@pytest.mark.parametrize("way", ["step", "window", "passes"])
+def test_attributes_move_once_for_each_micro_batch(way: str, fault: str, warm: int) -> None:
+    """However often one comes again, and whether there is a look before the first cut or a pass before."""
+    options = VARIANTS["whole batch"] if way == "passes" else {"check": way == "step"}
+    step = build("table", model=Cached, warm=warm, **options)
+    step.model.fault.arm(fault, 2, NO_MEMORY)
+    report = take(step, way, make_batch())
+    assert report.redone == (fault != "none")
+    done = 4 * warm + report.micro_batches
+    assert (step.model.calls, step.model.longest, len(step.model.table)) == (done, 2 * done, 2 * done)
+    assert step.model.log[-report.micro_batches :] == [*report.cut]
+
+
+@pytest.mark.parametrize("policy", ["raise", "drop", "skip"])
+@pytest.mark.parametrize("way", ["step", "window"])
+def test_a_table_that_grows_does_not_keep_a_bad_row_coming_for_ever(way: str, policy: str) -> None:
+    step = build("table", model=Cached, non_finite=policy)
+    x, y = make_batch()
+    x[9, 0] = math.nan
+    if policy == "drop":
+        assert take(step, way, (x, y)).dropped == SIZE
+        assert (step.model.calls, len(step.model.table)) == (3, 6)
+        return
+    with same_as_before(step, *DRAWN):
+        if policy == "skip":
+            assert not take(step, way, (x, y)).updated
+        else:
+            with pytest.raises(NonFiniteLossError):
+                take(step, way, (x, y))
+
+
+class Restless(Net):
+    """Buffers are put in the place of others, added and removed; one cannot be written to."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.register_buffer("empty", None)
+        self.register_buffer("removed", torch.zeros(2))
+        self.register_buffer("constant", torch.zeros(1).expand(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.table = self.table + 1
+        self.empty = torch.ones(3)
+        self.register_buffer("added", torch.ones(1))
+        if "removed" in self._buffers:
+            del self.removed
+        return super().forward(x) * math.nan
+
+
+def test_buffers_that_a_forward_puts_in_place_adds_or_removes_come_back() -> None:
+    step = build(model=Restless)
+    table = step.model.table
+    with same_as_before(step):
+        with pytest.raises(NonFiniteLossError):
+            step(make_batch())
+        window = step.window()
+        window.add(make_batch())
+        window.discard()
+    assert step.model.table is table

@@ -303,9 +303,7 @@ def schedule_per_micro_batch(patch: Patch) -> None:
 def masked_batches_update_too(patch: Patch) -> None:
     weights = Accumulator.weights
     patch.setattr(
-        Accumulator,
-        "weights",
-        lambda self: {name: weight or 1.0 for name, weight in weights(self).items()},
+        Accumulator, "weights", lambda self: {name: weight or 1.0 for name, weight in weights(self).items()}
     )
 
 
@@ -350,6 +348,54 @@ def a_half_that_is_forgotten(patch: Patch) -> None:
         self._cut = Cut((*self._cut.parts[: self._done], *rest.parts[1:]))
 
     patch.setattr(Schedule, "cut_smaller", cut_smaller)
+
+
+def a_micro_batch_accepted_twice(patch: Patch) -> None:
+    """After a failure the one before it comes again."""
+    recover = execute.recover
+
+    def recover_then(error: Exception, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
+        recover(error, schedule, sums, before)
+        schedule._done -= bool(schedule._done)
+
+    patch.setattr(execute, "recover", recover_then)
+
+
+def a_row_repeated_in_halves(patch: Patch) -> None:
+    def cut_smaller(self: Schedule, most: int) -> None:
+        rest = self._cut.after(self._done, most=most).parts
+        again = (rest[0], (rest[0][-1], *rest[1][1:]), *rest[2:])
+        self._cut = Cut((*self._cut.parts[: self._done], *again))
+
+    patch.setattr(Schedule, "cut_smaller", cut_smaller)
+
+
+def streams_of_python_and_numpy_forgotten(patch: Patch) -> None:
+    put_back = snapshot._put_streams_back
+    patch.setattr(snapshot, "_put_streams_back", lambda state, streams: put_back(state, ()))
+
+
+def a_buffer_put_in_the_place_of_another_forgotten(patch: Patch) -> None:
+    begin = snapshot._Attributes.__init__
+
+    def forget(self: Any, state: Any) -> None:
+        begin(self, state)
+        for slots in state.buffers:
+            self._tables[id(slots)] = slots
+
+    patch.setattr(snapshot._Attributes, "__init__", forget)
+
+
+def attributes_left_by_a_first_pass(patch: Patch) -> None:
+    patch.setattr(Snapshot, "put_modules_back", lambda self: snapshot._put_values_back(self._copies))
+
+
+def gradients_found_lost(patch: Patch) -> None:
+    patch.setattr(Snapshot, "put_gradients_back", lambda self, only=None: None)
+
+
+def containers_forgotten(patch: Patch) -> None:
+    patch.setattr(snapshot.ModuleState, "containers", lambda self: [])
 
 
 def dropped_rows_keep_their_weight(patch: Patch) -> None:

@@ -88,8 +88,8 @@ class Loss(Protocol):
             batch: the logical batch; `OpenBatch`, of no rows, where a window opens.
             sizes: rows of each micro-batch.
             model: what a first pass calls.
-            put_back: puts the buffers back to where they stood before the step, so that the second pass
-                repeats the first, and updates them once.
+            put_back: puts attributes and buffers back to where they stood before the step, so that the second
+                pass repeats the first, and updates them once.
         """
         ...
 

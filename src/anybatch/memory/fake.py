@@ -380,7 +380,7 @@ def undisturbed(
             yield snapshot
         finally:
             torch.clear_autocast_cache()
-            buffers.put_buffers_back()
+            buffers.put_modules_back()
             snapshot.put_back()
             rng.restore_process(random)
             for parameter, gradient in gradients:

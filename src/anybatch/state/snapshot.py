@@ -53,6 +53,10 @@ class ModuleState:
         values = [own.get(name) for own, name in self._places]
         return [value for value in values if type(value) in _CONTAINERS]
 
+    def buffers_now(self) -> list[Tensor]:
+        """Tensors that are buffers now."""
+        return [one for slots in self.buffers if slots for one in slots.values() if one is not None]
+
     def tensors(self) -> list[Tensor]:
         """Plain tensors that are attributes now, or items of containers that are."""
         if not self._places:
@@ -143,11 +147,9 @@ class Snapshot:
         streams = (*state.streams, *process)
         self._streams = [(stream, stream[0]()) for stream in streams] if streams else []
         self._attributes = _Attributes(state)
-        self._slots: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
         self._copies: dict[Tensor, Tensor] = {}
         if any(state.buffers) or effects.parameters:
-            self._slots = [(slots, slots.copy()) for slots in state.buffers if slots]
-            self._copies = _copied(chain(*[slots.values() for slots, _ in self._slots], effects.parameters))
+            self._copies = _copied((*state.buffers_now(), *effects.parameters))
         self._parameters, self._rows = parameters, rows
         self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors()
@@ -163,11 +165,15 @@ class Snapshot:
             self._micro = None  # lets the copies go that were made before the last one
             effects = self._effects
             is_random = self._draws or effects.is_looking or effects.draws
+            attributes, placed = None, []
+            if effects.attributes or effects.is_looking:
+                attributes = _Attributes(self._state)
+                placed = [one for one in self._state.buffers_now() if one not in self._copies]
             self._micro = _Micro(
                 rng.capture() if is_random else None,
                 [(stream, stream[0]()) for stream, _ in self._streams],
-                _copied((*effects.buffers, *effects.parameters)),
-                _Attributes(self._state) if effects.attributes or effects.is_looking else None,
+                _copied((*effects.buffers, *effects.parameters, *placed)),
+                attributes,
             )
 
     def look(self) -> None:
@@ -188,7 +194,7 @@ class Snapshot:
         effects, noted = self._effects, set(known)
         new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
         effects.changes(new)
-        has_moved = attributes.are_moved() or self._are_slots_moved()
+        has_moved = attributes.are_moved()
         effects.attributes = effects.attributes or has_moved
         return bool(new) or has_moved
 
@@ -235,8 +241,7 @@ class Snapshot:
         """Put everything back as it was before the step; first what takes no memory."""
         self.put_gradients_back()
         _put_streams_back(self._random, self._streams)
-        self._attributes.put_back()
-        self.put_buffers_back()
+        self.put_modules_back()
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
         """Put the gradients back that were there, of all parameters or only of these."""
@@ -245,13 +250,9 @@ class Snapshot:
             if chosen is None or parameter in chosen:
                 parameter.grad = gradient
 
-    def put_buffers_back(self) -> None:
-        """Put the buffers back, and leave the rest as it stands."""
-        for slots in self._state.buffers:  # a forward may have put other tensors there
-            if slots:
-                slots.clear()
-        for slots, found in self._slots:
-            slots.update(found)
+    def put_modules_back(self) -> None:
+        """Put attributes and buffers back, and leave the rest as it stands."""
+        self._attributes.put_back()
         _put_values_back(self._copies)
 
     def gradients_found(self) -> list[tuple[nn.Parameter, Tensor]]:
@@ -261,13 +262,9 @@ class Snapshot:
         pairs = zip(self._parameters, self._gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
-    def _are_slots_moved(self) -> bool:
-        noted = {id(slots): found for slots, found in self._slots}
-        return not all(holds(slots, noted.get(id(slots), {})) for slots in self._state.buffers)
-
 
 class _Attributes:
-    """The attributes of modules, and the items of containers among them."""
+    """The attributes of modules, the items of containers among them, and which tensors are their buffers."""
 
     def __init__(self, state: ModuleState) -> None:
         self._state = state
@@ -275,14 +272,17 @@ class _Attributes:
         self._containers = state.containers()
         self._items = [value.copy() for value in self._containers] if self._containers else []
         # A model that says in an attribute that its hooks are set must not be left with one of the two.
-        self._hooks = {id(table): table.copy() for table in state.hooks if table} if any(state.hooks) else {}
+        self._tables: dict[int, Any] = {}
+        for tables in (state.buffers, state.hooks):
+            if any(tables):
+                self._tables |= {id(table): table.copy() for table in tables if table}
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
         """Every table and container, and what it held."""
         yield from zip(self._state.attributes, self.values, strict=True)
         yield from zip(self._containers, self._items, strict=True)
-        for table in self._state.hooks:
-            yield table, self._hooks.get(id(table), {})
+        for table in (*self._state.buffers, *self._state.hooks):
+            yield table, self._tables.get(id(table), {})
 
     def are_moved(self) -> bool:
         """Whether any is another one now."""

@@ -1,0 +1,306 @@
+"""The five laws on cases drawn by hypothesis: a few in every test run, hundreds in a campaign (`make soak`).
+
+A law is a strategy and a check. `run` tries as many examples as asked; the same seed gives the same cases.
+"""
+
+import gc
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hypothesis
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+import anybatch as ab
+from anybatch.core import TensorBatch
+from anybatch.core.errors import LossError, NonFiniteLossError, OutOfMemoryError
+from anybatch.memory import Meter
+from anybatch.planner.trace import trace
+from anybatch.testing import tolerance
+from tests import budgets, halves
+from tests.faults.faulty import (
+    BEGIN,
+    NO_MEMORY,
+    ROWS,
+    SIZE,
+    VARIANTS,
+    assert_as_unfaulted,
+    build,
+    make_batch,
+    seed,
+    take,
+    weights,
+)
+from tests.faults.scarce import scarce_in_passes
+from tests.laws import test_uncut
+from tests.laws.cases import Case
+from tests.laws.check import check, collated, cut, reference, windowed
+from tests.laws.draw import MASKS
+from tests.laws.losses import CASES
+from tests.laws.totals import TOTALS
+from tests.snapshots import DRAWN, assert_same, changes, snapshot
+from tests.train.runs import EPOCHS, KINDS, UPDATES, make_trainer, state, undisturbed
+
+MOST_ROWS = 6
+
+
+class Law(NamedTuple):
+    """What holds for every case.
+
+    Attributes:
+        cases: how a case is drawn, as keywords.
+        check: fails for a case in which the law is broken.
+        few: cases in a test run.
+        share: of a campaign's examples.
+    """
+
+    cases: dict[str, st.SearchStrategy[Any]]
+    check: Callable[..., None]
+    few: int
+    share: int
+
+
+def run(law: Law, *, seed: int, examples: int, is_shrunk: bool = True) -> None:
+    """Try the law on so many cases; one that breaks it is made smaller."""
+    phases = [hypothesis.Phase.generate, *([hypothesis.Phase.shrink] if is_shrunk else [])]
+    tried = hypothesis.given(**law.cases)(law.check)
+    tried = hypothesis.settings(
+        max_examples=examples, phases=phases, database=None, deadline=None, print_blob=False
+    )(tried)
+    gc.freeze()  # where memory runs out a step collects garbage: what is there now need not be walked again
+    try:
+        hypothesis.seed(seed)(tried)()
+    finally:
+        gc.unfreeze()
+
+
+# ---- any cut is the whole batch
+
+SIZES = st.lists(st.integers(1, MOST_ROWS), min_size=1, max_size=MOST_ROWS).filter(
+    lambda sizes: sum(sizes) <= MOST_ROWS
+)
+
+
+def any_cut_is_the_whole(case: Case, form: int, sizes: list[int], mask: str, number: int) -> None:
+    rows = sum(sizes)
+    problem = case.problem(list(case.forms)[form % len(case.forms)], rows, seed=number, mask=mask)
+    whole = reference(problem)
+    for micro_batch in (None, *range(1, rows + 1)):
+        check(cut(problem, micro_batch), whole)
+    if not case.is_per_row:
+        check(windowed(problem, sizes), whole)
+        check(collated(problem, sizes[0]), whole)
+
+
+CUT = {
+    "form": st.integers(0, 2),
+    "sizes": SIZES,
+    "mask": st.sampled_from(MASKS),
+    "number": st.integers(0, 2**16),
+}
+
+
+# ---- uncut is torch, to the bit
+
+
+def uncut_is_torch(case: Case) -> None:
+    test_uncut.test_uncut_is_torch_to_the_bit(case)
+
+
+# ---- with a fault is the same cut without
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault, and how often its place is passed before."""
+
+    place: str
+    at: int
+    what: Any
+
+
+ERRORS = [NO_MEMORY, NO_MEMORY, NO_MEMORY, ValueError("no"), KeyboardInterrupt()]
+PLANTED = st.one_of(
+    st.builds(
+        Planted, st.sampled_from(["forward", "mid", "end"]), st.integers(0, 12), st.sampled_from(ERRORS)
+    ),
+    st.builds(Planted, st.sampled_from(["mid", "end"]), st.integers(0, 12), st.just(math.inf)),
+    st.builds(Planted, st.just("MicroBatchDone"), st.integers(0, 6), st.just(ValueError("no"))),
+    st.builds(Planted, st.just("row"), st.integers(0, ROWS - 1), st.just(math.nan)),
+    st.builds(Planted, st.just("allocation"), st.integers(0, 400), st.just(NO_MEMORY)),
+    st.builds(Planted, st.just("allocation"), st.integers(0, 400), st.just(NO_MEMORY)),
+)
+FAULTED = {
+    "kind": st.sampled_from(["plain", "dropout", "counting", "drawing", "tied", "frozen BatchNorm"]),
+    "variant": st.sampled_from([*VARIANTS]),
+    "precision": st.sampled_from(
+        ["float32", "float32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"]
+    ),
+    "way": st.sampled_from(["step", "step", "window"]),
+    "micro_batch": st.sampled_from([None, 3, 4, 5, 8]),
+    "policy": st.sampled_from(["raise", "raise", "drop", "skip"]),
+    "warm": st.sampled_from([0, 1, 4]),
+    "faults": st.lists(PLANTED, min_size=1, max_size=3),
+}
+
+
+def a_fault_changes_no_update(
+    kind: str,
+    variant: str,
+    precision: str,
+    way: str,
+    micro_batch: int | None,
+    policy: str,
+    warm: int,
+    faults: list[Planted],
+) -> None:
+    """It comes to what the same cut comes to without the fault, or raises or skips and changes nothing."""
+    way = "step" if variant == "whole batch" else way  # no window takes it
+    options = VARIANTS[variant] | {"precision": precision, "micro_batch": micro_batch, "non_finite": policy}
+    if kind == "frozen BatchNorm":
+        options["batch_norm"] = "frozen"
+    step, twin = (build(kind, warm=warm, momentum=0.5, lr=2.0**-6, **options) for _ in range(2))
+    fault, batch = step.model.fault, make_batch()
+    fault.planted = [(one.place, one.at, one.what, 1) for one in faults]
+    for one in faults:
+        if one.place == "row":
+            batch[0][one.at, 0] = one.what
+    before = snapshot(step)
+    try:
+        with scarce_in_passes({one.at for one in faults if one.place == "allocation"}) as memory:
+            report = take(step, way, batch)
+    except BaseException as error:
+        met = [*fault.met, *([NO_MEMORY] if memory.refused else [])]
+        if not isinstance(error, NonFiniteLossError | OutOfMemoryError | LossError) and error not in met:
+            raise
+        assert_same(before, snapshot(step))
+    else:
+        assert not any(isinstance(one, ValueError | KeyboardInterrupt) for one in fault.met)
+        if not report.updated:
+            assert not set(changes(before, snapshot(step))) - DRAWN - {"scale"}
+        elif report.dropped:
+            assert sum(report.cut) == report.rows == ROWS
+            assert all(one.isfinite().all() for one in weights(step).values())
+        else:
+            is_exact = not precision.startswith("fp16") and not (way == "window" and report.redone)
+            short = torch.bfloat16 if precision.startswith("bf16") else torch.float16
+            dtype = torch.float32 if precision == "float32" else short
+            bound = 0.0 if is_exact else tolerance(dtype, ROWS)
+            assert_as_unfaulted(step, report, twin, batch, way=way, bound=bound)
+    assert step.open_window is None
+    fault.planted, step.micro_batch = [], SIZE
+    assert take(step, "step", make_batch(11)).rows == ROWS  # and it goes on
+
+
+# ---- saved and resumed is not interrupted
+
+
+def a_window_saved_and_resumed_is_not_interrupted(name: str, adds: int) -> None:
+    step, twin = (halves.build(**halves.CASES[name]) for _ in range(2))
+
+    def begin(one: ab.Step) -> ab.Window:
+        seed(BEGIN)
+        window = one.window()
+        for number in range(adds):
+            window.add(halves.rows(number))
+        return window
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "saved.safetensors"
+        window = begin(step)
+        halves.save(path, step, window=window.state())
+        window.discard()
+        again = halves.build(**halves.CASES[name])
+        resumed = again.window(halves.restore(path, again)["window"])
+    reports = [halves.ended(again, resumed), halves.ended(twin, begin(twin))]
+    assert reports[0] == reports[1]
+    assert_same(snapshot(twin), snapshot(again))
+
+
+def a_training_stopped_and_resumed_is_not_interrupted(stops: list[int], kind: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for stop in (*stops, 0):
+            left = [stop]
+
+            def listen(event: Any, left: list[int] = left) -> None:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+
+            trainer = make_trainer(folder, kind, listeners=[listen], save_every=1)
+            if (folder / "last.safetensors").exists():
+                trainer.resume(folder)
+            elif any(folder.iterdir()):
+                trainer = make_trainer(None, kind, listeners=[listen])
+            try:
+                trainer.fit(epochs=EPOCHS)
+            except KeyboardInterrupt:
+                continue
+            break
+    assert trainer.updates == EPOCHS * UPDATES
+    assert_same(undisturbed(kind).state, state(trainer))
+
+
+# ---- the planned peak is the measured peak
+
+
+def the_planned_peak_is_the_measured_one(
+    model: str, optimizer: str, rows: int, micro_batch: int, options: dict[str, Any]
+) -> None:
+    build, batch = MODELS[model]
+    make = getattr(budgets, optimizer)
+    step = budgets.make(build, make, micro_batch=micro_batch, batch_norm="micro", **options)
+    given = batch(rows)
+    logical = TensorBatch(given)
+    planned = trace(step.plan(rows), step.task(), logical.head(1))
+    step(given)
+    with Meter(
+        step.model, step.optimizers, loss_module=step.loss_module, batch_leaves=logical.leaves
+    ) as meter:
+        step(given)
+    assert planned.peak == planned.ledger.peak == meter.peak
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
+    "blocks": (budgets.Net, budgets.rows_of),
+    "sequences": (budgets.Net, lambda rows: budgets.rows_of(rows, 5, budgets.WIDTH)),
+    "dropout": (lambda: budgets.Net(0.5), budgets.rows_of),
+    "images": (budgets.ConvNet, budgets.images),
+}
+PEAKS = {
+    "model": st.sampled_from([*MODELS]),
+    "optimizer": st.sampled_from(["sgd", "adamw", "foreach"]),
+    "rows": st.integers(1, 24),
+    "micro_batch": st.integers(1, 24),
+    "options": st.sampled_from(
+        [{}, {"clip_norm": 1.0}, {"compensated": True}, {"accumulate": torch.float64}]
+    ),
+}
+
+
+LAWS = {
+    "any cut is the whole": Law(
+        {"case": st.sampled_from([*CASES, *TOTALS])} | CUT, any_cut_is_the_whole, few=30, share=4
+    ),
+    "uncut is torch": Law({"case": st.sampled_from(CASES)}, uncut_is_torch, few=5, share=1),
+    "a fault changes no update": Law(FAULTED, a_fault_changes_no_update, few=120, share=12),
+    "a window saved and resumed": Law(
+        {"name": st.sampled_from([*halves.CASES]), "adds": st.integers(1, 4)},
+        a_window_saved_and_resumed_is_not_interrupted,
+        few=12,
+        share=2,
+    ),
+    "a training stopped and resumed": Law(
+        {"stops": st.lists(st.integers(1, 20), min_size=1, max_size=3), "kind": st.sampled_from([*KINDS])},
+        a_training_stopped_and_resumed_is_not_interrupted,
+        few=4,
+        share=1,
+    ),
+    "the planned peak": Law(PEAKS, the_planned_peak_is_the_measured_one, few=10, share=3),
+}

@@ -1,0 +1,88 @@
+"""A campaign: the laws on hundreds of cases drawn at random, and trainings killed at random moments.
+
+`python -m tests.soak [--minutes M | --rounds N] [--seed S] [--only LAW]` goes round by round. Each round
+draws other cases; the same seed and round draw the same ones. It ends with 1 where a law is broken.
+"""
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import hypothesis
+import torch
+
+from tests.conftest import TORCH_RANDOM
+from tests.faults.test_kill import assert_same_end, command, draw_scenarios, environment
+from tests.laws.drawn import LAWS, run
+
+EXAMPLES = 10  # of a law in a round, times its share
+KILLS = "killed at any moment"
+
+
+def kill(seed: int) -> int:
+    """Trainings that are killed between and during their checkpoints and go on; how often they were."""
+    scenarios = draw_scenarios(random.Random(seed))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "lives"
+        folder.mkdir()
+        asked = command(folder, json.dumps(scenarios))
+        done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        ends = json.loads(done.stdout)
+        for scenario in scenarios:
+            assert_same_end(folder, scenario)
+    return sum(end == -signal.SIGKILL for one in ends.values() for end in one)
+
+
+def attempt(law: str, seed: int) -> tuple[int, str]:
+    """Cases that were tried, and what is wrong."""
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        if law == KILLS:
+            return kill(seed), ""
+        examples = EXAMPLES * LAWS[law].share
+        run(LAWS[law], seed=seed, examples=examples)
+    except Exception:
+        return 1, traceback.format_exc()
+    return examples, ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="no round begins after these")
+    parser.add_argument("--rounds", type=int, help="instead of minutes")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=[*LAWS, KILLS])
+    asked = parser.parse_args()
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "reduction. 'mean' divides", UserWarning)
+    torch.set_num_threads(1)
+    hypothesis.register_random(TORCH_RANDOM)
+    tried: Counter[str] = Counter()
+    broken: list[str] = []
+    start, number = time.monotonic(), 0
+    while number < asked.rounds if asked.rounds else time.monotonic() - start < 60 * asked.minutes:
+        for law in [asked.only] if asked.only else [*LAWS, KILLS]:
+            count, wrong = attempt(law, 1000 * asked.seed + number)
+            tried[law] += count
+            if wrong:
+                broken.append(law)
+                print(f"{wrong}\nbroken: {law!r}, seed {asked.seed}, round {number}", flush=True)
+        number += 1
+        cases = ", ".join(f"{law} {count}" for law, count in tried.items())
+        print(f"{time.monotonic() - start:5.0f} s, round {number}: {cases}; {len(broken)} broken", flush=True)
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
