@@ -160,10 +160,7 @@ def is_mutable(overload: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place; 0 for inference tensors, which do not count. No substitute.
-
-    Writes through `.data` and by fused kernels do not count.
-    """
+    """How often a tensor was written to in place, but by `.data`; 0 for inference tensors. No substitute."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -281,10 +278,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
-    """A module's own tables of hooks on its forward: before, after, then flags of both. No substitute.
-
-    A hook has the same key in all of them, which no other hook has.
-    """
+    """A module's tables of hooks on its forward: before, after, then flags by their keys. No substitute."""
     return [vars(module)[name] for name in HOOKS_OF_MODULES]
 
 

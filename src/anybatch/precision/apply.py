@@ -72,12 +72,6 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights
             without a shape that are to be stored short, or weights that an earlier call has stored short
             where this one stores none; nothing is changed.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> masters = lower(model, find_precision("bf16-true"), model.parameters())
-        >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
-        (torch.bfloat16, torch.float32, torch.float32)
     """
     dtype = precision.storage
     masters = Masters(is_needed=dtype is not None)

@@ -8,19 +8,12 @@ PATIENCE = 16  # clean steps before a larger micro-batch is tried
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What is known of one kind of row.
+    """What is known of one kind of row."""
 
-    Attributes:
-        fits: rows of the largest micro-batch that goes through, as far as is known.
-        failed: rows of the smallest in which memory ran out.
-        clean: steps since then, or since the last larger one was tried.
-        patience: clean steps after which a larger one is tried.
-    """
-
-    fits: int
-    failed: int
-    clean: int = 0
-    patience: int = PATIENCE
+    fits: int  # rows of the largest micro-batch that goes through, as far as is known
+    failed: int  # rows of the smallest in which memory ran out
+    clean: int = 0  # steps since then, or since the last larger one was tried
+    patience: int = PATIENCE  # clean steps after which a larger one is tried
 
     def size(self, planned: int) -> int:
         """Rows to try next: those that fit, or half of the way to what was planned if it is time for it."""
