@@ -31,12 +31,7 @@ class Working:
 def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
     """Bring a model into a precision, see `lower`, and optimizers with it.
 
-    Their 16-bit state of weights that they will update in float32 becomes float32. From now on they load
-    states without rounding them.
-
-    Example:
-        >>> at_work(nn.Linear(2, 1), "fp16-mixed", []).scale.value
-        65536.0
+    Their 16-bit state of weights that they will update in float32 becomes float32, now and when it is loaded.
     """
     chosen, known = find_precision(precision), list(optimizers)
     trained = [p for one in known for g in one.param_groups for p in g["params"]]

@@ -40,10 +40,9 @@ KEPT = (
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What `torch.utils.checkpoint` runs a forward under, and the same forward again.
 
-    The first is torch's own. The second allows more than torch's: several backward passes, as with
-    `retain_graph`, and other operations that come more or less often than the first time, such as autocast's
-    casts. Where a kept result was changed in place, all of the block is rebuilt. So is attention that drops
-    out: otherwise the draws after it would be others.
+    The second allows more than torch's: several backward passes, and other operations that come more or less
+    often than the first time. Where a kept result was changed in place, or attention drops out (the draws
+    after it would be others), all of the block is rebuilt.
     """
     keeping: Any = create_selective_checkpoint_contexts(_policy)[0]
     return keeping, _Reusing(keeping.storage)

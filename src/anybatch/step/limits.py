@@ -33,14 +33,7 @@ class Limits:
         return planned if limit is None else limit.size(planned)
 
     def learn(self, like: Hashable, planned: int, *, largest: int, failed: int) -> None:
-        """What came of micro-batches that were planned to have so many rows.
-
-        Args:
-            like: the kind of row.
-            planned: rows of a micro-batch if there were no limit.
-            largest: rows of the largest that went through.
-            failed: rows of the smallest in which memory ran out; 0 where it never did.
-        """
+        """Learn from micro-batches of `planned` rows: `largest` went through, `failed` did not (0: none)."""
         old = self.known.get(like)
         if failed:
             half = -(-failed // 2)
