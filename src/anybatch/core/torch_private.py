@@ -111,7 +111,10 @@ def saved(node: Any, name: str) -> Any:
 
 
 def is_packed(node: Any, name: str) -> bool:
-    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False."""
+    """Whether hooks keep what a node saved under a name, as a checkpoint's do.
+
+    Where missing, as in torch 2.6: False; what the hooks give back is read then.
+    """
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
 
 

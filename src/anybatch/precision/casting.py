@@ -41,7 +41,7 @@ class Cast:
     @property
     def _forward(self) -> Callable[..., Any]:
         # Looked up each time: a copy of a module that holds a bound method cannot be pickled.
-        return self._own or type(self._module).forward.__get__(self._module)
+        return self._own or partial(type(self._module).forward, self._module)
 
 
 def cast_of(module: nn.Module) -> Cast | None:
