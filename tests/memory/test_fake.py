@@ -88,43 +88,32 @@ def test_modules_are_as_before(fails: bool) -> None:
     assert not hasattr(model, "lazy")
 
 
-def test_optimizers_are_as_before() -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    groups, state = optimizer.param_groups, optimizer.state
-    steps = [slots["step"].item() for slots in state.values()]
-    mode = FakeMode()
-    with replaced_by_fakes(mode, [model], [optimizer]), mode:
-        assert optimizer.param_groups[0]["params"][0] is model.weight
-        assert isinstance(optimizer.param_groups[0]["lr"], FakeTensor)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
-    assert optimizer.param_groups is groups
-    assert len(groups) == 1
-    assert optimizer.state is state
-    assert [slots["step"].item() for slots in state.values()] == steps
-
-
-def test_scalars_of_optimizers_keep_their_values() -> None:
+def test_optimizers_are_as_before_and_their_scalars_keep_their_values() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.NAdam(model.parameters(), lr=torch.tensor(0.25))
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    products = [slots["mu_product"].item() for slots in optimizer.state.values()]
-    mode = FakeMode()
+    groups, state, mode = optimizer.param_groups, optimizer.state, FakeMode()
+
+    def scalars() -> list[float]:
+        return [slots[name].item() for slots in optimizer.state.values() for name in ("step", "mu_product")]
+
+    before = scalars()
+    assert before[1] not in (0.0, 1.0)
     with replaced_by_fakes(mode, [model], [optimizer]) as fakes, mode:
+        assert optimizer.param_groups[0]["params"][0] is model.weight
+        assert isinstance(optimizer.param_groups[0]["lr"], FakeTensor)
         assert optimizer.param_groups[0]["lr"].item() == 0.25
-        assert [slots["mu_product"].item() for slots in optimizer.state.values()] == products
-        assert products[0] not in (0.0, 1.0)
+        assert scalars() == before
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
         assert fakes.settings({"lr": 0.5}) == {"lr": 0.5}
-    assert [slots["mu_product"].item() for slots in optimizer.state.values()] == products
+    assert optimizer.param_groups is groups
+    assert len(groups) == 1
+    assert optimizer.state is state
+    assert scalars() == before
 
 
 def test_shared_memory_stays_shared_and_hooks_come_along() -> None:

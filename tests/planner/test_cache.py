@@ -89,15 +89,6 @@ def test_fewer_rows_use_the_same_plan_and_more_do_not(made: list[Any]) -> None:
     assert len(made) == 2
 
 
-def test_other_settings_and_refusals_have_plans_of_their_own(made: list[Any]) -> None:
-    step, kept = make(net), Budget(10**6)
-    kept.plan(request(step, rows_of(8), blocks=()))
-    assert kept.plan(request(step, rows_of(8), sizes=(3,), blocks=())).micro_batch == 3
-    assert kept.plan(request(step, rows_of(8), blocks=())).micro_batch == 8
-    kept.plan(request(step, rows_of(8), blocks=(), cut_refused="rows meet"))
-    assert len(made) == 3
-
-
 def test_where_rounded_rows_do_not_fit_the_plan_is_for_no_longer_ones() -> None:
     """Else a row longer than those that were looked at would be taken to fit."""
     step = make(net)

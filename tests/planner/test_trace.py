@@ -79,11 +79,6 @@ def shifted() -> Any:
     return whole[:, :-1], whole[:, 1:]  # two views of one tensor
 
 
-def total(model: nn.Module, micro: Any) -> Total:
-    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
-    return Total(losses.sum(), losses.numel())
-
-
 def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
     outputs = model(micro[0])
     losses = F.cross_entropy(outputs, micro[1], reduction="none")
@@ -111,9 +106,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
     "tied": (Tied, tokens, nn.CrossEntropyLoss()),
     "shifted": (Tied, shifted, nn.CrossEntropyLoss()),
     "recurrent": (Recurrent, tokens, nn.CrossEntropyLoss()),
-    "total": (mlp, vectors, total),
     "closure": (mlp, vectors, weighted),
-    "squares": (mlp, values, nn.MSELoss()),
     "smooth": (mlp, values, nn.SmoothL1Loss()),
     "terms": (mlp, vectors, Terms(terms, coefficients={"size": 0.1})),
     "whole": (mlp, vectors, WholeBatch(contrast)),
@@ -261,7 +254,7 @@ def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
     assert predicted.peak == meter.peak - kept  # samples lie on the host, wherever the step runs
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": total, "micro_batch": 3}])
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": twice, "micro_batch": 3}])
 def test_nothing_is_changed(options: dict[str, Any]) -> None:
     step = make_step(**options)
     before = snapshot(step)
