@@ -221,7 +221,7 @@ def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.Mo
     [
         ((1.0, 0.9, 1.1, 1.15), 0.0, 1, [ROUNDS] * 4),
         ((1.0, 0.9, 1.1, 1.15), 100.0, 1, [ROUNDS] * 4),  # the first step of each does not count
-        ((1.0, 9.0, 9.0, 9.0), 0.0, 0, [ROUNDS, 2, 2, 2]),  # the hopeless are not tried to the end
+        ((1.0, 9.0, 9.0, 9.0), 0.0, 0, [2] * 4),  # the hopeless are not tried to the end
         ((1.0,), 0.0, 0, [0]),
     ],
 )
