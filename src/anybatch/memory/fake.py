@@ -181,9 +181,9 @@ class FakeMode(private.FakeTensorMode):
             raise
         except Exception as error:
             raise TraceError(
-                f"Expected {what} that runs on fake tensors, got {type(error).__name__} from "
-                f"{self.culprit or what}: {error}. Shapes that depend on values, values taken out of "
-                f"tensors and code that is not Python cannot be traced; {instead}."
+                f"Expected {what} that can be traced, got {type(error).__name__} from "
+                f"{self.culprit or what}: {str(error).partition(chr(10))[0][:80]}. Shapes and values taken "
+                f"from tensors, and code that is not Python, cannot be traced; {instead}."
             ) from error
         finally:
             _LOG.removeFilter(is_no_error)

@@ -67,8 +67,8 @@ def longest(batch: SampleBatch) -> Shape:
     for shape in shapes:
         if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
             raise BatchError(
-                f"Expected collate to return tensors of the same kinds for all rows, got {shape} after "
-                f"{shapes[0]}. Return the same nest each time."
+                "Expected collate to return tensors of the same kinds for all rows, got "
+                f"{str(shape)[:80]} after {str(shapes[0])[:80]}. Return the same nest each time."
             )
     return tuple(
         (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
