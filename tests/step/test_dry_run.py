@@ -40,12 +40,9 @@ def make(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
     return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
 
 
-def rows_of(rows: int, width: int = 3, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(rows, width, generator=generator, dtype=dtype),
-        torch.randn(rows, 1, generator=generator, dtype=dtype),
-    )
+def rows_of(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    both = torch.randn(rows, 4, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    return both[:, :3].clone(), both[:, 3:].clone()
 
 
 def state(step: ab.Step, batch: tuple[Tensor, Tensor]) -> list[Any]:
@@ -62,10 +59,7 @@ def state(step: ab.Step, batch: tuple[Tensor, Tensor]) -> list[Any]:
     return [*values, hooks, modes, *own, scale, rng.capture_process()]
 
 
-PRECISIONS = ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
     step = make(Busy(), batch_norm="micro", micro_batch=micro_batch, precision=precision)
@@ -80,13 +74,6 @@ def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
     show_gradients(step, batch, seen.append, precision=step.precision, scale=4.0)
     assert len(seen) == (3 if micro_batch else 1) * 6
     assert same(before, state(step, batch))
-
-
-def test_nothing_is_changed_where_it_fails() -> None:
-    step = make(Busy(), batch_norm="micro", micro_batch=2)
-    batch = rows_of(6)
-    step(batch)
-    before = state(step, batch)
     with pytest.raises(ZeroDivisionError):
         show_gradients(step, batch, lambda seen: 1 // 0, precision=FLOAT32)
     assert same(before, state(step, batch))
@@ -127,22 +114,18 @@ def weights_of(micro: tuple[Tensor, Tensor]) -> dict[str, Tensor | int]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "shown_per_parameter"),
-    [
-        (nn.MSELoss(), 3),
-        (ab.WholeBatch(cosine), 3),
-        (ab.Terms(two_terms, weight=weights_of), 3),
-    ],
+    "loss",
+    [nn.MSELoss(), ab.WholeBatch(cosine), ab.Terms(two_terms, weight=weights_of)],
     ids=["torch", "whole batch", "terms"],
 )
-def test_what_is_shown_adds_up_to_the_gradient(loss: object, shown_per_parameter: int) -> None:
+def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     batch = rows_of(5, dtype=torch.float64)
     step = make(model, loss, micro_batch=2)
     seen: list[Tensor] = []
     show_gradients(step, batch, lambda g: seen.append(g.clone()), precision=FLOAT32, scale=2.0**10)
     parameters = list(model.parameters())
-    assert len(seen) == shown_per_parameter * len(parameters)
+    assert len(seen) == 3 * len(parameters)
     sums = [sum(g for g in seen if g.shape == p.shape) / 2**10 for p in parameters]
 
     recorded: list[Tensor] = []
@@ -155,19 +138,7 @@ def test_what_is_shown_adds_up_to_the_gradient(loss: object, shown_per_parameter
         assert relative_error(total, gradient) < 1e-12
     late: list[Tensor] = []  # weights that only a forward knows: term by term
     show_gradients(make(model, two_terms, micro_batch=2), batch, late.append, precision=FLOAT32)
-    assert len(late) == 2 * shown_per_parameter * len(parameters)
-
-
-def test_another_precision_computes_otherwise() -> None:
-    step = make(nn.Linear(3, 1))
-    found: dict[str, list[Tensor]] = {name: [] for name in ("float32", "bf16-mixed")}
-    for name, seen in found.items():
-        show_gradients(
-            step, rows_of(4), lambda g, to=seen: to.append(g.clone()), precision=find_precision(name)
-        )
-    one, other = found.values()
-    assert all(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert all(torch.equal(g, g.bfloat16().float()) for g in other)
+    assert len(late) == 2 * 3 * len(parameters)
 
 
 def test_samples_are_not_written_to_and_what_is_not_finite_is_shown() -> None:
