@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import chosen, entrants, main
-from benchmarks.config import FULL, HeadCase, MemoryCase, RaceCase
-from benchmarks.contestants import PEERS, RIVALS, hand
+from benchmarks.__main__ import main
+from benchmarks.config import HeadCase, MemoryCase, RaceCase
+from benchmarks.contestants import PEERS
 from benchmarks.report import file_name, render
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
 from benchmarks.thresholds import judge, ratio
@@ -118,22 +118,6 @@ def test_an_interval_that_holds_one_passes_where_the_case_says_so() -> None:
     assert all(verdict.holds for verdict in judge(replace(raw(), races=[found])))
     strict = replace(found, case=replace(found.case, or_equal=False))
     assert not all(verdict.holds for verdict in judge(replace(raw(), races=[strict])))
-
-
-@pytest.mark.parametrize(
-    ("only", "cases", "names"),
-    [
-        (["lenet5-window"], ["lenet5-window"], {"hand", "anybatch"}),
-        (["mlp", PEER, "mlp-clip"], ["mlp", "mlp-clip"], {"hand", "anybatch", PEER}),
-    ],
-)
-def test_only_what_is_named_is_raced(only: list[str], cases: list[str], names: set[str]) -> None:
-    config = chosen(FULL, only=only, rounds=7)
-    assert [case.name for case in config.races] == cases
-    assert (config.effort.least_blocks, config.effort.most_blocks) == (7, 7)
-    builders = dict.fromkeys({*RIVALS, *PEERS}, hand)
-    assert set(entrants(config.races[0], builders, only=only)) == names
-    assert set(entrants(config.races[-1], builders, only=only)) == set(RIVALS)
 
 
 def test_report_says_what_was_measured() -> None:

@@ -146,21 +146,6 @@ def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     assert kinds(Fixed(), loss, batch) == ([] if is_masked else [("padding", "the model (Fixed)")])
 
 
-def test_loss_that_counts_padding_is_told_from_a_module() -> None:
-    mask = torch.arange(5) < torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])[:, None]
-    batch = {"x": torch.randn(8, 5, 4), "y": torch.ones(8, 5, 1), "mask": mask}
-    softmax = nn.Sequential(nn.Flatten(1), nn.Softmax(1), nn.Unflatten(1, (-1, 1)))
-
-    def counts(model: nn.Module, micro: Any) -> Total:
-        return sum_of_squares(model, (micro["x"], micro["y"]))
-
-    for model, culprit in ((Perceptron(4, 1), "counts"), (nn.Sequential(Perceptron(4, 1), softmax), "1.1")):
-        (finding,) = check(model, counts, batch).findings
-        assert finding.kind == "padding"
-        assert culprit in finding.culprit or f"`{culprit}`" in finding.what
-        assert "batch['mask']" in finding.what
-
-
 # ---- samples
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.padding import find_padding, refilled
-from anybatch.check.rows import Cut, Part, choose, is_close, signatures
+from anybatch.check.padding import find_padding
+from anybatch.check.rows import choose, is_close, signatures
 from anybatch.core import tree
 
 
@@ -46,13 +46,6 @@ def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
 )
 def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare: range) -> None:
     assert set(rare) & set(choose(signatures((torch.randn(300, 20), leaf), None), 4))
-
-
-def test_samples_are_looked_at_from_the_first_to_the_last() -> None:
-    table = signatures(list(range(1000)), lambda rows: torch.tensor([[row] for row in rows]))
-    assert (len(table), max(table) > 900) == (64, True)
-    one, two = signatures([torch.arange(2), torch.arange(3)], lambda rows: rows[0][None]).values()
-    assert one != two
 
 
 # ---- where padding is
@@ -107,18 +100,6 @@ def test_padding_is_told_by_the_token() -> None:
 )
 def test_what_is_no_padding_is_left_alone(batch: Any, model: nn.Module) -> None:
     assert find_padding(batch, model) is None
-
-
-def test_refilled_rows_differ_in_padded_places_alone() -> None:
-    batch = {"tokens": TOKENS, "x": torch.randn(8, 5, 2), "labels": TOKENS, "mask": MASK}
-    padding = find_padding(batch, nn.Identity())
-    assert padding is not None
-    other = refilled(Cut(data=batch, micro_batch=8, part=Part.whole(8)), padding, 1).data
-    for name in ("tokens", "x"):
-        assert other[name][MASK].equal(batch[name][MASK])
-        assert not (other[name][~MASK] == batch[name][~MASK]).any()
-    assert other["labels"].equal(TOKENS)
-    assert other["mask"].equal(MASK)
 
 
 # ---- what may be a denominator

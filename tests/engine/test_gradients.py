@@ -1,7 +1,6 @@
 """Sums of gradients: in the right dtype, each in its own memory, nothing left hanging."""
 
 import gc
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -166,18 +165,6 @@ def test_whether_a_failed_backward_has_reached_the_sums_is_known(
         assert [found(gradients)[one].tolist() for one in (first, second)] == [[times] * 2] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"dtype": torch.float64}], ids=str)
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_scaled_gradients_add_up_without_their_scale(is_whole: bool, options: dict[str, Any]) -> None:
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    gradients = apart([weight], is_whole=is_whole, **options)
-    for scale, value in ((2.0**10, 3.0), (2.0**4, 5.0), (1.0, 0.5)):
-        gradients.begin()
-        part = (weight * value).sum()
-        gradients.add([part], [torch.full_like(part, scale)], unscale=1 / scale)
-    assert found(gradients)[weight].tolist() == [8.5, 8.5]
-
-
 @pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=str)
 def test_what_is_not_finite_never_gets_into_the_sums(options: dict[str, Any]) -> None:
     """Of two parameters the second one overflows: neither is added before both are finite."""
@@ -197,20 +184,6 @@ def test_what_is_not_finite_never_gets_into_the_sums(options: dict[str, Any]) ->
     send(16.0)
     total = found(gradients)
     assert (total[first].item(), total[second].item()) == (2.0, 2000.0)
-
-
-def test_gradients_larger_than_a_bucket_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no second set of them exists; and that a part of them was added is known."""
-    monkeypatch.setattr("anybatch.engine.gradients.BUCKET", 1)
-    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    gradients = apart([first, second], is_looked_at=True, is_whole=False)
-    hidden = first * 1
-    hidden.register_hook(lambda gradient: gradient * math.inf)  # backward reaches `second` before this
-    value = (hidden * second * 5).sum()
-    with pytest.raises(NonFinite):
-        add(gradients, value)
-    assert gradients.has_accepted
-    assert {one: total.item() for one, total in found(gradients).items()} == {second: 5.0}
 
 
 class Conjugated(nn.Module):

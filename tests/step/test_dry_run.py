@@ -11,10 +11,9 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.precision.policy import find_precision
-from anybatch.state import rng
 from anybatch.step.dry_run import show_gradients
 from anybatch.testing import relative_error
-from tests.snapshots import same
+from tests.snapshots import same, same_as_before
 
 FLOAT32 = find_precision("float32")
 
@@ -45,38 +44,22 @@ def rows_of(rows: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tens
     return both[:, :3].clone(), both[:, 3:].clone()
 
 
-def state(step: ab.Step, batch: tuple[Tensor, Tensor]) -> list[Any]:
-    """All that a try-out might change."""
-    model: Any = step.model
-    values = [*model.state_dict().values(), *batch, *step.masters.tensors]
-    values += [p.grad for p in model.parameters()]
-    values += [value for one in step.optimizers[0].state.values() for value in one.values()]
-    values = [None if value is None else value.clone() for value in values]
-    hooks = [len(p._backward_hooks or {}) for p in model.parameters()]
-    modes = [module.training for module in model.modules()]
-    own = [list(model.calls), model.generator.get_state()] if isinstance(model, Busy) else []
-    scale = step.scale.state(), vars(step.effects).copy()
-    return [*values, hooks, modes, *own, scale, rng.capture_process()]
-
-
 @pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"])
 @pytest.mark.parametrize("micro_batch", [None, 2])
 def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
-    step = make(Busy(), batch_norm="micro", micro_batch=micro_batch, precision=precision)
-    batch = rows_of(6)
+    model, batch, seen = Busy(), rows_of(6), list[Tensor]()
+    step = make(model, batch_norm="micro", micro_batch=micro_batch, precision=precision)
     step.scale.value = 1.0  # an overflow would be refused, as the model writes to its rows
     step(batch)  # so that the optimizer has a state
-    for parameter in step.model.parameters():
+    for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    before = state(step, batch)
-    assert same(before, state(step, batch))
-    seen: list[Tensor] = []
-    show_gradients(step, batch, seen.append, precision=step.precision, scale=4.0)
-    assert len(seen) == (3 if micro_batch else 1) * 6
-    assert same(before, state(step, batch))
-    with pytest.raises(ZeroDivisionError):
+    own = copy.deepcopy([*batch, model.generator.get_state(), vars(step.effects)])
+    with same_as_before(step):
+        show_gradients(step, batch, seen.append, precision=step.precision, scale=4.0)
+    with same_as_before(step), pytest.raises(ZeroDivisionError):
         show_gradients(step, batch, lambda seen: 1 // 0, precision=FLOAT32)
-    assert same(before, state(step, batch))
+    assert len(seen) == (3 if micro_batch else 1) * 6
+    assert same(own, [*batch, model.generator.get_state(), vars(step.effects)])
 
 
 @pytest.mark.parametrize("precision", ["float32", "fp16-mixed"])

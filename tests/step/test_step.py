@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Plan, Step, Terms, Total
+from anybatch import Plan, Step
 from anybatch.testing import (
     GradientRecorder,
     Perceptron,
@@ -116,23 +116,6 @@ def test_several_optimizers_make_one_update_each() -> None:
         assert step(make_batch(seed)) == twin(make_batch(seed))
     for a, b in zip(apart.parameters(), together.parameters(), strict=True):
         assert torch.equal(a, b)
-
-
-def test_loss_may_have_parameters_of_its_own() -> None:
-    class Learned(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.0))
-
-        def forward(self, model: nn.Module, micro: Any) -> Total:
-            return Total((self.scale * model(micro[0])).square().sum(), len(micro[0]))
-
-    model, loss = nn.Linear(3, 1), Learned()
-    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
-    step = Step(model, Terms(loss), optimizer, micro_batch=3)
-    step(make_batch())
-    assert loss.scale.item() != 2.0
-    assert loss.scale.grad is None
 
 
 def test_lazy_modules_are_made_by_the_first_step() -> None:
