@@ -12,8 +12,8 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from anybatch import Step
-from anybatch.core.errors import OptimizerError, OutOfMemoryError
+from anybatch import Step, Total
+from anybatch.core.errors import NonFiniteLossError, OptimizerError, OutOfMemoryError
 from anybatch.engine import TornUpdateError, clip, owned, step_optimizers
 from anybatch.engine.update import check_optimizers, check_schedulers
 
@@ -206,3 +206,20 @@ def test_inside_of_a_callers_autocast_no_step_goes_on_with_old_weights(
         inside = losses(outer=True)
     assert inside == losses(outer=False)
     assert len(set(inside)) == 4
+
+
+@pytest.mark.parametrize("clip_norm", [math.inf, 1.0])
+def test_a_norm_that_overflows_is_refused_only_where_it_is_to_be_clipped(clip_norm: float) -> None:
+    model, rows = nn.Linear(2, 1), (torch.ones(4, 2),)
+    step = Step(
+        model,
+        lambda model, micro: Total(1e25 * model(micro[0]).sum(), len(micro[0])),
+        SGD(model.parameters(), lr=1e-30),
+        clip_norm=clip_norm,
+    )
+    if math.isinf(clip_norm):
+        report = step(rows)
+        assert (report.updated, report.grad_norm) == (True, math.inf)
+        return
+    with pytest.raises(NonFiniteLossError, match="whose norm can be clipped"):
+        step(rows)
