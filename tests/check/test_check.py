@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Terms, Total, check
+from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
 from anybatch.check.compare import cut_sizes_to_try
 from anybatch.core import BatchError, LossError, PlanError
@@ -267,6 +267,16 @@ def test_dropout_on_sorted_rows_is_no_false_alarm() -> None:
     report = check(Sorted(), nn.MSELoss(), rows())
     assert report.exact, str(report)
     assert "dropout was switched off" in report.notes[0]
+
+
+def test_whole_batch_loss_is_exact_over_a_model_that_draws() -> None:
+    def contrast(outputs: Tensor) -> Tensor:
+        near = F.normalize(outputs, dim=1)
+        return F.cross_entropy(near @ near.T, torch.arange(len(near)))
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.2), nn.Linear(4, 3))
+    report = check(model, WholeBatch(contrast), (torch.randn(ROWS, 5),))
+    assert report.exact, str(report)
 
 
 # ---- nothing is changed

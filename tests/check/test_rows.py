@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.padding import find_padding
-from anybatch.check.rows import choose, is_close, signatures
+from anybatch.check.padding import find_padding, refilled
+from anybatch.check.rows import Cut, Part, choose, is_close, signatures
 from anybatch.core import tree
 
 
@@ -100,6 +100,18 @@ def test_padding_is_told_by_the_token() -> None:
 )
 def test_what_is_no_padding_is_left_alone(batch: Any, model: nn.Module) -> None:
     assert find_padding(batch, model) is None
+
+
+def test_refilled_rows_differ_in_padded_places_alone() -> None:
+    batch = {"tokens": TOKENS, "x": torch.randn(8, 5, 2), "labels": TOKENS, "mask": MASK}
+    padding = find_padding(batch, nn.Identity())
+    assert padding is not None
+    other = refilled(Cut(data=batch, micro_batch=8, part=Part.whole(8)), padding, 1).data
+    for name in ("tokens", "x"):
+        assert other[name][MASK].equal(batch[name][MASK])
+        assert not (other[name][~MASK] == batch[name][~MASK]).any()
+    assert other["labels"].equal(TOKENS)
+    assert other["mask"].equal(MASK)
 
 
 # ---- what may be a denominator
