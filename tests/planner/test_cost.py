@@ -45,7 +45,7 @@ def test_recordings_of_other_steps_are_refused() -> None:
 # ---- resize
 
 
-LIMIT = 0.02  # of the work, which only estimates of seconds need
+LIMIT = 0.03  # of the work, which only estimates of seconds need; 0.02 of newer torch than 2.6
 
 
 def step(*sizes: int, marks: tuple[Mark, ...] = (Mark(0, "start", -1, "", 0, 0, 0),)) -> Recording:

@@ -147,7 +147,7 @@ def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
     assert 0 < len(late.plan.blocks) < 4
 
 
-@pytest.mark.parametrize(("part", "is_recorded"), [(0.08, True), (0.5, False)])
+@pytest.mark.parametrize(("part", "is_recorded"), [(0.05, True), (0.5, False)])
 def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
     monkeypatch: pytest.MonkeyPatch, part: float, is_recorded: bool
 ) -> None:

@@ -141,7 +141,7 @@ def compare(
     """Predict from one row before the first step; measure the second."""
     step = Step(model, loss, optimizer, **{"batch_norm": "micro", "check": False} | options)
     logical = TensorBatch(batch)
-    predicted = trace(step.plan(logical.rows), task_of(step), logical.head(1))
+    predicted = trace(step.plan(logical.rows), task_of(step), logical.only(range(1)))
     step(batch)
     with Meter(model, [optimizer], loss_module=step.loss_module, batch_leaves=logical.leaves) as meter:
         step(batch)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Plan, Step
+from anybatch import Plan, Step, Total
+from anybatch.core.errors import LossError
 from anybatch.testing import (
     GradientRecorder,
     Perceptron,
@@ -17,7 +19,7 @@ from anybatch.testing import (
     relative_error,
     tolerance,
 )
-from tests.snapshots import make_batch, make_step
+from tests.snapshots import changes, make_batch, make_step, snapshot
 
 
 def collate(samples: list[Any]) -> Any:
@@ -125,6 +127,28 @@ def test_lazy_modules_are_made_by_the_first_step() -> None:
     assert step(make_batch()).updated
     assert model[0].weight.shape == (5, 3)
     assert model[1].num_batches_tracked == 3
+
+
+def mean_of_means(model: nn.Module, micro: Any) -> Total:
+    return Total(F.cross_entropy(model(micro[0]), micro[1]), 1)
+
+
+def test_a_loss_that_does_not_add_up_is_refused_before_the_first_update() -> None:
+    model = Perceptron(3, 4).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, mean_of_means, optimizer, micro_batch=3)
+    before = snapshot(step)
+    for _ in range(2):  # and it stays refused
+        with pytest.raises(LossError, match=r"mean_of_means in every cut.*check=False"):
+            step((X, Y))
+        assert changes(before, snapshot(step)) == []
+    window = Step(model, mean_of_means, optimizer).window()
+    window.add((X[:1], Y[:1]))  # a single row tells nothing
+    with pytest.raises(LossError, match="in every cut"):
+        window.add((X[1:], Y[1:]))
+    window.discard()
+    assert Step(model, mean_of_means, optimizer)((X, Y)).updated  # uncut, nothing is added up
+    assert Step(model, mean_of_means, optimizer, micro_batch=3, check=False)((X, Y)).updated
 
 
 def test_parts_that_change_count_from_the_next_step() -> None:

@@ -265,6 +265,9 @@ def test_every_optimizer_goes_on(tmp_path: Path, name: str, dtype: torch.dtype) 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, lr as tensor"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_every_scheduler_goes_on(tmp_path: Path, name: str, optimizer: str) -> None:
+    if torch.__version__ < "2.7" and name == "SequentialLR" and "tensor" in optimizer:
+        pytest.skip("torch 2.6 writes to the tensors in base_lrs")
+
     def make(seed: int) -> Parts:
         model = build(seed)
         one, two = OPTIMIZERS[optimizer](model[:3]), optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)

@@ -99,11 +99,7 @@ def _truth(func: Any, args: Sequence[Any]) -> bool | None:
 
 
 def _count(func: Any, args: Sequence[Any]) -> int | None:
-    """The sum of many numbers is how many they are, as if each was 1; what is computed from it is the same.
-
-    Nothing is known of what is computed from 0 but by adding: a weight that came to 0 would leave all
-    parameters without a gradient.
-    """
+    """The sum of many numbers, as if each was 1: a weight that came to 0 would leave no gradient."""
     each = likely_value(args[0])
     if func in _SUMS:
         return 0 if each is False else args[0].numel()

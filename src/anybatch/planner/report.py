@@ -26,23 +26,14 @@ from anybatch.recompute import find_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One plan, and what it costs.
+    """One plan, and what it costs."""
 
-    Attributes:
-        plan: what would be carried out.
-        peak: the most bytes alive at any moment.
-        seconds: of one update.
-        source: where the bytes are from: "composed" of other steps, "predicted" or "measured".
-        measured: whether the seconds were measured.
-        ledger: where the bytes go, if this very plan was looked at.
-    """
-
-    plan: Plan
-    peak: int
-    seconds: float
-    source: str
-    measured: bool = False
-    ledger: Ledger | None = None
+    plan: Plan  # what would be carried out
+    peak: int  # the most bytes alive at any moment
+    seconds: float  # of one update
+    source: str  # where the bytes are from: "composed" of other steps, "predicted" or "measured"
+    measured: bool = False  # whether the seconds were measured
+    ledger: Ledger | None = None  # where the bytes go, if this very plan was looked at
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the ledger."""
