@@ -37,8 +37,13 @@ def line() -> nn.Linear:
 # ---- tolerance
 
 
-def test_float64_is_held_to_twelve_digits() -> None:
+def test_shorter_dtypes_and_longer_sums_are_given_more() -> None:
+    limits = [tolerance(dtype, 10) for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)]
+    assert limits == sorted(limits)
     assert tolerance(torch.float64, 4000) < 1e-12
+    assert tolerance(torch.float32, 100) > tolerance(torch.float32, 10)
+    with pytest.raises(KeyError):
+        tolerance(torch.int64, 1)
 
 
 # ---- relative_error
@@ -48,11 +53,9 @@ def test_float64_is_held_to_twelve_digits() -> None:
     ("actual", "expected", "error"),
     [
         (1.0, 1.0, 0.0),
-        (3, 2, 0.5),
         (0.0, 0.0, 0.0),
         (1e-300, 0.0, math.inf),
         (0.0, 2.0, 1.0),
-        (torch.zeros(2), torch.tensor([3.0, 4.0]), 1.0),
         ({"a": torch.tensor([3.0]), "b": [4.0, 5.0]}, {"a": torch.tensor([3.0]), "b": [4.0, 0.0]}, 1.0),
         (torch.tensor([1], dtype=torch.bfloat16), torch.tensor([1.0]).double(), 0.0),
     ],
@@ -62,29 +65,21 @@ def test_relative_error(actual: Any, expected: Any, error: float) -> None:
     assert relative_error(actual, expected) == error
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_infinitely_wrong(bad: float) -> None:
-    for actual, expected in ((bad, 1.0), (1.0, bad), (bad, bad)):
-        assert relative_error(actual, expected) == math.inf
-        assert (
-            relative_error({"a": torch.tensor([0.0, actual])}, {"a": torch.tensor([0.0, expected])})
-            == math.inf
-        )
-
-
 @pytest.mark.parametrize(
     ("actual", "expected"),
     [
+        (math.nan, 1.0),
+        (math.inf, math.inf),
+        ({"a": torch.tensor([0.0, math.nan])}, {"a": torch.tensor([0.0, math.nan])}),
         ({"a": 1.0}, {"b": 1.0}),
         ({"a": 1.0}, {"a": 1.0, "b": 1.0}),
         (torch.ones(2), torch.ones(1)),
         (torch.ones(2, 1), torch.ones(2)),
         ([1.0], 1.0),
-        ({}, 1.0),
     ],
     ids=str,
 )
-def test_other_nests_are_infinitely_wrong(actual: Any, expected: Any) -> None:
+def test_what_is_not_finite_and_other_nests_are_infinitely_wrong(actual: Any, expected: Any) -> None:
     assert relative_error(actual, expected) == relative_error(expected, actual) == math.inf
 
 

@@ -42,9 +42,6 @@ def test_growth_is_found_where_it_is() -> None:
 def test_what_is_held_and_what_stands_apart() -> None:
     peaks = memory(CASE, {"hand": hand}, seed=0)
     assert peaks.held == 4 * (16 * 32 + 32 + 32 * 4 + 4)  # plain SGD keeps no state
+    momentum = memory(MemoryCase(task="lenet5", rows=1, few=1, many=1), {"hand": hand}, seed=0)
+    assert momentum.held == 2 * 4 * 61_706  # LeNet-5's parameters, and as many numbers of momentum
     assert peaks.batch == (2 * 8 * (16 * 4 + 8), 8 * 8 * (16 * 4 + 8))  # float32 inputs, int64 labels
-
-
-def test_optimizer_state_is_held() -> None:
-    peaks = memory(MemoryCase(task="lenet5", rows=1, few=1, many=1), {"hand": hand}, seed=0)
-    assert peaks.held == 2 * 4 * 61_706  # LeNet-5's parameters, and as many numbers of momentum

@@ -5,10 +5,7 @@ from torch import nn
 
 from benchmarks.memory_contestants import (
     IGNORE,
-    LONG,
-    LONG_UPDATE,
     ROWS,
-    SHORT,
     UPDATES,
     Job,
     Tally,
@@ -33,13 +30,6 @@ class Words(nn.Module):
 
 def job(num_bytes: int = 2**30) -> Job:
     return Job(build=Words, rows=rows_of(7), num_bytes=num_bytes, tally=Tally())
-
-
-def test_rows_of_one_update_are_longer() -> None:
-    lengths = [len(row) for row in rows_of(7)]
-    assert (lengths.count(LONG), lengths.count(SHORT)) == (ROWS, (UPDATES - 1) * ROWS)
-    assert set(lengths[LONG_UPDATE * ROWS : (LONG_UPDATE + 1) * ROWS]) == {LONG}
-    assert len(lengths) == UPDATES * ROWS
 
 
 def test_ours_make_every_update() -> None:

@@ -115,16 +115,3 @@ def test_peers_are_shown_and_not_judged() -> None:
     peer = DONE | {"model": "accelerate", "lost": 12, "made": [8] * 24, "failed": "RuntimeError: no"}
     assert failed(memory_peers.judge, [*PEERS, peer]) == []
     assert "RuntimeError: no" in "\n".join(memory_peers.sections([*PEERS, peer]))
-
-
-@pytest.mark.parametrize(
-    ("sections", "records", "shown"),
-    [
-        (memory_predicted.sections, PREDICTED, "-0.400%"),
-        (memory_planner.sections, PLANNER, "8 keep"),
-        (memory_gpt2.sections, GPT2, "99.9%"),
-    ],
-)
-def test_reports_show_every_record(sections: Any, records: Sequence[Mapping[str, Any]], shown: str) -> None:
-    text = "\n".join(sections(records))
-    assert text.count(shown) >= len(records)

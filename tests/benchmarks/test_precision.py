@@ -3,15 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import anybatch as ab
-from anybatch.core.report import StepReport
 from anybatch.data.dataset import Dataset, Split
-from benchmarks import precision, precision_cost, precision_lenet5, precision_overflow, precision_sums
+from benchmarks import precision, precision_lenet5, precision_overflow, precision_sums
 from benchmarks.config import Effort, RaceCase
 from benchmarks.memory_report import Record
 from benchmarks.precision_config import FULL, QUICK, Part
@@ -58,15 +55,6 @@ def test_one_halving_is_enough_for_what_is_planted() -> None:
     assert list(computed.values()) == [(9, 1), (8, 0), (16, 1)]
 
 
-@pytest.mark.parametrize(
-    ("excess", "what"),
-    [(0.5, "overflow: updates of torch's scaler"), (2.5, "overflow: redone besides one")],
-)
-def test_another_plant_is_noticed(excess: float, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precision_overflow, "EXCESS", excess)
-    assert what in failed(precision_overflow.PART, list(precision_overflow.measure(FULL)))
-
-
 # ---- sums and master weights
 
 
@@ -87,28 +75,6 @@ def test_small_updates_arrive_with_a_backup_only() -> None:
 # ---- cost
 
 
-def test_every_duel_is_fought_in_pairs() -> None:
-    duels = {
-        name: replace(duel, reference={}, measured={}) if "bf16" in name else duel
-        for name, duel in precision_cost.DUELS.items()
-    }
-    records = list(precision_cost.measure(SMALL, duels))
-    assert [record["duel"] for record in records] == list(duels)
-    assert {len(seconds) for record in records for seconds in (*record["wall"], *record["cpu"])} == {2}
-    assert [record["judged"] for record in records] == [True] * 5 + [False] * 3
-
-
-def test_a_step_that_does_other_work_takes_part_in_no_duel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def skipped(step: ab.Step, batch: Any) -> StepReport:
-        return StepReport(
-            loss=1.0, terms={}, weights={}, rows=6, micro_batches=3, grad_norm=1.0, updated=True, redone=1
-        )
-
-    monkeypatch.setattr(ab.Step, "__call__", skipped)
-    with pytest.raises(AssertionError):
-        list(precision_cost.measure(SMALL, {"float32 over itself": precision_cost.Duel(measured={})}))
-
-
 # ---- LeNet-5
 
 
@@ -119,12 +85,6 @@ def test_lessons_are_the_same_from_one_seed(name: str) -> None:
     assert one["updates"] == 4
     assert len(one["accuracy"]) == 2
     assert {**one, "seconds": 0} == {**other, "seconds": 0}
-
-
-def test_without_data_lenet5_is_left_out(tmp_path: Path) -> None:
-    for folder in (None, tmp_path):
-        (record,) = precision_lenet5.measure(replace(FULL, data=folder))
-        assert "Expected" in record["skipped"] or "expected" in record["skipped"]
 
 
 # ---- all of it
@@ -157,13 +117,3 @@ def test_a_part_that_broke_fails_and_leaves_the_others(
     (path,) = tmp_path.glob("*.md")
     assert "that each add about 0.001" in path.read_text()
     assert "An overflow" not in path.read_text()
-
-
-def test_parts_run_one_thread_each_in_their_own_process(tmp_path: Path) -> None:
-    threads = torch.get_num_threads()
-    out = tmp_path / "records.jsonl"
-    try:
-        assert precision.main(["--child", "overflow", "--out", str(out)]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    assert out.read_text().count('"part": "overflow"') == 3

@@ -1,10 +1,8 @@
 """Tests of the race: everyone does the same work, whatever the clock says."""
 
-import gc
-
 from benchmarks.config import Effort, RaceCase
 from benchmarks.contestants import PEERS, Entry, Update, hand
-from benchmarks.race import quiet_collector, race
+from benchmarks.race import race
 from benchmarks.results import Race
 from benchmarks.tasks import Batch
 
@@ -74,11 +72,3 @@ def test_everyone_draws_the_same_dropout() -> None:
 
 def test_garbage_is_counted_for_the_one_who_leaves_it() -> None:
     assert run(anybatch=littering).garbage == {"hand": 0, "anybatch": 1}
-
-
-def test_collector_rests_and_comes_back() -> None:
-    with quiet_collector():
-        assert not gc.isenabled()
-        assert gc.get_freeze_count() > 0
-    assert gc.isenabled()
-    assert gc.get_freeze_count() == 0

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import chosen, entrants, main
-from benchmarks.config import FULL, HeadCase, MemoryCase, RaceCase
-from benchmarks.contestants import PEERS, RIVALS, hand
+from benchmarks.__main__ import main
+from benchmarks.config import HeadCase, MemoryCase, RaceCase
+from benchmarks.contestants import PEERS
 from benchmarks.report import file_name, render
 from benchmarks.results import Exactness, Head, Memory, Race, Raw
-from benchmarks.thresholds import growth, judge, ratio
+from benchmarks.thresholds import judge, ratio
 
 PEER = next(iter(PEERS))
 HAND = [1.0, 2.0, 1.5, 1.0, 1.0, 2.0, 1.0, 1.0]  # seconds by block
@@ -118,41 +118,6 @@ def test_an_interval_that_holds_one_passes_where_the_case_says_so() -> None:
     assert all(verdict.holds for verdict in judge(replace(raw(), races=[found])))
     strict = replace(found, case=replace(found.case, or_equal=False))
     assert not all(verdict.holds for verdict in judge(replace(raw(), races=[strict])))
-
-
-def test_a_race_without_a_limit_is_judged_by_its_weights_only() -> None:
-    free = replace(race(9.0), case=replace(race().case, threshold=None))
-    whats = [
-        verdict.what for verdict in judge(replace(raw(), races=[free])) if verdict.what.startswith("mlp")
-    ]
-    assert whats == ["mlp: trained weights beside the hand-written loop's"]
-
-
-@pytest.mark.parametrize(
-    ("only", "cases", "names"),
-    [
-        (["lenet5-window"], ["lenet5-window"], {"hand", "anybatch"}),
-        (["mlp", PEER, "mlp-clip"], ["mlp", "mlp-clip"], {"hand", "anybatch", PEER}),
-    ],
-)
-def test_only_what_is_named_is_raced(only: list[str], cases: list[str], names: set[str]) -> None:
-    config = chosen(FULL, only=only, rounds=7)
-    assert [case.name for case in config.races] == cases
-    assert (config.effort.least_blocks, config.effort.most_blocks) == (7, 7)
-    assert not config.memory
-    assert not config.heads
-    builders = dict.fromkeys({*RIVALS, *PEERS}, hand)
-    assert set(entrants(config.races[0], builders, only=only)) == names
-    assert set(entrants(config.races[-1], builders, only=only)) == set(RIVALS)
-
-
-def test_a_peer_is_paired_with_the_blocks_it_ran_in() -> None:
-    assert ratio(race(), "peer", "wall").median == 3.0  # of 3.0 / 1.5 and 4.0 / 1.0
-    assert ratio(race(), "anybatch", "cpu").median == pytest.approx(1.02)
-
-
-def test_what_is_held_all_along_hides_no_growth() -> None:
-    assert growth(memory(5_050), "anybatch") == pytest.approx(0.05)  # 1 % of the whole peak
 
 
 def test_report_says_what_was_measured() -> None:

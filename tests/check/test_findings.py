@@ -26,7 +26,6 @@ class Remembering(nn.Module):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """(rows, 5) to the same."""
         self.calls += 1
         self.average = self.average.lerp(x.detach().mean(0), 0.1)
         self.total += x.detach().sum(0)
@@ -42,7 +41,6 @@ class Averaged(nn.Module):
         self.memory = Remembering()
 
     def forward(self, model: nn.Module, micro: Any) -> Tensor:
-        """A bare mean."""
         return F.mse_loss(model(self.memory(micro[0])), micro[1])
 
 
@@ -62,11 +60,6 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     shared = Averaged()
     shared.memory = model[0]
     assert kinds(model, Terms(shared), rows())[1:] == [("buffer", "0 (Remembering)")]
-
-
-def test_buffers_that_follow_from_another_fault_are_not_named() -> None:
-    model = nn.Sequential(centred(), Remembering(), nn.Linear(5, 2))
-    assert kinds(model, nn.MSELoss(), rows()) == [("meeting", "0 (Computed)")]
 
 
 # ---- modules
@@ -107,21 +100,6 @@ def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> Non
     assert said in finding.what
 
 
-def test_value_that_a_module_makes_of_all_rows_is_found() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(5, 5), Computed(lambda x: (x, x.square().mean().sqrt())))
-
-        def forward(self, x: Tensor) -> Tensor:
-            by_row, size = self.layers(x)
-            return by_row.sum(1, keepdim=True) * size
-
-    ((kind, culprit),) = kinds(Own(), nn.MSELoss(), rows(1))
-    assert kind == "meeting"
-    assert culprit in ("layers.1 (Computed)", "the model (Own)")
-
-
 def test_hooks_on_gradients_of_parameters_count() -> None:
     model = nn.Linear(5, 2)
     model.weight.register_hook(lambda gradient: gradient / gradient.norm())
@@ -129,23 +107,6 @@ def test_hooks_on_gradients_of_parameters_count() -> None:
 
 
 # ---- the loss
-
-
-def test_modules_and_terms_are_both_found() -> None:
-    def means(model: nn.Module, micro: Any) -> Total:
-        return Total(F.mse_loss(model(micro[0]), micro[1]), 1)
-
-    meeting, denominator = kinds(nn.Sequential(centred(), Perceptron(5, 1)), means, rows(1))
-    assert meeting == ("meeting", "0 (Computed)")
-    assert denominator[0] == "denominator"
-    assert [kind for kind, _ in kinds(Perceptron(5, 1), means, rows(1))] == ["denominator"]
-
-
-def test_what_the_loss_does_before_the_model_is_found() -> None:
-    def loss(model: nn.Module, micro: Any) -> Total:
-        return sum_of_squares(model, (micro[0] - micro[0].mean(0), micro[1]))
-
-    assert kinds(Perceptron(5, 2), loss, rows()) == [("meeting", "loss")]
 
 
 def test_what_cannot_be_explained_is_said() -> None:
@@ -159,20 +120,6 @@ def test_what_cannot_be_explained_is_said() -> None:
     assert finding.kind == "unexplained"
     assert "too few rows" in finding.what
     assert (report.error, report.loss_error) == (math.inf, math.inf)
-
-
-def test_a_model_in_parts_whose_first_part_the_loss_calls_again() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(5, 5), centred())
-            self.first = self.body[0]
-
-    def by_parts(model: Any, micro: Any) -> Total:
-        by_row = model.body(micro[0]) + model.first(micro[0])
-        return Total(by_row.square().mean(), 1)
-
-    assert [kind for kind, _ in kinds(Tied(), by_parts, rows())] == ["meeting", "denominator"]
 
 
 # ---- padding
@@ -199,48 +146,7 @@ def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     assert kinds(Fixed(), loss, batch) == ([] if is_masked else [("padding", "the model (Fixed)")])
 
 
-def test_loss_that_counts_padding_is_told_from_a_module() -> None:
-    mask = torch.arange(5) < torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])[:, None]
-    batch = {"x": torch.randn(8, 5, 4), "y": torch.ones(8, 5, 1), "mask": mask}
-    softmax = nn.Sequential(nn.Flatten(1), nn.Softmax(1), nn.Unflatten(1, (-1, 1)))
-
-    def counts(model: nn.Module, micro: Any) -> Total:
-        return sum_of_squares(model, (micro["x"], micro["y"]))
-
-    for model, culprit in ((Perceptron(4, 1), "counts"), (nn.Sequential(Perceptron(4, 1), softmax), "1.1")):
-        (finding,) = check(model, counts, batch).findings
-        assert finding.kind == "padding"
-        assert culprit in finding.culprit or f"`{culprit}`" in finding.what
-        assert "batch['mask']" in finding.what
-
-
 # ---- samples
-
-
-def test_model_is_not_said_to_be_given_other_rows_where_only_samples_can_be_cut() -> None:
-    """Rows are graphs, whose nodes stand in a line; they meet in a mean over all nodes."""
-    samples = [(torch.randn(nodes, 3), torch.randn(3)) for nodes in (3, 5, 2, 7, 4, 3, 6, 2)]
-
-    class Nodes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x: Tensor, graph: Tensor, graphs: int) -> Tensor:
-            h = self.inner(x)
-            return h.new_zeros(graphs, 3).index_add(0, graph, torch.tanh(h - h.mean(0)))
-
-    def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        graph = torch.cat([torch.full((len(x),), index) for index, (x, _) in enumerate(rows)])
-        return {"x": torch.cat([x for x, _ in rows]), "graph": graph, "y": torch.stack([y for _, y in rows])}
-
-    def loss(model: nn.Module, micro: Any) -> Total:
-        outputs = model(micro["x"], micro["graph"], len(micro["y"]))
-        return Total((outputs - micro["y"]).square().sum(), len(outputs))
-
-    report = check(Nodes(), loss, samples, collate=collate)
-    assert not report.exact
-    assert not any("Inputs of" in finding.what for finding in report.findings)
 
 
 @pytest.mark.parametrize("is_noisy", [False, True])

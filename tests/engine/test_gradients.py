@@ -1,20 +1,17 @@
-"""The gradient fold: its law, sums in the right dtype, one division, nothing left hanging."""
+"""Sums of gradients: in the right dtype, each in its own memory, nothing left hanging."""
 
 import gc
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Step, Total
 from anybatch.core import NonFinite
-from anybatch.engine import Apart, Gradients, accumulation_dtype
+from anybatch.engine import Apart
 from anybatch.engine.gradients import InPlace
 from anybatch.testing import relative_error, tolerance
 
@@ -59,83 +56,7 @@ def found(gradients: Ways, factors: Mapping[str, float] | None = None) -> dict[n
     return gradients.gradients().finish(factors or {})
 
 
-# ---- the law of the fold
-
-PARAMETERS = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-BANKS = ["fit", "size"]
-SUMS = st.dictionaries(
-    st.sampled_from(BANKS),
-    st.dictionaries(st.sampled_from(range(len(PARAMETERS))), st.integers(-64, 64), max_size=3),
-    max_size=2,
-)
-
-
-def fold(values: Mapping[str, Mapping[int, int]]) -> Gradients:
-    return Gradients(
-        {
-            name: {PARAMETERS[index]: torch.full((2,), float(value)) for index, value in bank.items()}
-            for name, bank in values.items()
-        }
-    )
-
-
-def plain(gradients: Gradients) -> dict[str, dict[int, list[float]]]:
-    """Banks without anything in them are as none."""
-    return {
-        name: {id(one): value.tolist() for one, value in bank.items()}
-        for name, bank in gradients.banks.items()
-        if bank
-    }
-
-
-@given(SUMS, SUMS, SUMS)
-def test_merge_is_associative_and_commutative_with_an_identity(a: Any, b: Any, c: Any) -> None:
-    one, two, three = fold(a), fold(b), fold(c)
-    assert plain(one.merge(two).merge(three)) == plain(one.merge(two.merge(three)))
-    assert plain(one.merge(two)) == plain(two.merge(one))
-    assert plain(one.merge(Gradients({}))) == plain(Gradients({}).merge(one)) == plain(one)
-    assert [plain(fold(each)) for each in (a, b, c)] == [plain(one), plain(two), plain(three)]  # unchanged
-
-
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.sampled_from([*WAYS]))
-def test_rows_cut_anywhere_give_sums_that_merge_to_those_of_all_rows(sizes: list[int], way: str) -> None:
-    rows = torch.arange(2.0 * sum(sizes), dtype=torch.float64).view(-1, 2)
-
-    def summed(parts: Sequence[Tensor]) -> Gradients:
-        weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-        gradients = WAYS[way]([weight])
-        for part in parts:
-            add(gradients, (part * weight).sum())
-        gradients.close()
-        return Gradients({"loss": {PARAMETERS[0]: found(gradients)[weight]}})
-
-    parts = rows.split(sizes)
-    merged = Gradients({})
-    for part in parts:
-        merged = merged.merge(summed([part]))
-    assert plain(merged) == plain(summed(parts)) == plain(summed([rows]))
-
-
 # ---- dtypes of sums
-
-
-@pytest.mark.parametrize(
-    ("parameter", "chosen", "expected"),
-    [
-        (torch.float16, None, torch.float32),
-        (torch.bfloat16, None, torch.float32),
-        (torch.float32, None, torch.float32),
-        (torch.float64, None, torch.float64),
-        (torch.complex128, None, torch.complex128),
-        (torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float64, torch.float64),
-        (torch.complex64, torch.float64, torch.complex128),
-    ],
-)
-def test_accumulation_dtype(
-    parameter: torch.dtype, chosen: torch.dtype | None, expected: torch.dtype
-) -> None:
-    assert accumulation_dtype(parameter, chosen) is expected
 
 
 @pytest.mark.parametrize(
@@ -156,7 +77,6 @@ def test_sums_have_the_digits_that_were_asked_for(
     for value in values:
         add(gradients, (parameter * torch.tensor(value, dtype=dtype)).real.sum())
     total = found(gradients)[parameter]
-    assert total.dtype == accumulation_dtype(dtype, options.get("dtype"))
     assert total.item() == expected
 
 
@@ -177,48 +97,6 @@ def test_each_gradient_is_added_to_its_own_sum_in_whatever_order_they_come(way: 
     first.grad = None
     (2 * first).sum().backward()  # hooks are taken off
     assert first.grad is not None
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_gradients_that_are_taken_one_by_one_are_freed_at_once(is_whole: bool) -> None:
-    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    gradients = apart([first, second], is_whole=is_whole)
-    held: list[bool] = []
-    hidden = first * 1  # backward reaches `second` before this
-    hidden.register_hook(lambda gradient: held.append(second.grad is not None))
-    add(gradients, (hidden * second).sum())
-    assert held == [is_whole]
-    assert first.grad is second.grad is None
-
-
-# ---- banks
-
-
-def add_each(gradients: Apart, values: Mapping[str, Tensor], unscale: float = 1.0) -> None:
-    gradients.begin()
-    gradients.add_each(
-        values, {name: torch.ones((), dtype=one.dtype) for name, one in values.items()}, unscale
-    )
-
-
-def test_the_last_backward_frees_the_graph() -> None:
-    parameter = nn.Parameter(torch.ones(()))
-    hidden = parameter.exp()
-    add_each(apart([parameter], names=["a", "b"]), {"a": 2 * hidden, "b": 3 * hidden})
-    with pytest.raises(RuntimeError, match="a second time"):
-        hidden.backward()
-
-
-def test_each_term_has_its_own_divisor() -> None:
-    shared, only = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(()))
-    gradients = apart([shared, only], names=["a", "b", "c"])
-    for scale in (1.0, 2.0):
-        hidden = shared * scale  # one graph, three backward passes
-        add_each(gradients, {"a": 3 * hidden, "b": 5 * hidden * only, "c": 100 * hidden})
-    total = found(gradients, {"a": 1 / 2, "b": 1 / 4, "c": 0.0})
-    assert total[shared].item() == 3 * 3 / 2 + 3 * 5 / 4
-    assert total[only].item() == 3 * 5 / 4
-    assert shared.grad is None
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -287,18 +165,6 @@ def test_whether_a_failed_backward_has_reached_the_sums_is_known(
         assert [found(gradients)[one].tolist() for one in (first, second)] == [[times] * 2] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"compensated": True}, {"dtype": torch.float64}], ids=str)
-@pytest.mark.parametrize("is_whole", [False, True])
-def test_scaled_gradients_add_up_without_their_scale(is_whole: bool, options: dict[str, Any]) -> None:
-    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
-    gradients = apart([weight], is_whole=is_whole, **options)
-    for scale, value in ((2.0**10, 3.0), (2.0**4, 5.0), (1.0, 0.5)):
-        gradients.begin()
-        part = (weight * value).sum()
-        gradients.add([part], [torch.full_like(part, scale)], unscale=1 / scale)
-    assert found(gradients)[weight].tolist() == [8.5, 8.5]
-
-
 @pytest.mark.parametrize("options", [{}, {"compensated": True}], ids=str)
 def test_what_is_not_finite_never_gets_into_the_sums(options: dict[str, Any]) -> None:
     """Of two parameters the second one overflows: neither is added before both are finite."""
@@ -318,31 +184,6 @@ def test_what_is_not_finite_never_gets_into_the_sums(options: dict[str, Any]) ->
     send(16.0)
     total = found(gradients)
     assert (total[first].item(), total[second].item()) == (2.0, 2000.0)
-
-
-def test_gradients_larger_than_a_bucket_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no second set of them exists; and that a part of them was added is known."""
-    monkeypatch.setattr("anybatch.engine.gradients.BUCKET", 1)
-    first, second = (nn.Parameter(torch.ones(1)) for _ in range(2))
-    gradients = apart([first, second], is_looked_at=True, is_whole=False)
-    hidden = first * 1
-    hidden.register_hook(lambda gradient: gradient * math.inf)  # backward reaches `second` before this
-    value = (hidden * second * 5).sum()
-    with pytest.raises(NonFinite):
-        add(gradients, value)
-    assert gradients.has_accepted
-    assert {one: total.item() for one, total in found(gradients).items()} == {second: 5.0}
-
-
-def test_sums_that_are_absorbed_are_as_merged() -> None:
-    """As in a window; of the sums, and of their rounding errors."""
-    weight = nn.Parameter(torch.zeros(()))
-    window = apart([weight], compensated=True)
-    for value in [1.0] + [2.0**-25] * 64:
-        part = apart([weight], compensated=True)
-        add(part, weight * value)
-        window.absorb(part.gradients())
-    assert found(window)[weight].item() == 1.0 + 2.0**-19
 
 
 class Conjugated(nn.Module):
@@ -367,3 +208,54 @@ def test_conjugated_gradients(options: dict[str, Any]) -> None:
     (plain_model(torch.ones(8, 3)) / 8).backward()
     torch.optim.SGD(plain_model.parameters(), lr=0.1).step()
     assert relative_error(model.weight, plain_model.weight) <= tolerance(torch.float32, terms=8)
+
+
+# ---- sums have memory of their own, whoever else holds that of the first gradients
+
+SHARED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "with the cotangent": lambda a, b, _: a.sum() + b[0].view(()),
+    "with each other": lambda a, b, _: (a.view(-1) + b.view(-1)).square().sum(),
+    "parts of one": lambda a, b, _: torch.cat([a, b]).square().sum(),
+    "with a leaf of nobody's": lambda a, b, leaf: ((a.view(-1) + leaf.view(-1)) * b).square().sum(),
+    "with what a hook holds": lambda a, b, _: (a * b).sum(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", SHARED)
+def test_first_gradients_that_share_memory_are_summed_apart(name: str, way: str) -> None:
+    a, b, leaf = (nn.Parameter(torch.tensor([1.0, 2.0])) for _ in range(3))
+    if name == "with what a hook holds":
+        held = torch.zeros(2)
+        a.register_hook(lambda gradient: held.copy_(gradient).detach())
+    gradients = WAYS[way]([a, b])
+    cotangent = torch.ones(())  # the same for all micro-batches
+    for _ in range(3):
+        gradients.begin()
+        gradients.add([SHARED[name](a, b, leaf)], [cotangent])
+    total = found(gradients)
+    gradients.close()
+    once = torch.autograd.grad(SHARED[name](a, b, leaf), [a, b])
+    assert [total[one].tolist() for one in (a, b)] == [(3 * one).tolist() for one in once]
+    assert cotangent.item() == 1.0
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_with_the_negative_bit(way: str) -> None:
+    numbers = [nn.Parameter(torch.tensor(value)) for value in (1.0, 2.0)]
+    gradients = WAYS[way](numbers)
+    for _ in range(2):
+        add(gradients, (torch.complex(*numbers).conj() * (3 + 6j)).real)
+    total = found(gradients)
+    assert [total[one].item() for one in numbers] == [6.0, 12.0]
+    assert not any(one.is_neg() for one in total.values())
+
+
+@pytest.mark.parametrize("is_large_first", [True, False])
+def test_of_those_that_share_memory_the_largest_keeps_it(is_large_first: bool) -> None:
+    large, small = nn.Parameter(torch.ones(100, 3)), nn.Parameter(torch.ones(1, 3))
+    weights = [large, small] if is_large_first else [small, large]
+    gradients = InPlace(weights, "loss")
+    add(gradients, torch.cat(weights).square().sum())
+    total = found(gradients)
+    assert [total[one].untyped_storage().nbytes() for one in (large, small)] == [4 * 303, 4 * 3]

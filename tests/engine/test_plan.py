@@ -27,42 +27,20 @@ precision    float32
 non_finite   raise"""
 
 
-def test_table_of_a_window() -> None:
+def test_table_of_a_window_and_of_batch_norm_where_it_was_chosen() -> None:
     plan = Plan(rows=0, micro_batch=0, clip_norm=0.5, accumulate="float64", compensated=True)
     assert str(plan) == WINDOW_TABLE
-    assert plan.micro_batches == 0
-    assert not plan.is_cut
-
-
-def test_batch_norm_is_told_only_where_it_was_chosen() -> None:
-    plan = Plan(rows=4, micro_batch=4)
-    assert "batch_norm" not in str(plan)
-    assert json.loads(plan.to_json())["batch_norm"] is None
+    assert (plan.micro_batches, plan.is_cut) == (0, False)
     for chosen in ("micro", "frozen"):
         plan = Plan(rows=4, micro_batch=4, batch_norm=chosen)
         assert f"\nbatch_norm   {chosen}\n" in str(plan)
         assert Plan.from_json(plan.to_json()) == plan
-    older = '{"rows": 4, "micro_batch": 4, "clip_norm": null, "batch_norm": "micro"}'
-    assert Plan.from_json(older).batch_norm == "micro"
 
 
-@pytest.mark.parametrize(
-    ("rows", "micro_batch", "words"),
-    [
-        (10, 10, "10 rows"),
-        (10, 5, "5, 5 rows"),
-        (10, 4, "4, 4, 2 rows"),
-        (16, 4, "4, 4, 4, 4 rows"),
-        (17, 4, "4 x 4 rows, then 1"),
-        (64000, 32, "2000 x 32 rows"),
-    ],
-)
-def test_table_says_the_cut(rows: int, micro_batch: int, words: str) -> None:
-    table = f"{Plan(rows=rows, micro_batch=micro_batch)}\n"
-    assert f"micro_batch  {words}\n" in table
-
-
-def test_table_says_an_irregular_cut_and_the_blocks() -> None:
+def test_table_says_the_cut_and_the_blocks() -> None:
+    cuts = {(10, 10): "10", (10, 4): "4, 4, 2", (17, 4): "4 x 4 rows, then 1", (64000, 32): "2000 x 32"}
+    for (rows, micro_batch), words in cuts.items():
+        assert f"micro_batch  {words}" in str(Plan(rows=rows, micro_batch=micro_batch))
     blocks = (("a", "recompute"), ("b", "selective"), ("c", "recompute"))
     plan = Plan(rows=16, micro_batch=4, cut=(4, 4, 2, 2, 4), blocks=blocks, foreach=False)
     assert (plan.micro_batches, plan.sizes, plan.is_cut) == (5, (4, 4, 2, 2, 4), True)
@@ -110,13 +88,10 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
         ({"rows": -4, "micro_batch": -4}, "at least 1 row", "got -4"),
         ({"clip_norm": 0}, "clip_norm to be a positive number", "got 0"),
         ({"clip_norm": math.nan}, "clip_norm to be a positive number", "got nan"),
-        ({"clip_norm": "1"}, "clip_norm to be a positive number", "got '1'"),
         ({"clip_norm": True}, "clip_norm to be a positive number", "got True"),
         ({"accumulate": "int64"}, "a floating dtype", "got 'int64'"),
         ({"accumulate": "float8_e4m3fn"}, "a floating dtype", "got 'float8_e4m3fn'"),
-        ({"accumulate": "Tensor"}, "a floating dtype", "got 'Tensor'"),
         ({"non_finite": "stop"}, "non_finite to be one of", "got 'stop'"),
-        ({"cut": (4, 3)}, "parts of 1 to 4 rows, 8 in all", "got (4, 3)"),
         ({"cut": (5, 3)}, "parts of 1 to 4 rows, 8 in all", "got (5, 3)"),
         ({"cut": (4, 0, 4)}, "parts of 1 to 4 rows, 8 in all", "got (4, 0, 4)"),
     ],
@@ -133,9 +108,7 @@ def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], expected:
     ("text", "words"),
     [
         ("{", "a plan as Plan.to_json writes it, got '{'"),
-        ("[1]", "a plan as Plan.to_json"),
         ('{"rows": 8, "micro_batch": 4}', "a plan as Plan.to_json"),
-        ('{"rows": 8, "micro_batch": 4, "clip_norm": null, "memory": 1}', "a plan as Plan.to_json"),
         ('{"rows": "8", "micro_batch": 4, "clip_norm": null}', "a plan as Plan.to_json"),
         ('{"rows": 8, "micro_batch": 0, "clip_norm": null}', "micro_batch to be at least 1"),
         ('{"rows": 8, "micro_batch": 4, "clip_norm": null, "precision": {"store": "int8"}}', "store to be"),

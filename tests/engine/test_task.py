@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from anybatch import Step, Total
-from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import BatchError
 from anybatch.engine import admit
 
@@ -16,11 +15,6 @@ def task(loss: Any = None) -> Any:
     model = nn.Linear(2, 1)
     step = Step(model, loss or nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     return step.task()
-
-
-def test_tensors_and_samples() -> None:
-    assert isinstance(admit((torch.zeros(3, 2), torch.zeros(3, 1)), task(), None), TensorBatch)
-    assert isinstance(admit([1, 2], task(), torch.tensor), SampleBatch)
 
 
 def test_a_batch_elsewhere_is_refused_where_torch_would_fail() -> None:

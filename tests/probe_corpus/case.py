@@ -144,9 +144,12 @@ def repad(batch: Batch) -> Batch:
 # ---- models and losses that several cases share
 
 
-def layer(name: str, forward: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A module of a class of this name that computes a function."""
-    return type(name, (nn.Module,), {"forward": lambda self, x: forward(x)})()
+def layer(name: str, forward: Callable[..., Tensor], **parts: Any) -> nn.Module:
+    """A module of a class of this name that computes a function: of itself, too, if it has parts."""
+    made = type(name, (nn.Module,), {"forward": forward if parts else lambda self, x: forward(x)})()
+    for key, part in parts.items():
+        made.register_buffer(key, part) if isinstance(part, Tensor) else setattr(made, key, part)
+    return made
 
 
 def mlp(*middle: nn.Module, outputs: int = CLASSES) -> nn.Sequential:

@@ -54,17 +54,6 @@ def without_running_statistics() -> Case:
     return case
 
 
-class Gate(nn.Module):
-    """Attention weights over the wrong axis."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scores(x).softmax(dim=0)
-
-
 def with_spread(x: Tensor) -> Tensor:
     """The standard deviation over the batch as one more feature (Karras et al. 2018, section 3)."""
     spread = (x.var(dim=0, unbiased=False) + 1e-8).sqrt().mean()
@@ -164,7 +153,9 @@ FAULTS.of(
     batch_mean_subtracted=lambda: classifier(
         layer("Meeting", lambda x: x - x.mean(dim=0, keepdim=True)), nn.Linear(6, 6), nn.Tanh()
     ),
-    softmax_over_the_rows=lambda: classifier(Gate()),
+    softmax_over_the_rows=lambda: classifier(
+        layer("Gate", lambda self, x: x * self.scores(x).softmax(dim=0), scores=nn.Linear(6, 6))
+    ),
     spread_of_the_batch_as_a_feature=spread_of_the_batch,
     inputs_divided_by_their_largest=lambda: before("Meeting", lambda x: x / x.abs().max()),
     inputs_divided_by_a_quantile=lambda: before("Meeting", lambda x: x / x.abs().flatten().quantile(0.75)),
@@ -196,16 +187,10 @@ FAULTS.of(
 # ---- by position
 
 
-class OwnDropout(nn.Module):
+def masked(self: Any, x: Tensor) -> Tensor:
     """Draws the same mask in every call, row by row from the top."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.generator.manual_seed(7)
-        return x * 2 * (torch.rand(x.shape, generator=self.generator) > 0.5)
+    self.generator.manual_seed(7)
+    return x * 2 * (torch.rand(x.shape, generator=self.generator) > 0.5)
 
 
 def noisy(x: Tensor) -> Tensor:
@@ -219,36 +204,22 @@ def reseeded(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5, training=True)
 
 
-class MaskTable(nn.Module):
-    """A dropout mask drawn once, one line for each place in the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", (torch.rand(32, 6) > 0.5).float())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask[: len(x)]
-
-
-class Place(nn.Module):
-    """A learned vector for each place in the batch: meant for the places of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(32, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(len(x), device=x.device))
-
-
 FAULTS.of(
     "position",
     "OwnDropout|Layer|MaskTable|Place",
-    dropout_from_a_seed_of_its_own=lambda: classifier(OwnDropout()),
+    dropout_from_a_seed_of_its_own=lambda: classifier(
+        layer("OwnDropout", masked, generator=torch.Generator())
+    ),
     noise_from_a_seed_of_its_own=lambda: classifier(layer("Layer", noisy)),
-    mask_by_place_in_the_batch=lambda: classifier(MaskTable()),
+    # A dropout mask drawn once, one line for each place in the batch.
+    mask_by_place_in_the_batch=lambda: classifier(
+        layer("MaskTable", lambda self, x: x * self.mask[: len(x)], mask=(torch.rand(32, 6) > 0.5).float())
+    ),
     global_seed_set_in_forward=lambda: classifier(layer("Layer", reseeded)),
-    embedding_of_the_row_number=lambda: classifier(Place()),
+    # A learned vector for each place in the batch: meant for the places of a sequence.
+    embedding_of_the_row_number=lambda: classifier(
+        layer("Place", lambda self, x: x + self.table(torch.arange(len(x))), table=nn.Embedding(32, 6))
+    ),
     every_other_row_flipped=lambda: classifier(
         layer("Layer", lambda x: x * (1 - 2 * (torch.arange(len(x)) % 2))[:, None])
     ),
@@ -270,17 +241,9 @@ FAULTS.of(
 # ---- state
 
 
-class Keeping(nn.Module):
+def keeping(rule: Any, **state: Any) -> Case:
     """Keeps a state: a number in Python, or a buffer; what it returns depends on the rule."""
-
-    def __init__(self, rule: Any, state: Any = 0, **buffers: Tensor) -> None:
-        super().__init__()
-        self.rule, self.state = rule, state
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rule(self, x)
+    return classifier(layer("Keeping", rule, **state))
 
 
 def warming(self: Any, x: Tensor) -> Tensor:
@@ -327,24 +290,19 @@ def averaged(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-class Queue(nn.Module):
+def queued(self: Any, x: Tensor) -> Tensor:
     """Keys of earlier calls are the negatives of this one (He et al. 2020, section 3.2)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(WIDTH, 6)
-        self.register_buffer("keys", F.normalize(torch.randn(16, 6)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = F.normalize(self.encoder(x))
-        logits = query @ self.keys.clone().T / 0.2
-        self.keys = torch.cat([query.detach(), self.keys])[:16]
-        return logits
+    query = F.normalize(self.encoder(x))
+    logits = query @ self.keys.clone().T / 0.2
+    self.keys = torch.cat([query.detach(), self.keys])[:16]
+    return logits
 
 
 def queue_of_negatives() -> Case:
+    keys = F.normalize(torch.randn(16, 6))
+    model = layer("Queue", queued, encoder=nn.Linear(WIDTH, 6), keys=keys)
     batch = torch.randn(8, WIDTH), torch.randint(16, (8,))
-    return Case(model=Queue(), loss=nn.CrossEntropyLoss(), batch=batch)
+    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=batch)
 
 
 def spectral_norm_in_training() -> Case:
@@ -363,23 +321,23 @@ def instance_norm() -> Case:
 FAULTS.of(
     "state",
     "Keeping|Queue|pectral|parametriz|Linear",
-    scaled_by_a_counter_in_a_buffer=lambda: classifier(Keeping(warming, calls=torch.zeros(()))),
-    scaled_by_a_counter_in_python=lambda: classifier(Keeping(annealed)),
-    memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), Keeping(carried, [])),
+    scaled_by_a_counter_in_a_buffer=lambda: keeping(warming, calls=torch.zeros(())),
+    scaled_by_a_counter_in_python=lambda: keeping(annealed, state=0),
+    memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), layer("Keeping", carried, state=[])),
     queue_of_negatives=queue_of_negatives,
     spectral_norm_in_training=spectral_norm_in_training,
 )
-FAULTS.of("state", "buffers", gradient_fades=lambda: classifier(Keeping(fading, level=torch.ones(()))))
+FAULTS.of("state", "buffers", gradient_fades=lambda: keeping(fading, level=torch.ones(())))
 FAULTS.of(
     "state, meeting",
     "Keeping",
-    running_mean_subtracted=lambda: classifier(Keeping(centred, mean=torch.zeros(6))),
+    running_mean_subtracted=lambda: keeping(centred, mean=torch.zeros(6)),
 )
 FAULTS.of(
     "buffer",
     "calls|mean|running_mean.*running_var",
-    calls_counted_in_a_saved_buffer=lambda: classifier(Keeping(counted, calls=torch.zeros(()).long())),
-    running_mean_kept_for_later=lambda: classifier(Keeping(averaged, mean=torch.zeros(6))),
+    calls_counted_in_a_saved_buffer=lambda: keeping(counted, calls=torch.zeros(()).long()),
+    running_mean_kept_for_later=lambda: keeping(averaged, mean=torch.zeros(6)),
     running_statistics_of_instance_norm=instance_norm,
 )
 

@@ -82,22 +82,14 @@ class Drop(nn.Module):
         return x if self.by != "row" and draw < self.p else x + out
 
 
-class Noise(nn.Module):
+def noise(strength: float) -> nn.Module:
     """Adds noise to what passes."""
-
-    def __init__(self, noise: float) -> None:
-        super().__init__()
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.noise * torch.randn_like(x)
+    return layer("Noise", lambda self, x: x + self.noise * torch.randn_like(x), noise=strength)
 
 
-class Choice(Noise):
+def chosen(self: Any, x: Tensor) -> Tensor:
     """Draws from its inputs' distribution (Jang et al. 2017, section 2)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gumbel_softmax(x, tau=0.5) if self.noise else x.softmax(dim=1)
+    return F.gumbel_softmax(x, tau=0.5) if self.noise else x.softmax(dim=1)
 
 
 class Autoencoder(nn.Module):
@@ -122,15 +114,11 @@ def variational_autoencoder(model: nn.Module, micro: Batch) -> dict[str, ab.Tota
     return {"fit": fit, "prior": ab.Total(distance.sum(), len(x))}
 
 
-class Recomputed(nn.Module):
+def recomputed() -> nn.Module:
     """Keeps no activations; the backward pass runs the block, dropout and all, once more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(self.block, x, use_reentrant=False)
+    block = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.4))
+    forward = lambda self, x: x + checkpoint(self.block, x, use_reentrant=False)  # noqa: E731
+    return layer("Recomputed", forward, block=block)
 
 
 class Experts(nn.Module):
@@ -156,11 +144,11 @@ SOUND.of(
     drop_path_by_row=lambda: classifier(Drop("row"), Drop("row")),
     layers_dropped_by_one_draw=lambda: classifier(*[Drop("torch") for _ in range(3)]),
     layers_dropped_by_python=lambda: classifier(*[Drop("Python") for _ in range(3)]),
-    gumbel_softmax=lambda: classifier(Choice(1.0)),
+    gumbel_softmax=lambda: classifier(layer("Choice", chosen, noise=1.0)),
     noise_on_inputs_and_inside=lambda: Case(
-        model=nn.Sequential(Noise(0.3), mlp(Noise(0.1))), loss=nn.CrossEntropyLoss(), batch=vectors()
+        model=nn.Sequential(noise(0.3), mlp(noise(0.1))), loss=nn.CrossEntropyLoss(), batch=vectors()
     ),
-    gradient_checkpointing=lambda: classifier(Recomputed(), Recomputed()),
+    gradient_checkpointing=lambda: classifier(recomputed(), recomputed()),
     experts_with_room_for_all=lambda: classifier(Experts(0.0)),
     experts_with_dropout=lambda: classifier(Experts(0.3)),
 )
@@ -168,27 +156,17 @@ SOUND.of(
 # ---- what models carry
 
 
-class Counted(nn.Module):
+def counted(self: Any, x: Tensor) -> Tensor:
     """Counts calls, keeps the last output, and adds up rows, which are the same in every cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long), persistent=False)
-        self.register_buffer("total", torch.zeros(6))
-        self.rows, self.last = 0, torch.zeros(1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_calls += 1
-        self.total += x.detach().sum(dim=0)
-        self.rows, self.last = self.rows + len(x), x.detach()
-        return x
+    self.total += x.detach().sum(dim=0)
+    self.calls, self.rows, self.last = self.calls + 1, self.rows + len(x), [x.detach()]
+    return x
 
 
 @dataclass(frozen=True)
 class Config:
     """Settings as models carry them."""
 
-    name: str = "tiny"
     scale: float = 2.0
 
 
@@ -241,7 +219,9 @@ def trained_to_the_end() -> Case:
 
 
 SOUND.of(
-    counters_that_nothing_reads=lambda: classifier(Counted()),
+    counters_that_nothing_reads=lambda: classifier(
+        layer("Counted", counted, total=torch.zeros(6), calls=0, rows=0, last=[])
+    ),
     weight_norm_and_spectral_norm_in_eval=norms_of_weights,
     frozen_layers=frozen_layers,
     float32_inside=lambda: replace(classifier(layer("Narrow", normalised)), dtype=torch.float32),
