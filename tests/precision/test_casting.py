@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch import Precision, Step, Total
+from anybatch import Precision, Step
 from anybatch.precision.apply import lower
 from anybatch.precision.policy import find_precision
 from anybatch.recompute.blocks import POLICIES
@@ -91,36 +91,6 @@ def test_what_is_no_float_goes_through() -> None:
     module, kind = nn.Linear(1, 1), Record
     for value in (tokens, mask, record, {"x": tokens}, [mask], "word", 3, None, module, kind):
         assert model(value)[0] is value
-
-
-@dataclass
-class Rows:
-    x: Tensor
-    y: Tensor
-
-
-class Fields(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 1)
-
-    def forward(self, rows: Rows) -> Record:
-        return Record(self.linear(rows.x))
-
-
-@pytest.mark.parametrize("name", ["bf16-true", "fp16-true"])
-def test_batches_and_outputs_may_be_dataclasses(name: str) -> None:
-    seen = []
-
-    def squares(model: nn.Module, micro: Any) -> Total:
-        left = model(micro).x
-        seen.append((left.dtype, micro.x.dtype))
-        return Total(((left - micro.y) ** 2).sum(), len(left))
-
-    model = Fields()
-    step = Step(model, squares, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2, precision=name)
-    assert step(Rows(torch.ones(4, 4), torch.zeros(4, 1))).updated
-    assert set(seen) == {(torch.float32, torch.float32)}
 
 
 # ---- what is never rounded
