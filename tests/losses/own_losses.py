@@ -128,6 +128,13 @@ EXACT: dict[str, Callable[..., Any]] = {
         scores, torch.full_like(scores, 0.25), weight=(labels >= 0)[..., None].expand_as(scores).double()
     ),
     "next token": lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:]),
+    "means and sums as they are written": lambda scores, labels: (
+        torch.mean(input=scores.square())
+        + torch.mean(scores.sin())
+        + scores.cos().mean(dim=(0, 1, 2))
+        + torch.sum(scores.sin())
+        + scores.square().sum((0, 1, 2))
+    ),
 }
 
 MET = "elements from . rows .* rows have met before it"
@@ -143,16 +150,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "product": (lambda scores, labels: size(scores) * tokens(scores, labels), "constant factors"),
     "scaled sum": (lambda scores, labels: summed(scores, labels) / len(labels), "a sum that is divided"),
     "factor of the rows": (lambda scores, labels: size(scores) * (1 + labels.sum()), "same factors"),
-    "factor of one over the rows": (
-        lambda scores, labels: summed(scores, labels) * (1 / len(labels)),
-        "same factors",
-    ),
     "folded rows": (
         lambda scores, labels: scores.mean(0).square().mean(),
-        MET,
-    ),
-    "mean of means": (
-        lambda scores, labels: scores.square().mean(0).mean(),
         MET,
     ),
     "mean loss of folded rows": (

@@ -95,19 +95,6 @@ def test_buffers_are_updated_once_per_micro_batch() -> None:
         assert torch.equal(buffer, model.get_buffer(name)), name
 
 
-def test_frozen_batch_norm_is_exact() -> None:
-    model = nn.Sequential(encoder(), nn.BatchNorm1d(4), nn.Linear(4, 4))
-    with torch.no_grad():
-        model(torch.randn(50, 5))
-    batch, before = labelled(ROWS), model[1].running_mean.clone()
-    uncut, cut = [
-        take(model, WholeBatch(sup_con), batch, m, batch_norm="frozen") for m in (None, MICRO_BATCH)
-    ]
-    assert relative_error(cut[1], uncut[1]) <= LIMIT
-    assert torch.equal(model[1].running_mean, before)
-    assert model[1].training
-
-
 def test_a_loss_with_buffers_is_called_once() -> None:
     loss = CASES["prototypes"].function
     before = loss.calls.clone()
@@ -158,11 +145,8 @@ def test_no_weight_means_no_update() -> None:
     batch = torch.randn(ROWS, 5), torch.zeros(ROWS, dtype=torch.int64)
     for micro_batch in (None, MICRO_BATCH):
         for loss in (WholeBatch(case.function), WholeBatch(case.by_rows, loss_rows=5)):
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            before = [p.clone() for p in model.parameters()]
-            report = Step(model, loss, optimizer, micro_batch=micro_batch)(batch)
-            assert not report.updated
-            assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+            report, gradients = take(model, loss, batch, micro_batch)
+            assert (report.updated, gradients) == (False, {})
 
 
 def test_a_trainer_validates_on_whole_batches() -> None:
@@ -228,13 +212,11 @@ def test_a_last_part_that_may_go_either_way_is_refused() -> None:
         assert take(MaybeTwo(), loss, batch, micro_batch)[0].updated
 
 
-class Wrapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = Towers()
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+def test_wrappers_are_looked_through() -> None:
+    wrapped: Any = nn.Module()
+    wrapped.module = Towers()
+    wrapped.forward = lambda *args: wrapped.module(*args)
+    assert take(wrapped, WholeBatch(clip), CASES["clip"].batch(9), 4)[0].updated
 
 
 @pytest.mark.parametrize(
@@ -257,10 +239,6 @@ def test_targets_follow_the_outputs(pack: Any, targets: int) -> None:
 
     assert take(encoder(), WholeBatch(loss), pack(*labelled(9)), 4)[0].updated
     assert seen == [[9] * (1 + targets)]
-
-
-def test_wrappers_are_looked_through() -> None:
-    assert take(Wrapped(), WholeBatch(clip), CASES["clip"].batch(9), 4)[0].updated
 
 
 @pytest.mark.parametrize(
