@@ -160,11 +160,11 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "sum of folded rows": (
         lambda scores, labels: scores.mean(0).square().sum(),
-        "totals of Own to add up",
+        "loss and gradient from Own in every cut",
     ),
     "loss of folded rows summed": (
         lambda scores, labels: F.mse_loss(scores.sum(0), torch.ones_like(scores[0]), reduction="sum"),
-        "totals of Own to add up",
+        "loss and gradient from Own in every cut",
     ),
     "balance": (
         lambda scores, labels: tokens(scores, labels) + scores.softmax(-1).mean((0, 1)).square().mean(),
@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "contrast by pairs": (
         lambda scores, labels: -F.logsigmoid(scores.flatten(1) @ scores.flatten(1).T).sum(-1).mean(),
-        "totals of Own to add up",
+        "loss and gradient from Own in every cut",
     ),
     "nothing": (lambda scores, labels: {"scores": scores}, "Own to return its loss"),
     "no scalar": (
