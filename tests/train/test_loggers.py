@@ -11,7 +11,6 @@ import pytest
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
 from anybatch.train import checkpoint
-from anybatch.train import loggers as watch
 from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
 from anybatch.train.trainer import BEST, LAST
 from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
@@ -131,23 +130,6 @@ def test_text_is_for_people_and_json_for_programs_with_null_for_what_it_cannot_s
     assert stop == {"event": "stop"}
 
 
-def test_json_log_is_written_once_a_second_and_before_it_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [0.0]
-    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
-    path = tmp_path / "log.jsonl"
-    log = JsonLog(path)
-    log.start(COURSE)
-    found: list[int] = []
-    for now[0] in (0.5, 0.9, 1.1, 1.2):
-        log.step(STEP)
-        found.append(len(strict(path)))
-    assert found == [1, 1, 4, 4]
-    log.stop()
-    assert len(strict(path)) == 6
-
-
 class Killed(BaseException):
     """A process that ends here: nothing after it is carried out, not even a stop."""
 
@@ -225,9 +207,3 @@ def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -
     *kept, start = (tmp_path / "elsewhere").read_text().splitlines(keepends=True)
     assert "".join(kept) == foreign
     assert json.loads(start)["event"] == "start"
-
-
-def test_nothing_is_written_where_no_folder_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    make_trainer(save_every=1).fit(epochs=1)
-    assert list(tmp_path.iterdir()) == []
