@@ -112,17 +112,9 @@ def test_text_is_for_people_and_json_for_programs_with_null_for_what_it_cannot_s
     ]
     start, plain, scaled, redone, epoch, stop = strict(tmp_path / "log.jsonl")
     assert start == {"event": "start"} | asdict(COURSE)
-    assert plain == {
-        "event": "step",
-        "step": 1,
-        "loss": None,
-        "terms": {"fit": None, "size": 2.0},
-        "weights": {"fit": 0.0, "size": 3.0},
-        "rows": 3,
-        "micro_batches": 2,
-        "grad_norm": None,
-        "updated": False,
-    }
+    numbers = {"loss": None, "terms": {"fit": None, "size": 2.0}, "weights": {"fit": 0.0, "size": 3.0}}
+    counts = {"rows": 3, "micro_batches": 2, "grad_norm": None, "updated": False}
+    assert plain == {"event": "step", "step": 1} | numbers | counts
     assert scaled == plain | {"step": 2, "scale": 1024.0}  # told only where it is out of the ordinary
     assert redone == plain | {"step": 3, "redone": 1, "dropped": 3}
     validation = {"loss": None, "accuracy": 0.5}
@@ -139,7 +131,7 @@ def numbers(path: Path, event: str = "step") -> list[int]:
 
 
 @pytest.mark.parametrize("save_every", [0, 1, 2])
-@pytest.mark.parametrize("event", [(name, n) for name in ("step", "epoch") for n in (1, 2)] + [("step", 5)])
+@pytest.mark.parametrize("event", [("step", 1), ("epoch", 1), ("step", 5), ("epoch", 2)])
 def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     tmp_path: Path, event: tuple[str, int], save_every: int
 ) -> None:
@@ -163,7 +155,7 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     lines = strict(tmp_path / "log.jsonl")
     expected = [(one.loss, one.validation) for one in reports]
     assert [(one["loss"], one["validation"]) for one in lines if one["event"] == "epoch"][done:] == expected
-    kept = [line for line in before if line["event"] in ("start", "stop") or line.get("epoch", 9) <= done]
+    kept = [line for line in before if line["event"] == "start" or line.get("epoch", 9) <= done]
     assert [line for line in lines if line in kept][: len(kept)] == kept  # nothing else is lost
     again.fit(epochs=4)
     back = make_trainer(tmp_path)

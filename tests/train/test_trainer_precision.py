@@ -16,8 +16,6 @@ from anybatch.train.trainer import LAST
 from tests.snapshots import same
 from tests.train.runs import TRAIN, UPDATES, make_rows, make_step, make_trainer, stopped
 
-# ---- what a checkpoint holds
-
 
 @pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
 def test_checkpoints_hold_the_float32_weights(precision: str, tmp_path: Path) -> None:
@@ -68,9 +66,6 @@ def test_what_is_frozen_or_a_buffer_widens_where_only_the_model_is_restored(tmp_
         checkpoint.restore(found, model=Frozen().bfloat16())
 
 
-# ---- validation
-
-
 @pytest.mark.parametrize(
     ("precision", "dtype"),
     [("float32", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.float32)],
@@ -94,9 +89,6 @@ def test_validation_computes_as_training_does_and_metrics_as_they_like(
     assert set(found) == {(dtype, False)}
 
 
-# ---- what was left out
-
-
 def spoiled(values: tuple[Tensor, Tensor], row: int) -> tuple[Tensor, Tensor]:
     values[0][row] = math.nan
     return values
@@ -117,7 +109,7 @@ def test_what_is_not_finite_is_counted_and_told(
     assert (" rows left out" in text, " steps without update" in text) == (bool(dropped), bool(skipped))
     steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [line for line in steps if line["event"] == "step"]
-    assert sum(line.get("dropped", 0) for line in steps) == report.dropped
+    assert sum(line.get("dropped", 0) for line in steps) == dropped
     assert sum(not line["updated"] for line in steps) == skipped
     assert all(line["scale"] > 1 for line in steps)
 
