@@ -42,11 +42,6 @@ def test_what_was_written_is_read(
     found.zero_()  # it may be written to
 
 
-def test_bytes_are_read_in_the_order_of_the_format(tmp_path: Path) -> None:
-    data = bytes([0, 0, 0x0B, 2, 0, 0, 0, 1, 0, 0, 0, 2, 0x01, 0x02, 0xFF, 0xFE])
-    assert read(tmp_path, data).tolist() == [[0x0102, -2]]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
