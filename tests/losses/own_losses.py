@@ -162,10 +162,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda scores, labels: scores.mean(0).square().sum(),
         "loss and gradient from Own in every cut",
     ),
-    "loss of folded rows summed": (
-        lambda scores, labels: F.mse_loss(scores.sum(0), torch.ones_like(scores[0]), reduction="sum"),
-        "loss and gradient from Own in every cut",
-    ),
     "balance": (
         lambda scores, labels: tokens(scores, labels) + scores.softmax(-1).mean((0, 1)).square().mean(),
         MET,

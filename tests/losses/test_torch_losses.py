@@ -112,14 +112,10 @@ def test_a_weight_is_cut_where_it_reaches_the_rows(shape: tuple[int, ...], micro
         nn.MultiLabelSoftMarginLoss(weight=weight),
     ):
         assert Trial(loss, (X, Z), micro_batch=micro_batch).is_exact()
-
-
-def test_a_square_weight_is_one_of_rows() -> None:
-    """As many classes as rows: a weight of classes has one axis, one of rows has two."""
-    model, target = Perceptron(3, ROWS), torch.rand(ROWS, ROWS, dtype=torch.float64)
-    for shape in ((ROWS,), (ROWS, 1), (ROWS, ROWS)):
-        loss = nn.BCEWithLogitsLoss(weight=torch.rand(shape, dtype=torch.float64))
-        assert Trial(loss, (X, target), model).is_exact()
+    # As many classes as rows: a weight of classes has one axis, one of rows has two.
+    target, shape = torch.rand(ROWS, ROWS, dtype=torch.float64), [ROWS if n > 1 else n for n in shape]
+    loss = nn.BCEWithLogitsLoss(weight=torch.rand(shape, dtype=torch.float64))
+    assert Trial(loss, (X, target), Perceptron(3, ROWS), micro_batch=micro_batch).is_exact()
 
 
 PER_ROW: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -168,8 +164,6 @@ class Outputs(nn.Module):
 COUNTS: list[tuple[Any, int, Any, str]] = [
     (F.cross_entropy, 2, (X, Y), "2 tensors for cross_entropy, got 2 from the model and 1 as target"),
     (nn.MSELoss(), 1, (X, (Z, Z)), "2 tensors for MSELoss, got 1 from the model and 2 as target"),
-    (nn.MSELoss(), 1, (X,), "2 tensors for MSELoss, got 1 from the model and 0 as target"),
-    (nn.GaussianNLLLoss(), 1, (X, Z), "3 tensors for GaussianNLLLoss, got 1 from the model"),
     (F.ctc_loss, 1, (X, Y), "4 tensors for ctc_loss, got 1 from the model and 1 as target"),
     (F.triplet_margin_loss, 2, (X, X, X), "3 tensors for triplet_margin_loss, got 2 from the model and 0"),
 ]

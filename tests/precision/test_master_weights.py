@@ -283,12 +283,3 @@ def test_gradients_in_a_window_are_to_be_looked_at_before_they_are_cleared() -> 
     for step in (short, full):
         step.open_window.clear()
     assert_follows(short, full)
-
-
-def test_the_backup_is_the_memory_that_the_weights_had() -> None:
-    model = Line()
-    found = [p.data_ptr() for p in model.parameters()]
-    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision="bf16-true", check=False)
-    assert [one.data_ptr() for one in step.masters.tensors] == found
-    step((X,))
-    assert [one.data_ptr() for one in step.masters.tensors] == found
