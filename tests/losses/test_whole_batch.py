@@ -26,7 +26,6 @@ from tests.losses.whole_losses import (
 )
 
 ROWS, MICRO_BATCH = 23, 4  # six micro-batches, the last one shorter
-CUTS = (MICRO_BATCH, 1, ROWS - 1)
 LIMIT = tolerance(torch.float64, 1)
 
 
@@ -117,15 +116,6 @@ def test_samples_are_collated_in_both_passes() -> None:
     torch.manual_seed(2)
     _, gradients = take(model, WholeBatch(sup_con), samples, MICRO_BATCH, collate=collate)
     assert relative_error(gradients, expected.gradients) <= LIMIT
-
-
-def test_outputs_say_what_the_function_sees() -> None:
-    model, batch = Towers(), {"a": torch.randn(ROWS, 5), "b": torch.randn(ROWS, 5)}
-    loss = WholeBatch(clip, outputs=lambda model, micro: model(micro["a"], micro["b"]))
-    expected = reference_step(model, WholeBatch(clip), (batch["a"], batch["b"]))
-    for micro_batch in (None, *CUTS):
-        _, gradients = take(model, loss, batch, micro_batch)
-        assert relative_error(gradients, expected.gradients) <= LIMIT
 
 
 def test_autocast_gives_every_weight_its_gradient() -> None:
