@@ -173,15 +173,17 @@ def test_the_backup_follows_who_writes_to_the_weights(
     assert_follows(short, full)
 
 
+def test_the_backup_follows_weights_that_get_another_shape() -> None:
+    short, _ = steps()
+    weight = short.model.first.weight
+    weight.data = torch.full((4, 3), 0.75, dtype=torch.float16)
+    assert torch.equal(short.masters.of(weight), torch.full((4, 3), 0.75))
+
+
 def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
     short, _ = steps()
-    other = Step(
-        short.model,
-        mean,
-        torch.optim.SGD(short.model.parameters(), lr=0.25),
-        precision="fp16-true",
-        check=False,
-    )
+    optimizer = torch.optim.SGD(short.model.parameters(), lr=0.25)
+    other = Step(short.model, mean, optimizer, precision="fp16-true", check=False)
     other((X,))
     for parameter in short.model.parameters():
         assert short.masters.of(parameter) is other.masters.of(parameter)
