@@ -51,7 +51,7 @@ def test_unfreezing_between_two_adds_is_refused() -> None:
 
 def test_a_cache_that_is_renewed_before_each_step_comes_back() -> None:
     model = Counting()
-    step = make(model, micro_batch=2)
+    step = make(model, micro_batch=2, check=False)  # the result depends on the cut
     for number in range(6):
         model.cache = []
         model.fails_at = 2 if number == 5 else -1

@@ -54,7 +54,7 @@ def batch_for(model: nn.Module) -> Any:
 
 def make(model: nn.Module) -> Step:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4)
+    return Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4, check=False)
 
 
 @pytest.mark.parametrize(("make_model", "steps"), [(bounded, 0), (bounded, 4), (Momentum, 1), (Momentum, 4)])

@@ -199,7 +199,7 @@ def test_short_class_weights_are_summed_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("loss", "weight"),
     [(TORCH["cross_entropy, weighted"][0], 8), (F.cross_entropy, 5), (total, 5), (nn.KLDivLoss(), 21)],
-    ids=str,
+    ids=["weighted", "function", "own", "module"],
 )
 def test_the_weight_is_what_torch_divides_by(loss: Any, weight: float) -> None:
     assert WEIGHTS.tolist() == [1.0, 3.0, 0.5]
