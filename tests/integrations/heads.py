@@ -181,7 +181,12 @@ _TABLE: list[tuple[str, str, Mapping[str, Any], Batch]] = [
     ("RobertaForMaskedLM", "", ROBERTA, {**TEXT, **MASKED}),
     ("RobertaForSequenceClassification", "", ROBERTA | LABELS3, {**TEXT, **CLASS}),
     ("AlbertForMaskedLM", "", ALBERT, {**TEXT, **MASKED}),
-    ("AlbertForPreTraining", "", ALBERT, {**TEXT, **MASKED, "sentence_order_label": OTHER["next_sentence_label"]}),
+    (
+        "AlbertForPreTraining",
+        "",
+        ALBERT,
+        {**TEXT, **MASKED, "sentence_order_label": OTHER["next_sentence_label"]},
+    ),
     ("DistilBertForMaskedLM", "", DISTILBERT, {**TEXT, **MASKED}),
     ("DistilBertForQuestionAnswering", "", DISTILBERT, {**TEXT, **SPAN}),
     ("ElectraForPreTraining", "", ELECTRA, {**TEXT, "labels": _ints(0, 2, ROWS, LENGTH, seed=8)}),
