@@ -38,7 +38,7 @@ soak: env ## the laws on cases drawn at random, for MINUTES=10 or ROUNDS, from S
 
 test-oldest: .venv-oldest/.ready ## run the tests, without those marked slow, with the oldest torch that is supported
 	@echo "test-oldest: running all tests but the slow ones"
-	@.venv-oldest/bin/python -m pytest -m "not slow" $(call or_say,repeat one with: .venv-oldest/bin/python -m pytest -k NAME)
+	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 -m "not slow" $(call or_say,repeat one with: .venv-oldest/bin/python -m pytest -k NAME)
 
 check: env ## check format, lint and types
 	@echo "check: format, lint, types"

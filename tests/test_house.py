@@ -42,7 +42,7 @@ HOMES = {"torch.distributed": "parallel", "matplotlib": "observe"}  # the only f
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "transformers")
 HEAVY = (*FRAMEWORKS, "matplotlib", "sklearn")  # not to be loaded by an import of ours
 
-MOST_LINES, MOST_FILES = 22_950, 132
+MOST_LINES, MOST_FILES = 22_600, 133
 
 
 # ---- floors and faces
@@ -210,7 +210,8 @@ def state():
     return {
         "environment": dict(os.environ),
         "root logger": (logging.root.level, list(logging.root.handlers)),
-        "warning filters": list(warnings.filters),
+        # Torch 2.6 loads sympy, which has one.
+        "warning filters": [one for one in warnings.filters if "sympy" not in str(one[2])],
         "threads": threading.active_count(),
         "random state": (random.getstate(), torch.get_rng_state().tolist()),
         "default dtype": torch.get_default_dtype(),
@@ -337,8 +338,8 @@ def test_no_file_is_too_long(house: House) -> Iterable[str]:
 
 
 @rule(
-    only("x = 1\n" * 22_951),
-    {f"{SRC}core/f{number}.py": "" for number in range(133)},
+    only("x = 1\n" * 22_601),
+    {f"{SRC}core/f{number}.py": "" for number in range(134)},
     {f"{SRC}f{number}.py": "" for number in range(5)},
 )
 def test_house_is_small(house: House) -> Iterable[str]:

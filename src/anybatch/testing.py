@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -10,11 +10,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from anybatch.check import relative_error, tolerance
+from anybatch.check import Recorder, named_parameters, relative_error, tolerance
 from anybatch.core import Collate, Total, tree
-from anybatch.losses import Terms, call_model, module_of, resolve, split_batch, summed_loss
+from anybatch.losses import Terms, call_model, resolve, split_batch, summed_loss
 from anybatch.state import rng
 
 __all__ = [
@@ -59,7 +58,7 @@ def reference_step(
         True
     """
     model, loss = copy.deepcopy(model).double(), _in_float64(loss)
-    named = _named_parameters(model, loss)
+    named = named_parameters(model, loss)
     for parameter in named.values():
         parameter.grad = None
     whole = tree.map_leaves(_widen, batch if collate is None else collate(list(batch)))
@@ -71,7 +70,7 @@ def reference_step(
     return Reference(loss=value.item(), gradients=gradients)
 
 
-class GradientRecorder(Optimizer):
+class GradientRecorder(Recorder):
     """An optimizer that changes nothing: it keeps a copy of the gradients that it is given.
 
     Args:
@@ -89,14 +88,7 @@ class GradientRecorder(Optimizer):
     """
 
     def __init__(self, model: nn.Module, loss: object = None) -> None:
-        named = _named_parameters(model, loss)
-        self._named = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-        self.gradients: dict[str, Tensor] = {}
-        super().__init__(list(self._named.values()), {})
-
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
-        """Keep the gradients; parameters stay as they are."""
-        self.gradients = {name: p.grad.clone() for name, p in self._named.items() if p.grad is not None}
+        super().__init__(named_parameters(model, loss))
 
 
 class Perceptron(nn.Module):
@@ -175,11 +167,6 @@ class Transformer(nn.Module):
         hidden = hidden + self.mix(F.scaled_dot_product_attention(query, key, value, attn_mask=visible))
         hidden = hidden + self.feed(self.feed_norm(hidden))
         return F.linear(hidden, self.embedding.weight).transpose(1, 2)
-
-
-def _named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
-    named = dict(model.named_parameters())
-    return named | {f"loss.{name}": parameter for name, parameter in module_of(loss).named_parameters()}
 
 
 def _widen(value: Tensor) -> Tensor:

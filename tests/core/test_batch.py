@@ -85,11 +85,12 @@ def test_samples_that_cannot_be_cut_are_refused(samples: Any) -> None:
         SampleBatch(samples, torch.tensor)
 
 
-def test_head_is_a_batch_of_the_first_rows() -> None:
-    batch = TensorBatch({"x": torch.arange(5), "y": (torch.zeros(5, 2), None)}).head(2)
+def test_only_a_range_is_a_batch_of_views() -> None:
+    batch = TensorBatch({"x": torch.arange(5), "y": (torch.zeros(5, 2), None)}).only(range(2))
     assert batch.rows == 2
     assert batch.whole["x"].tolist() == [0, 1]
     assert batch.whole["y"][1] is None
-    assert [micro.tolist() for micro in SampleBatch([1, 2, 3], torch.tensor).head(2).cut(1)] == [[1], [2]]
-    assert SampleBatch([1, 2, 3], torch.tensor).head(9).rows == 3
-    assert OpenBatch().head(3).rows == 0
+    assert batch.whole["x"]._base is not None  # nothing is copied
+    samples = SampleBatch([1, 2, 3], torch.tensor).only(range(2))
+    assert [micro.tolist() for micro in samples.cut(1)] == [[1], [2]]
+    assert OpenBatch().only(range(3)).rows == 0

@@ -258,7 +258,7 @@ def the_planned_peak_is_the_measured_one(
     step = budgets.make(build, make, micro_batch=micro_batch, batch_norm="micro", **options)
     given = batch(rows)
     logical = TensorBatch(given)
-    planned = trace(step.plan(rows), step.task(), logical.head(1))
+    planned = trace(step.plan(rows), step.task(), logical.only(range(1)))
     step(given)
     with Meter(
         step.model, step.optimizers, loss_module=step.loss_module, batch_leaves=logical.leaves

@@ -51,6 +51,8 @@ def test_float32(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*HALF, *TOTALS], ids=lambda case: case.name)
 def test_half(case: Case, dtype: torch.dtype) -> None:
+    if case.name.startswith("smooth_l1") and dtype == torch.float16 and torch.__version__ < "2.7":
+        pytest.skip("torch 2.6 has no smooth_l1_loss in float16 on the CPU")
     for seed, form in enumerate(case.forms):
         problem = case.problem(form, ROWS, seed=seed, dtype=dtype)
         whole = reference(problem)

@@ -45,38 +45,20 @@ def test_sizes_are_rounded_up_to_the_granule() -> None:
 def test_owners_are_told_from_when_storages_begin_and_end() -> None:
     phases = ["start", "forward", "loss", "backward", "recompute", "backward", "update"]
     marks = [mark(2 * index, phase) for index, phase in enumerate(phases)]
-    begin_and_end = {  # storage: (event of its beginning, of its end)
-        "kept from the start": (0, None),
-        "gone in forward": (2, 3),
-        "kept for backward": (4, 7),
-        "gone in backward": (6, 11),
-        "rebuilt": (8, 10),
-        "kept by backward": (9, None),
-        "gone in the update": (12, 13),
+    told = {  # the event of its beginning and of its end, and whose it is
+        0: (0, None, PARAMETERS),
+        1: (2, 3, WORKSPACE),  # gone in forward
+        2: (4, 7, ACTIVATIONS),  # kept for backward
+        3: (6, 11, WORKSPACE),  # gone in backward
+        4: (8, 10, ACTIVATIONS),  # rebuilt
+        5: (9, None, ACTIVATIONS),  # kept by backward, but begun in a forward that was rebuilt
+        6: (12, 13, WORKSPACE),  # gone in the update
     }
-    events = sorted(
-        [
-            (at, name, size)
-            for name, pair in begin_and_end.items()
-            for at, size in zip(pair, (8, 0), strict=True)
-            if at is not None
-        ]
-    )
-    taken = {at for at, _, _ in events}
-    filler = [(at, "kept from the start", 8) for at in range(14) if at not in taken]
-    numbers: dict[str, int] = {}
-    ordered = sorted(events + filler)
-    storages = [numbers.setdefault(name, len(numbers)) for _, name, _ in ordered]
-    found = find_owners(storages, [size for *_, size in ordered], marks, [12], {0: PARAMETERS})
-    assert {name: found[number] for name, number in numbers.items()} == {
-        "kept from the start": PARAMETERS,
-        "gone in forward": WORKSPACE,
-        "kept for backward": ACTIVATIONS,
-        "gone in backward": WORKSPACE,
-        "rebuilt": ACTIVATIONS,
-        "kept by backward": ACTIVATIONS,  # it began in a forward that was rebuilt
-        "gone in the update": WORKSPACE,
-    }
+    events = {begin: (name, 8) for name, (begin, _, _) in told.items()}
+    events |= {end: (name, 0) for name, (_, end, _) in told.items() if end is not None}
+    storages, sizes = zip(*[events.get(at, (0, 8)) for at in range(14)], strict=True)
+    found = find_owners(list(storages), list(sizes), marks, [12], {0: PARAMETERS})
+    assert list(found) == [owner for _, _, owner in told.values()]
 
 
 @pytest.mark.parametrize(("ends", "owner"), [([3], GRADIENTS), ([], WORKSPACE)])

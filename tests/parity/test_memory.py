@@ -110,7 +110,7 @@ def measure(
     model = build().to(dtype)
     optimizer = make_optimizer(model)
     x, y = make_batch(ROWS * micro_batches)
-    batch = x.to(dtype) if x.is_floating_point() else x, y
+    batch = tuple(one.to(dtype) if one.is_floating_point() else one for one in (x, y))  # both, for torch 2.6
     return peak_bytes(make_update(model, optimizer, criterion), batch, model, optimizer)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Plan
-from anybatch.core.batch import SampleBatch, TensorBatch
+from anybatch.core.batch import SampleBatch
 from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
 from anybatch.planner.cache import (
@@ -20,11 +20,8 @@ from anybatch.planner.cache import (
     Race,
     device_of,
     find_plan,
-    for_device,
     longest,
     round_up,
-    row_shape,
-    shaped,
 )
 from anybatch.planner.search import choose
 from tests.budgets import (
@@ -92,15 +89,6 @@ def test_fewer_rows_use_the_same_plan_and_more_do_not(made: list[Any]) -> None:
     assert len(made) == 2
 
 
-def test_other_settings_and_refusals_have_plans_of_their_own(made: list[Any]) -> None:
-    step, kept = make(net), Budget(10**6)
-    kept.plan(request(step, rows_of(8), blocks=()))
-    assert kept.plan(request(step, rows_of(8), sizes=(3,), blocks=())).micro_batch == 3
-    assert kept.plan(request(step, rows_of(8), blocks=())).micro_batch == 8
-    kept.plan(request(step, rows_of(8), blocks=(), cut_refused="rows meet"))
-    assert len(made) == 3
-
-
 def test_where_rounded_rows_do_not_fit_the_plan_is_for_no_longer_ones() -> None:
     """Else a row longer than those that were looked at would be taken to fit."""
     step = make(net)
@@ -128,58 +116,23 @@ def test_plans_survive_json(made: list[Any]) -> None:
     step, kept = make(net), Budget(MEMORY)
     batches = [lengths(length) for length in (16, 15, 13, 30)]
     before = [kept.plan(request(step, batch)) for batch in batches]
-    count = len(made)
-    again = Budget(MEMORY)
-    again.load(json.loads(json.dumps(kept.state())))
-    assert [again.plan(request(step, batch)) for batch in reversed(batches)] == before[::-1]
+    assert before[0].batch_norm is None
+    count, state = len(made), json.dumps(kept.state())
+    # Older checkpoints say "micro" where nothing was chosen.
+    for saved in (state, state.replace('batch_norm\\": null', 'batch_norm\\": \\"micro\\"')):
+        again = Budget(MEMORY)
+        again.load(json.loads(saved))
+        assert [again.plan(request(step, batch)) for batch in reversed(batches)] == before[::-1]
     assert len(made) == count
     other = Budget(MEMORY + 1)
     other.load(kept.state())
     assert other.races == {}
 
 
-def test_plans_of_older_checkpoints_are_taken_over(made: list[Any]) -> None:
-    """They say "micro" where nothing was chosen."""
-    step, kept = make(net), Budget(MEMORY)
-    before = kept.plan(request(step, lengths(16)))
-    older = json.loads(json.dumps(kept.state()).replace('batch_norm\\": null', 'batch_norm\\": \\"micro\\"'))
-    assert '"batch_norm": "micro"' in older[0]["plan"]
-    again = Budget(MEMORY)
-    again.load(older)
-    assert again.plan(request(step, lengths(16))) == before
-    assert before.batch_norm is None
-    assert len(made) == 1
-
-
-def padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-    x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
-    return x, torch.zeros(len(samples), dtype=torch.long)
-
-
-def test_samples_are_planned_for_the_longest_of_each() -> None:
-    seen: list[int] = []
-
-    def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
-        seen.append(len(samples))
-        torch.rand(1)
-        return padded(samples)
-
-    kept = Budget(10**6)
-    batch = SampleBatch([torch.zeros(2 + row, 8) for row in range(11)], collate)
-    assert kept._shape(batch) == (("torch.float32", (12, 8)), ("torch.int64", ()))
-    assert seen == [8, 3]
-    state = torch.get_rng_state()
-    for _ in range(3):
-        kept._shape(batch)
-    assert torch.equal(torch.get_rng_state(), state)
-    longer = SampleBatch([torch.zeros(20, 8)], collate)
-    assert kept._shape(longer)[0] == ("torch.float32", (20, 8))  # however many were alike before
-
-
 class Words(nn.Module):
     """Its gradients are sparse."""
 
-    def __init__(self, *, is_traceable: bool = True) -> None:
+    def __init__(self, *, is_traceable: bool) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
         self.is_traceable = is_traceable
@@ -189,29 +142,24 @@ class Words(nn.Module):
         return self.head(mean if self.is_traceable else mean + mean[(mean < 9).all(-1).nonzero()[:, 0]].sum())
 
 
-def words(rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    return torch.arange(rows * 3).reshape(rows, 3), torch.zeros(rows, dtype=torch.long)
-
-
 @pytest.mark.parametrize("is_traceable", [True, False])
 @pytest.mark.parametrize("optimizer", [sgd, lambda these: torch.optim.SGD(these, lr=0.1), sparse_adam])
 def test_sparse_gradients_are_refused(optimizer: Any, is_traceable: bool) -> None:
-    """What is traced has no such sums as grow with each micro-batch, nor such state as with each step."""
+    """Their sums grow with each micro-batch, and their state with each step."""
+
+    def refused(run: Any) -> None:
+        with pytest.raises(PlanError, match=r"Expected dense gradients, got .* sparse=False"):
+            run(words)
+
+    words = torch.arange(ROWS * 3).reshape(ROWS, 3), torch.zeros(ROWS, dtype=torch.long)
     step = make(lambda: Words(is_traceable=is_traceable), optimizer, memory=10**6)
     for run in (step, step.foresee):
-        changed = changed_by(step, lambda run=run: refused(run))
-        assert not changed
+        assert changed_by(step, lambda run=run: refused(run)) == []
     free = make(lambda: step.model, optimizer)
-    assert free(words()).updated
+    assert free(words).updated
     refused(free.foresee)
     step.model.words.sparse = False
-    dense = make(lambda: step.model, memory=10**6)
-    assert dense(words()).updated
-
-
-def refused(run: Any) -> None:
-    with pytest.raises(PlanError, match=r"Expected dense gradients, got .* sparse=False"):
-        run(words())
+    assert make(lambda: step.model, memory=10**6)(words).updated
 
 
 def test_modules_without_shapes_are_refused() -> None:
@@ -224,27 +172,9 @@ def test_modules_without_shapes_are_refused() -> None:
     assert free.foresee(rows_of(8)).peak > 0
 
 
-@pytest.mark.parametrize("memory", ["much", 0, "120%"])
-def test_no_budget_is_refused_at_once(memory: Any) -> None:
-    with pytest.raises(PlanError, match="Expected"):
-        Budget(memory)
-
-
-def test_aim() -> None:
-    asked = request(make(), rows_of(8))
-    free = for_device(asked, None, None, measure=True)
-    assert (free.budget, free.sizes, free.blocks, free.measure) == (None, (8,), (), False)
-    near = for_device(asked, "1MB", None, measure=True)
-    assert (near.budget, near.sizes, near.device.is_here, near.measure) == (10**6, (), True, True)
-    assert not for_device(asked, "1MB", "cuda:a100", measure=True).device.is_here
-
-
-def test_devices() -> None:
-    assert device_of(make().task()).kind == "cpu"
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta"))
-    step = make(lambda: model)
-    assert device_of(step.task()).kind == "cpu"
-    task = step.task()
+def test_a_model_on_several_devices_is_refused() -> None:
+    task = make(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4, device="meta"))).task()
+    assert device_of(task).kind == "cpu"
     with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
         device_of(replace(task, devices={torch.device("cpu"), torch.device("cuda:1")}))
 
@@ -286,46 +216,26 @@ def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.Mo
 # ---- race
 
 
-PLANS = [Plan(rows=12, micro_batch=size) for size in (12, 6, 4, 3)]
-
-
-def run(seconds: dict[Plan, float], *, warm_up: float = 0.0) -> tuple[Race, list[Plan]]:
-    """The race until it is settled, and what was carried out."""
-    race, made = Race(PLANS), list[Plan]()
+@pytest.mark.parametrize(
+    ("seconds", "warm_up", "fastest", "runs"),
+    [
+        ((1.0, 0.9, 1.1, 1.15), 0.0, 1, [ROUNDS] * 4),
+        ((1.0, 0.9, 1.1, 1.15), 100.0, 1, [ROUNDS] * 4),  # the first step of each does not count
+        ((1.0, 9.0, 9.0, 9.0), 0.0, 0, [2] * 4),  # the hopeless are not tried to the end
+        ((1.0,), 0.0, 0, [0]),
+    ],
+)
+def test_the_fastest_stays(seconds: tuple[float, ...], warm_up: float, fastest: int, runs: list[int]) -> None:
+    plans = [Plan(rows=12, micro_batch=12 - index) for index in range(len(seconds))]
+    race, made = Race(plans), list[Plan]()
+    assert race.fastest == plans[0]  # the likeliest, while nothing is known
     while not race.is_settled:
         plan = race.plan
-        race.record(plan, seconds[plan] + warm_up * (plan not in made))
+        race.record(plan, seconds[plans.index(plan)] + warm_up * (plan not in made))
         made.append(plan)
-    return race, made
-
-
-def test_the_fastest_stays_and_all_are_tried() -> None:
-    race, made = run(dict(zip(PLANS, (1.0, 0.9, 1.1, 1.15), strict=True)))
-    assert race.plan == race.fastest == PLANS[1]
-    assert made[:4] == PLANS
-    assert len(made) == 4 * ROUNDS
-
-
-def test_the_first_step_of_each_does_not_count() -> None:
-    race, _ = run(dict(zip(PLANS, (1.0, 0.9, 1.1, 1.2), strict=True)), warm_up=100.0)
-    assert race.plan == PLANS[1]
-
-
-def test_the_hopeless_are_not_tried_to_the_end() -> None:
-    race, made = run(dict(zip(PLANS, (1.0, 9.0, 9.0, 9.0), strict=True)))
-    assert race.plan == PLANS[0]
-    assert max(made.count(plan) for plan in PLANS[1:]) == 2
-
-
-def test_one_plan_needs_no_contest() -> None:
-    race = Race(PLANS[:1])
-    assert race.is_settled
-    race.record(PLANS[1], 0.0)  # of another
-    assert race.plan == PLANS[0]
-
-
-def test_the_likeliest_leads_while_nothing_is_known() -> None:
-    assert Race(PLANS).fastest == PLANS[0]
+    race.record(Plan(rows=1, micro_batch=1), 0.0)  # of another
+    assert race.plan == race.fastest == plans[fastest]
+    assert [made.count(plan) for plan in plans] == runs
 
 
 # ---- shapes
@@ -338,23 +248,20 @@ def test_sizes_are_rounded_up_in_steps_of_a_quarter_at_most() -> None:
     assert len({round_up(size) for size in range(65, 129)}) == 4
 
 
-def test_rows_of_another_shape() -> None:
-    found = shaped(
-        (("torch.float32", (9, 3)), ("torch.int64", ())), TensorBatch((torch.zeros(4, 2, 3), torch.arange(4)))
-    )
-    x, y = found.whole
-    assert (x.shape, y.shape, x.dtype, y.dtype) == ((1, 9, 3), (1,), torch.float32, torch.int64)
-    assert x.device.type == y.device.type == "cpu"
+def test_samples_are_planned_for_the_longest_of_each() -> None:
+    seen: list[int] = []
 
+    def collate(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+        seen.append(len(samples))
+        torch.rand(1)
+        x = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        return x, torch.zeros(len(samples), dtype=torch.long)
 
-def test_samples_of_other_kinds_are_refused() -> None:
+    state = torch.get_rng_state()
+    batch = SampleBatch([torch.zeros(2 + row, 8) for row in range(11)], collate)
+    assert longest(batch) == (("torch.float32", (12, 8)), ("torch.int64", ()))
+    assert seen == [8, 3]
+    assert torch.equal(torch.get_rng_state(), state)
     batch = SampleBatch([0] * 9, lambda rows: torch.zeros([1] * len(rows)))
     with pytest.raises(BatchError, match="tensors of the same kinds"):
         longest(batch)
-
-
-def test_shape_of_a_row() -> None:
-    assert row_shape({"x": torch.zeros(4, 2, 3), "y": torch.arange(4)}) == (
-        ("torch.float32", (2, 3)),
-        ("torch.int64", ()),
-    )

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 
 from anybatch import Plan, Step, Total
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
-from anybatch.core.errors import OutOfMemoryError, PlanError, TraceError
+from anybatch.core.errors import OutOfMemoryError, TraceError
 from anybatch.memory.meter import Meter
 from anybatch.planner.measure import (
-    NoUpdate,
     measure_step,
     repeated,
     seconds_per_row,
@@ -20,7 +19,7 @@ from anybatch.planner.measure import (
     trace_update,
 )
 from anybatch.planner.trace import trace
-from tests.planner.test_trace import OPTIMIZERS, ROWS, mlp, task_of, vectors
+from tests.planner.test_trace import OPTIMIZERS, ROWS, mlp, vectors
 from tests.snapshots import changes, snapshot
 
 
@@ -30,7 +29,7 @@ def test_a_probe_before_the_first_step_counts_the_state_to_come(name: str, micro
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS[name](model.parameters()), check=False)
     plan, batch = Plan(rows=ROWS, micro_batch=micro_batch), TensorBatch(vectors())
-    measured, predicted = measure_step(plan, task_of(step), batch), trace(plan, task_of(step), batch)
+    measured, predicted = measure_step(plan, step.task(), batch), trace(plan, step.task(), batch)
     state = predicted.ledger.phases()["backward"].bytes[2]
     assert measured.ledger.phases()["backward"].bytes[2] == state > 0
     assert measured.ledger.phases()["backward"].total == predicted.ledger.phases()["backward"].total
@@ -38,7 +37,7 @@ def test_a_probe_before_the_first_step_counts_the_state_to_come(name: str, micro
 
 
 class Forgetful(nn.Module):
-    """Writes to its own weight, and takes a shape from values."""
+    """Writes to its own weight and to the rows that it is given, and takes a shape from values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,56 +46,18 @@ class Forgetful(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.layer.weight.mul_(0.9)
-        return self.layer(x) + x[: int((x[:, 0] > 0).sum())].sum() * 0
-
-
-def test_weights_that_a_forward_writes_to_are_as_before() -> None:
-    model = Forgetful()
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    before = model.layer.weight.detach().clone()
-    measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
-    assert torch.equal(model.layer.weight, before)
-    assert [one is model.layer.weight for one in step.effects.parameters] == [True]
-
-
-class Overwriting(nn.Module):
-    """Writes to the rows that it is given, uses one of its layers only, and takes a shape from values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.idle = nn.Linear(16, 10), nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
         x.mul_(0.5)
         return self.layer(x) + x[: int((x[:, 0] > 0).sum())].sum() * 0
 
 
-def test_rows_that_a_forward_writes_to_are_as_before() -> None:
-    model = Overwriting()
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    x, y = vectors()
-    before = x.clone()
-    measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch((x, y)))
-    assert torch.equal(x, before)
-
-
-def test_parameters_without_gradient_get_no_state() -> None:
-    model = Overwriting()
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), check=False)
-    found = measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), TensorBatch(vectors()))
-    assert found.idle == {*model.idle.parameters()}
-    count = 4 + 4  # bytes of the step counters of weight and bias
-    numbers = sum(p.numel() for p in model.layer.parameters())
-    assert found.ledger.phases()["backward"].bytes[2] == 2 * 4 * numbers + count
-
-
-def test_sparse_gradients_are_refused() -> None:
-    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Flatten(), nn.Linear(72, 10))
-    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    batch = TensorBatch((torch.randint(50, (ROWS, 9)), torch.randint(10, (ROWS,))))
-    with pytest.raises(PlanError, match="dense"):
-        measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
-    assert all(p.grad is None for p in model.parameters())
+def test_weights_and_rows_that_a_forward_writes_to_are_as_before() -> None:
+    model, (x, y) = Forgetful(), vectors()
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    weight, rows = model.layer.weight.detach().clone(), x.clone()
+    measure_step(Plan(rows=ROWS, micro_batch=6), step.task(), TensorBatch((x, y)))
+    assert torch.equal(model.layer.weight, weight)
+    assert torch.equal(x, rows)
+    assert [one is model.layer.weight for one in step.effects.parameters] == [True]
 
 
 class Greedy(Forgetful):
@@ -113,9 +74,9 @@ def test_rows_that_are_too_many_are_not_measured_in_parts() -> None:
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     before = model.layer.weight.detach().clone()
     batch = TensorBatch(vectors())
-    assert measure_step(Plan(rows=ROWS, micro_batch=3), task_of(step), batch).source == "measured"
+    assert measure_step(Plan(rows=ROWS, micro_batch=3), step.task(), batch).source == "measured"
     with pytest.raises(OutOfMemoryError, match="Expected 6 rows that can be measured, got out of memory"):
-        measure_step(Plan(rows=ROWS, micro_batch=6), task_of(step), batch)
+        measure_step(Plan(rows=ROWS, micro_batch=6), step.task(), batch)
     assert torch.equal(model.layer.weight, before)
     assert model.layer.weight.grad is None
 
@@ -145,21 +106,6 @@ def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
     assert recording.peak() > 0
     assert not state_of(task)
     assert all(p.grad is None for p in task.parameters)
-
-
-def test_state_that_is_there_is_seen() -> None:
-    step = make()
-    step((torch.randn(2, 4), torch.randn(2, 2)))
-    assert state_of(step.task())
-
-
-def test_a_watcher_sees_who_got_no_gradient_and_updates_nothing() -> None:
-    one, other = (nn.Parameter(torch.ones(2)) for _ in range(2))
-    one.grad = torch.ones(2)
-    no_update = NoUpdate([one, other])
-    no_update.step()
-    assert no_update.idle == {other}
-    assert torch.equal(one, torch.ones(2))
 
 
 class Asking(torch.optim.SGD):

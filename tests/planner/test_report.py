@@ -9,9 +9,10 @@ from torch import nn
 
 from anybatch.batchnorm.modes import find_batch_norms
 from anybatch.core.errors import BudgetError
-from anybatch.engine.plan import FLOAT32, Plan
+from anybatch.engine.plan import Plan
 from anybatch.memory.ledger import Holding, Ledger, Moment
-from anybatch.planner.report import Option, PlanReport, refusal, single_rows, suggestions
+from anybatch.planner.report import Option, PlanReport, refusal, single_rows
+from anybatch.precision import NAMED
 from anybatch.recompute.blocks import find_blocks
 from tests.budgets import ConvNet, Untraceable, carried_out, make, metered, request, rows_of
 
@@ -39,19 +40,13 @@ REPORT = PlanReport(
 )
 
 
-def test_peak_is_the_ledgers() -> None:
-    assert REPORT.peak == LEDGER.peak == 2048
-
-
 def test_json_holds_all_of_it() -> None:
     told = json.loads(REPORT.to_json())
     assert Plan.from_json(json.dumps(told["plan"])) == BEST
     assert Ledger.from_json(json.dumps(told["ledger"])) == LEDGER
     assert [Plan.from_json(json.dumps(one["plan"])) for one in told["options"]] == [one.plan for one in NEXT]
-    assert [(one["peak"], one["seconds"], one["measured"]) for one in told["options"]] == [
-        (1500, 0.25, True),
-        (1000, 0.5, False),
-    ]
+    shown = [(one["peak"], one["seconds"], one["measured"]) for one in told["options"]]
+    assert shown == [(1500, 0.25, True), (1000, 0.5, False)]
     assert (told["peak"], told["budget"], told["seconds"], told["measured"]) == (2048, 4096, 0.125, True)
     assert (told["device"], told["notes"]) == ("cpu", ["first", "second"])
 
@@ -60,28 +55,15 @@ def test_table() -> None:
     lines = str(REPORT).splitlines()
     assert "peak         2.0 KiB of 4.0 KiB on cpu, predicted" in lines
     assert "one update   0.125 s, measured" in lines
-    assert "recompute    a, c" in lines
-    assert "selective    b" in lines
+    assert {"recompute    a, c", "selective    b"} <= {*lines}
     first, second = lines[lines.index("next best") + 2 :][:2]
     assert first.split() == ["2", "1.5", "KiB", "0.25", "s", "all", "kept"]
     assert second.split() == ["1", "1000", "B", "0.5", "s~", "recompute", "1"]
     assert lines[-2:] == ["note: first", "note: second"]
-
-
-def test_what_is_not_there_is_not_told() -> None:
-    plain = PlanReport(
-        plan=Plan(rows=8, micro_batch=8),
-        ledger=LEDGER,
-        seconds=1.0,
-        measured=False,
-        budget=None,
-        device="cpu",
-    )
-    told = str(plain)
-    assert "peak         2.0 KiB on cpu, predicted" in told
-    assert "estimated" in told
-    assert not any(word in told for word in ("next best", "note", "recompute", "measured"))
-    assert json.loads(plain.to_json())["budget"] is None
+    plain = replace(REPORT, plan=NEXT[0].plan, measured=False, budget=None, options=(), notes=())
+    assert "peak         2.0 KiB on cpu, predicted" in str(plain)
+    assert "estimated" in str(plain)
+    assert not any(word in str(plain) for word in ("next best", "note", "recompute", "measured"))
 
 
 # ---- refusal
@@ -107,66 +89,40 @@ def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -
     assert (error.smallest, error.ledger) == (1664, FULL_LEDGER)
     told = str(error)
     assert "within 1000 B, got none" in told
-    assert "8 rows is 1.6 KiB (1664 bytes), with 2 rows at a time" in told
-    places = [
-        told.index(words)
-        for words in (
-            "800 B optimizer state of 'body'",
-            "400 B parameters of 'body'",
-            "300 B activations of the model",
-            "100 B gradients of 'head'",
-        )
-    ]
-    assert places == sorted(places)
-    assert "fifth" not in told
-    assert "BatchNorm" not in told
-    assert "may not be cut" not in told
+    assert "8 rows is 1.6 KiB (1664 bytes), 2 rows at a time" in told
+    assert "Largest: 800 B optimizer state of 'body', 400 B parameters of 'body', " in told
 
 
 @pytest.mark.parametrize(("source", "word"), [("composed", "about"), ("measured", "at least")])
 def test_of_what_was_not_run_it_says_what_is_known(source: str, word: str) -> None:
     error = refusal(replace(LEAST, source=source, ledger=None), 1000, [], "rows meet.")
     assert (error.smallest, error.ledger) == (1664, None)
-    assert f"is {word} 1.6 KiB (1664 bytes), with 2 rows at a time. It was not run" in str(error)
+    assert f"is {word} 1.6 KiB (1664 bytes), 2 rows at a time. This plan was not run" in str(error)
     assert str(error).endswith("The batch may not be cut: rows meet.")
 
 
-def test_suggestions_come_with_their_bytes() -> None:
-    assert suggestions(FULL_LEDGER, [], "", FLOAT32) == [
-        "8-bit optimizer states would free about 600 B.",
-        'Activations in 16 bits, precision="bf16-mixed", would free up to 50 B.',
-    ]
-    stateless = Ledger(
-        moments=(Moment(phase="loss", micro_batch=0, module="", bytes=(8, 0, 0, 0, 0, 0, 0)),),
-        source="measured",
-        device="cpu",
-        by_module=(),
-    )
-    assert not any("8-bit" in way for way in suggestions(stateless, [], "", FLOAT32))
-
-
-def test_what_frees_next_to_nothing_is_not_suggested() -> None:
+def test_ways_out_come_with_their_bytes_unless_these_are_next_to_nothing() -> None:
     moment = Moment(phase="update", micro_batch=0, module="", bytes=(9000, 300, 8, 100, 0, 64, 0))
     ledger = Ledger(moments=(moment,), source="predicted", device="cpu", by_module=HELD)
-    assert suggestions(ledger, [], "", FLOAT32) == []
-    least = Option(
-        plan=Plan(rows=1, micro_batch=1), peak=9472, seconds=1.0, source="predicted", ledger=ledger
-    )
-    told = str(refusal(least, 1000, [], ""))
-    assert "for a batch of 1 row is 9.2 KiB (9472 bytes), with 1 row at a time. Largest first" in told
-    assert told.endswith(". Allow that much, or make rows smaller or the model.")
+    told = str(refusal(replace(LEAST, ledger=ledger), 1000, [], ""))
+    assert "8-bit" not in told
+    assert "bf16" not in told
+    told = str(refusal(LEAST, 1000, [], ""))
+    assert "8-bit" in told
+    assert "600 B" in told
+    assert 'precision="bf16-mixed"' in told
+    assert "50 B" in told
+    short = replace(LEAST, plan=replace(LEAST.plan, precision=NAMED["bf16-mixed"]))
+    assert "bf16" not in str(refusal(short, 1000, [], ""))
 
 
-def test_ways_out_of_a_cut_that_is_refused() -> None:
-    norms = find_batch_norms([nn.BatchNorm1d(2)])
-    assert suggestions(FULL_LEDGER, norms, "rows meet.", FLOAT32)[:2] == [
-        "The batch may not be cut: rows meet.",
-        "With ab.batch_norm_to_group_norm(model), or batch_norm=..., it may be cut.",
-    ]
-    assert not any(
-        "BatchNorm" in way or "group_norm" in way for way in suggestions(FULL_LEDGER, norms, "", FLOAT32)
-    )
-    assert "group_norm" in str(refusal(LEAST, 1, norms, "rows meet."))
+@pytest.mark.parametrize("norms", [[], [nn.BatchNorm1d(2)]])
+@pytest.mark.parametrize("refused", ["", "rows meet."])
+def test_ways_out_of_a_cut_that_is_refused(refused: str, norms: list[nn.Module]) -> None:
+    told = str(refusal(LEAST, 1000, find_batch_norms(norms), refused))
+    assert ("may not be cut: rows meet." in told) is bool(refused)
+    assert ("group_norm" in told) is bool(refused and norms)
+    assert len(told) <= 300
 
 
 @pytest.mark.parametrize("blocks", [(), (("blocks.1", "selective"),)])

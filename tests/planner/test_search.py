@@ -11,10 +11,11 @@ from torch import nn
 from anybatch import PlanReport, Step, WholeBatch
 from anybatch.core.errors import BudgetError, OutOfMemoryError
 from anybatch.engine.plan import Plan
+from anybatch.memory.device import find_device
 from anybatch.planner import candidates as candidates
 from anybatch.planner.candidates import Candidates, Request
-from anybatch.planner.report import Option
-from anybatch.planner.search import _ahead, _grown, _ordered, choose
+from anybatch.planner.search import choose
+from anybatch.recompute import offload
 from anybatch.recompute.blocks import choose_blocks as settle
 from tests.budgets import (
     ConvNet,
@@ -58,6 +59,27 @@ def pairs(rows: int = 8) -> Any:
     return torch.randn(rows, 128), torch.randn(rows, 128)
 
 
+class Wide(nn.Module):
+    """Blocks whose products are worth keeping, between much that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[WideBlock() for _ in range(4)])
+        self.head = nn.Linear(512, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+
+class WideBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x).sin().tanh().sigmoid().tanh().sin()
+
+
 def contrast(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs @ outputs.T, target)
 
@@ -99,6 +121,8 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
     for budget in (least, (least + max(least, most)) // 2):
         report = within(asked, budget)
         assert report.peak <= budget
+        assert report.plan.micro_batch in options.get("sizes", asked.all_sizes)
+        assert not (report.plan.is_cut and "cut_refused" in options)
         assert all(option.peak <= budget for option in report.options)
         # Of what cannot be traced two micro-batches are run, and the update apart, without the batch.
         others = 8 * report.plan.micro_batches + sum(leaf.nbytes for leaf in batch)
@@ -107,6 +131,31 @@ def test_what_is_chosen_fits_to_the_byte_and_the_smallest_budget_is_the_smallest
     with pytest.raises(BudgetError, match=rf"\({least} bytes\)") as refused:
         within(asked, least - 1)
     assert refused.value.smallest == refused.value.ledger.peak == least
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:a100"])
+def test_no_other_plan_that_fits_is_faster_by_far(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the estimate, of those with one policy for all blocks; on the host ones as good as even count."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    step, batch = (make(), rows_of(24, 40, 8)) if device == "cpu" else (make(Wide), rows_of(512, 512))
+    asked = request(step, batch, device=find_device(device))
+    settled = [
+        within(replace(asked, sizes=(size,), blocks=(), like=asked.uniform(size, policy)), 2**40)
+        for size in asked.all_sizes[:9:3]
+        for policy in ("keep", *asked.policies)
+    ]
+    least, most = min(one.peak for one in settled), max(one.peak for one in settled)
+    for part in (0.02, 0.3):
+        budget = int(least + part * (most - least))
+        fastest = min(one.seconds for one in settled if one.peak <= budget)
+        assert within(asked, budget).seconds <= 1.1 * fastest
+
+
+def test_of_plans_as_fast_on_the_host_the_smallest_is_taken() -> None:
+    """GPT-2 small with 8 x 512 tokens takes 1.6 times as long at once as row by row."""
+    asked = request(make(Wide), rows_of(512, 512))
+    host, card = [within(replace(asked, device=find_device(one)), 2**40) for one in ("cpu", "cuda:a100")]
+    assert host.peak < card.peak
 
 
 def test_a_budget_above_all_changes_nothing_and_one_below_rebuilds_or_cuts() -> None:
@@ -128,15 +177,6 @@ def test_options_are_the_next_best() -> None:
     assert 2 <= len(report.options) <= 6
 
 
-def test_rows_that_meet_are_not_cut() -> None:
-    step, batch = make(ConvNet), images()
-    asked = request(step, batch, cut_refused="rows meet.")
-    least, most = smallest(asked), within(asked, 2**40).peak
-    report = within(asked, (least + most) // 2)
-    assert not report.plan.is_cut
-    assert report.plan.blocks
-
-
 def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
     asked = request(make(ConvNet), images(), cut_refused="rows meet.")
     device, most = asked.device, within(asked, 2**40).peak
@@ -145,22 +185,6 @@ def test_no_more_is_rebuilt_of_a_slow_step_than_of_a_fast_one() -> None:
     assert late.seconds > 10
     assert late.plan == fast.plan
     assert 0 < len(late.plan.blocks) < 4
-
-
-@pytest.mark.parametrize(("part", "is_recorded"), [(0.08, True), (0.5, False)])
-def test_policies_are_recorded_only_where_rebuilding_could_be_faster(
-    monkeypatch: pytest.MonkeyPatch, part: float, is_recorded: bool
-) -> None:
-    """The larger budget makes the step 1.26 times as slow if it is cut, and no less if blocks are rebuilt."""
-    asked = request(make(), rows_of(24, 300, 8))
-    least, most = smallest(asked), within(asked, 2**40).peak
-    recorded: list[list[str]] = []
-    own = Candidates.add_policies
-    monkeypatch.setattr(
-        Candidates, "add_policies", lambda self, new: (recorded.append(new), own(self, new))[1]
-    )
-    report = within(asked, int(least + part * (most - least)))
-    assert (bool(recorded), bool(report.plan.blocks)) == (is_recorded, is_recorded)
 
 
 @pytest.mark.parametrize("asked_for", ["all", {"blocks.1": "selective"}])
@@ -177,14 +201,6 @@ def test_settled_blocks_leave_only_the_size(asked_for: Any) -> None:
         assert report.peak < exact
 
 
-def test_a_settled_size_leaves_only_the_blocks() -> None:
-    asked = request(small(), vectors(), sizes=(6,))
-    least, most = smallest(asked), within(asked, 2**40).peak
-    report = within(asked, (least + most) // 2)
-    assert report.plan.micro_batch == 6
-    assert report.plan.blocks
-
-
 def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
     step, batch = make(lambda: Net(blocks=2), foreach), rows_of(12)
     asked = request(step, batch)
@@ -199,14 +215,10 @@ def test_an_optimizer_goes_one_by_one_only_where_that_is_needed() -> None:
 
 def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
     """Its gradients need no second copy to be added to."""
-    step, batch = linear(), pairs()
-    asked = request(step, batch)
+    asked = request(linear(), pairs())
     uncut = within(asked, 2**40).peak
-    assert uncut < within(replace(asked, sizes=(1,)), 2**40).peak
-    assert smallest(asked) == uncut
-    report = within(asked, uncut)
-    assert not report.plan.is_cut
-    assert peak_of(step, report, batch) == uncut
+    assert smallest(asked) == uncut < within(replace(asked, sizes=(1,)), 2**40).peak
+    assert not within(asked, uncut).plan.is_cut
 
 
 def test_bytes_that_are_no_line_are_traced_one_by_one() -> None:
@@ -238,18 +250,6 @@ def test_a_race_says_that_it_measured() -> None:
     assert report.measured
     assert report.seconds > 0
     assert not within(replace(asked, measure=False), 2**40).measured
-
-
-def test_on_the_host_of_even_estimates_the_smallest_comes_first() -> None:
-    def option(rows: int, seconds: float, peak: int, *, measured: bool = False) -> Option:
-        plan = Plan(rows=8, micro_batch=rows)
-        return Option(plan=plan, peak=peak, seconds=seconds, source="composed", measured=measured)
-
-    large, small, slow = option(8, 1.0, 80), option(1, 1.09, 10), option(2, 1.2, 5)
-    assert _ordered([slow, small, large], "cpu") == [small, large, slow]
-    assert _ordered([slow, small, large], "cuda") == [large, small, slow]
-    fast = option(8, 1.0, 80, measured=True)
-    assert _ordered([small, fast], "cpu") == [fast, small]
 
 
 class UntraceableNormed(ConvNet):
@@ -321,7 +321,7 @@ def test_what_runs_out_of_memory_while_it_is_measured_is_over_the_budget(
         report = within(request(make(Untraceable), rows_of(24)), 2**20)
         assert 1 <= report.plan.micro_batch <= most
     most = 0
-    with pytest.raises(BudgetError, match=r"at least 1.0 MiB .*It was not run"):
+    with pytest.raises(BudgetError, match=r"at least 1.0 MiB .*not run"):
         within(request(make(Untraceable), rows_of(24)), 2**20)
 
 
@@ -355,24 +355,3 @@ def test_without_a_budget_running_out_of_memory_is_told_as_such(monkeypatch: pyt
     asked = request(make(Untraceable), rows_of(24), sizes=(24,))
     with pytest.raises(OutOfMemoryError):
         choose(asked)
-
-
-def test_sizes_are_measured_from_the_smallest_on() -> None:
-    def option(rows: int, peak: int = 0) -> Option:
-        plan = Plan(rows=64, micro_batch=rows)
-        return Option(plan=plan, peak=peak or 100 + 10 * rows, seconds=1.0, source="measured")
-
-    seen: list[int] = []
-
-    def measure(rows: int) -> Option:
-        seen.append(rows)
-        return option(rows)
-
-    assert [one.plan.micro_batch for one in _grown([64, 32, 22, 16, 8, 4, 2, 1], 350, measure)] == seen[::-1]
-    assert seen == [1, 2, 4, 8, 16, 22]
-    seen.clear()
-    assert [one.plan.micro_batch for one in _grown([40, 20], 350, measure)] == [20]
-    assert seen == [2, 4, 8, 16, 20]
-    assert _grown([64], 119, measure) == []
-    assert _ahead([option(4, 90)], 8) == 90
-    assert _ahead([option(4, 90), option(2, 100), option(1, 80)], 8) == 90 + 4 * 20

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from anybatch.memory.device import find_device
-from anybatch.planner.candidates import Candidates, Request
+from anybatch.planner.candidates import Request
 from anybatch.planner.search import choose
 from anybatch.recompute import offload
 from tests.budgets import make, request
@@ -72,15 +71,3 @@ def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None
     for share in (0.6, 0.5):
         budget = int(share * choose(request(step, batch)).peak)
         assert choose(request(step, batch, budget=budget)).peak <= budget
-
-
-@pytest.mark.parametrize(("smallest", "is_moved"), [(0, True), (8 * 256 * 4, False)])
-def test_what_is_too_small_to_move_is_not_moved_in_a_mixture(
-    monkeypatch: pytest.MonkeyPatch, smallest: int, *, is_moved: bool
-) -> None:
-    """At the recorded size it is large enough; with fewer rows it stays."""
-    monkeypatch.setattr(offload, "SMALLEST", smallest // 2)
-    candidates = Candidates(blocks(64, 5.0))
-    candidates.add_policies(["offload"])
-    assert "offload" in candidates.mixture(16, None).policies
-    assert ("offload" in candidates.mixture(3, None).policies) is is_moved

@@ -14,15 +14,13 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
-from anybatch.core import tree
-from anybatch.core.batch import Batch, SampleBatch, TensorBatch
+from anybatch.core.batch import SampleBatch, TensorBatch
 from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
-from anybatch.engine.task import Task
 from anybatch.losses.resolve import resolve
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import measure_step, values_kept
-from anybatch.planner.trace import Trace, fake_batch, leaves_of, run_sizes, trace
+from anybatch.planner.measure import measure_step
+from anybatch.planner.trace import Trace, fake_batch, run_sizes, trace
 from benchmarks.zoo import ZOO
 from tests.snapshots import changes, make_batch, make_step, snapshot
 
@@ -81,11 +79,6 @@ def shifted() -> Any:
     return whole[:, :-1], whole[:, 1:]  # two views of one tensor
 
 
-def total(model: nn.Module, micro: Any) -> Total:
-    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
-    return Total(losses.sum(), losses.numel())
-
-
 def terms(model: nn.Module, micro: Any) -> dict[str, Total]:
     outputs = model(micro[0])
     losses = F.cross_entropy(outputs, micro[1], reduction="none")
@@ -113,9 +106,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
     "tied": (Tied, tokens, nn.CrossEntropyLoss()),
     "shifted": (Tied, shifted, nn.CrossEntropyLoss()),
     "recurrent": (Recurrent, tokens, nn.CrossEntropyLoss()),
-    "total": (mlp, vectors, total),
     "closure": (mlp, vectors, weighted),
-    "squares": (mlp, values, nn.MSELoss()),
     "smooth": (mlp, values, nn.SmoothL1Loss()),
     "terms": (mlp, vectors, Terms(terms, coefficients={"size": 0.1})),
     "whole": (mlp, vectors, WholeBatch(contrast)),
@@ -131,17 +122,13 @@ for own in ("Adadelta", "Adafactor", "Adagrad", "Adamax", "ASGD", "NAdam", "RMSp
     OPTIMIZERS[own.lower()] = getattr(torch.optim, own)
 
 
-def task_of(step: Step) -> Task:
-    return step.task()
-
-
 def compare(
     model: nn.Module, loss: Any, optimizer: Optimizer, batch: Any, **options: Any
 ) -> tuple[Trace, Meter]:
     """Predict from one row before the first step; measure the second."""
     step = Step(model, loss, optimizer, **{"batch_norm": "micro", "check": False} | options)
     logical = TensorBatch(batch)
-    predicted = trace(step.plan(logical.rows), task_of(step), logical.head(1))
+    predicted = trace(step.plan(logical.rows), step.task(), logical.only(range(1)))
     step(batch)
     with Meter(model, [optimizer], loss_module=step.loss_module, batch_leaves=logical.leaves) as meter:
         step(batch)
@@ -173,24 +160,23 @@ def test_peak_to_the_byte_with_every_optimizer(name: str, micro_batch: int | Non
         assert now["update"].bytes[:4] == then["update"].bytes[:4]
 
 
-OPTIONS = [{"clip_norm": 1.0}, {"compensated": True}, {"accumulate": torch.float64}, {"batch_norm": "frozen"}]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "clip_norm": {"clip_norm": 1.0},
+    "compensated": {"compensated": True},
+    "float64 sums": {"accumulate": torch.float64},
+    "frozen": {"batch_norm": "frozen"},
+    "bfloat16": {},
+}
 
 
 @pytest.mark.parametrize("micro_batch", [None, 6, 1])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: next(iter(one)))
-def test_peak_to_the_byte_with_every_option(options: dict[str, Any], micro_batch: int | None) -> None:
-    model = conv()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    loss = nn.CrossEntropyLoss()
-    predicted, meter = compare(model, loss, optimizer, images(), micro_batch=micro_batch, **options)
-    assert predicted.peak == meter.peak
-
-
-def test_peak_to_the_byte_in_bfloat16() -> None:
-    model = mlp().bfloat16()
-    x, y = vectors()
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    predicted, meter = compare(model, nn.CrossEntropyLoss(), optimizer, (x.bfloat16(), y), micro_batch=3)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_peak_to_the_byte_with_every_option(name: str, micro_batch: int | None) -> None:
+    dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+    model, (x, y) = conv().to(dtype), images()
+    optimizer, loss = OPTIMIZERS["adamw"](model.parameters()), nn.CrossEntropyLoss()
+    options = {"micro_batch": micro_batch, **OPTIONS[name]}
+    predicted, meter = compare(model, loss, optimizer, (x.to(dtype), y), **options)
     assert predicted.peak == meter.peak
 
 
@@ -213,21 +199,6 @@ def test_peak_to_the_byte_however_often_a_loss_calls_the_model(loss: Any, option
     assert predicted.peak == meter.peak
     assert predicted.micro_batches == (6 if loss is never else 4 if options else 3)
     assert max(mark.micro_batch for mark in predicted.marks) == (-1 if loss is never else 11)
-
-
-def test_several_optimizers() -> None:
-    model = nn.Sequential(nn.Embedding(50, 8), nn.Flatten(), nn.Linear(72, 10))
-    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    second = OPTIMIZERS["adamw"](model[2].parameters())
-    batch = tokens()[0], torch.randint(10, (ROWS,))
-    step = Step(model, nn.CrossEntropyLoss(), [first, second], micro_batch=5)
-    before = snapshot(step)
-    predicted = trace(step.plan(ROWS), task_of(step), TensorBatch(batch))
-    assert not changes(before, snapshot(step))
-    step(batch)
-    with Meter(model, [first, second], batch_leaves=batch) as meter:
-        step(batch)
-    assert predicted.peak == meter.peak
 
 
 @pytest.mark.parametrize("micro_batch", [None, 4, 1])
@@ -258,15 +229,8 @@ def hugging_face(name: str) -> nn.Module:
             config = library.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2, n_positions=16)
             return library.GPT2LMHeadModel(config)
         case "t5":
-            config = library.T5Config(
-                vocab_size=50,
-                d_model=16,
-                d_kv=8,
-                d_ff=32,
-                num_layers=2,
-                num_heads=2,
-                decoder_start_token_id=0,
-            )
+            narrow = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+            config = library.T5Config(vocab_size=50, decoder_start_token_id=0, **narrow)
             return library.T5ForConditionalGeneration(config)
         case _:
             return library.ViTForImageClassification(library.ViTConfig(**narrow, image_size=16, patch_size=4))
@@ -281,7 +245,7 @@ def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
         model, nn.CrossEntropyLoss(), OPTIMIZERS["sgd"](model.parameters()), micro_batch=5, collate=collate
     )
     samples = list(zip(*vectors(), strict=True))
-    predicted = trace(step.plan(ROWS), task_of(step), SampleBatch(samples, collate))
+    predicted = trace(step.plan(ROWS), step.task(), SampleBatch(samples, collate))
     step(samples)
     given = [tensor for sample in samples for tensor in sample]
     with Meter(model, step.optimizers, batch_leaves=given) as meter:
@@ -290,12 +254,12 @@ def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
     assert predicted.peak == meter.peak - kept  # samples lie on the host, wherever the step runs
 
 
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": total, "micro_batch": 3}])
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 3}, {"loss": twice, "micro_batch": 3}])
 def test_nothing_is_changed(options: dict[str, Any]) -> None:
     step = make_step(**options)
     before = snapshot(step)
     heard: list[object] = []
-    task = replace(task_of(step), listeners=[heard.append])
+    task = replace(step.task(), listeners=[heard.append])
     trace(step.plan(8), task, TensorBatch(make_batch()))
     assert not changes(before, snapshot(step))
     assert not heard
@@ -304,22 +268,31 @@ def test_nothing_is_changed(options: dict[str, Any]) -> None:
 class Picks(nn.Module):
     """Has a shape that depends on values."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 4)
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[x > 0].sum()
+
+
+class Lengths(nn.Module):
+    """Takes a number out of a tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) + x[x > 0].sum()
+        return x + x[:, : int(x.long().max().clamp(1, 2))].sum()
 
 
-def test_what_cannot_be_traced_is_named_and_measured() -> None:
-    step = make_step(model=nn.Sequential(nn.Linear(3, 3), Picks()), micro_batch=4)
-    before = snapshot(step)
-    batch = TensorBatch(make_batch())
-    with pytest.raises(TraceError, match=r"aten\.(nonzero|index)\.\w+ in 1"):
-        trace(step.plan(8), task_of(step), batch)
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Picks, r"aten\.(nonzero|index)\.\w+ in 1"),
+        (Lengths, r"in 1 \(Lengths\); its shapes depend on values"),
+    ],
+)
+def test_what_cannot_be_traced_is_named_and_measured(kind: type[nn.Module], named: str) -> None:
+    step = make_step(model=nn.Sequential(nn.Linear(3, 4), kind()), micro_batch=4)
+    before, batch = snapshot(step), TensorBatch(make_batch())
+    with pytest.raises(TraceError, match=named):
+        trace(step.plan(8), step.task(), batch)
     assert not changes(before, snapshot(step))
-    measured = measure_step(step.plan(8), task_of(step), batch)
+    measured = measure_step(step.plan(8), step.task(), batch)
     assert not changes(before, snapshot(step))
     assert measured.ledger.source == "measured"
     assert {"forward", "loss", "backward", "update"} <= measured.ledger.phases().keys()
@@ -329,7 +302,7 @@ def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
     model = mlp()
     step = Step(model, nn.CrossEntropyLoss(), OPTIMIZERS["adamw"](model.parameters()))
     batch, plan = TensorBatch(vectors()), Plan(rows=ROWS, micro_batch=ROWS)
-    here, there = trace(plan, task_of(step), batch), trace(plan, task_of(step), batch, device="cuda")
+    here, there = trace(plan, step.task(), batch), trace(plan, step.task(), batch, device="cuda")
     assert there.ledger.device == "cuda"
     assert all(not size % 512 for moment in there.ledger.moments for size in moment.bytes)
     assert there.peak > here.peak
@@ -340,10 +313,10 @@ def test_many_micro_batches_cost_as_much_as_a_few() -> None:
     model = mlp()
     step = Step(model, nn.MSELoss(), OPTIMIZERS["sgd"](model.parameters()))
     head = TensorBatch((torch.zeros(1, 16), torch.zeros(1, 10)))
-    many = trace(Plan(rows=100_000, micro_batch=10), task_of(step), head)
+    many = trace(Plan(rows=100_000, micro_batch=10), step.task(), head)
     assert many.micro_batches == 3
     assert many.marks[-1].micro_batch == 9_999
-    few = trace(Plan(rows=30, micro_batch=10), task_of(step), head)
+    few = trace(Plan(rows=30, micro_batch=10), step.task(), head)
     given = 100_000 * 26 * 4, 30 * 26 * 4
     assert many.peak - given[0] == few.peak - given[1]  # nothing is left of each
     assert math.isclose(many.marks[-1].flops, few.marks[-1].flops * 10_000 / 3)
@@ -362,24 +335,12 @@ def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_ba
     model = mlp()
     step = Step(model, loss, OPTIMIZERS["adamw"](model.parameters()), check=False, micro_batch=micro_batch)
     for run in (trace, measure_step):
-        run(step.plan(ROWS), task_of(step), TensorBatch(vectors()))
+        run(step.plan(ROWS), step.task(), TensorBatch(vectors()))
         assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
         assert all(parameter.grad is None for parameter in judge.parameters())
     optimizer = step.optimizers[0]
     predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=micro_batch)
     assert predicted.peak == meter.peak
-
-
-class Lengths(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, : int(x.long().max())]
-
-
-def test_shapes_made_of_values_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(16, 10), Lengths())
-    step = Step(model, nn.MSELoss(), OPTIMIZERS["sgd"](model.parameters()), check=False)
-    with pytest.raises(TraceError, match=r"in 1 \(Lengths\); its shapes depend on values"):
-        trace(step.plan(ROWS), task_of(step), TensorBatch(values()))
 
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adagrad"}))  # its state is there from the start
@@ -390,12 +351,9 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     step = Step(model, nn.CrossEntropyLoss(), optimizer, check=False)
     idle = frozenset([model.unused])
     runs = [
-        trace,
-        measure_step,
-        functools.partial(trace, idle=idle),
-        functools.partial(measure_step, idle=idle),
+        functools.partial(run, idle=known) for known in (frozenset(), idle) for run in (trace, measure_step)
     ]
-    found = [run(step.plan(ROWS), task_of(step), TensorBatch(batch)) for run in runs]
+    found = [run(step.plan(ROWS), step.task(), TensorBatch(batch)) for run in runs]
     assert {one.idle for one in found} == {idle}
     _, meter = compare(model, nn.CrossEntropyLoss(), optimizer, batch)
     assert [one.peak for one in found[::2]] == [meter.peak, meter.peak]
@@ -407,7 +365,7 @@ def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
     model = nn.Linear(64, 64)
     step = Step(model, nn.MSELoss(), torch.optim.RAdam(model.parameters()))
     batch = torch.zeros(2, 64), torch.zeros(2, 64)
-    predicted = trace(step.plan(2), task_of(step), TensorBatch(batch)).peak
+    predicted = trace(step.plan(2), step.task(), TensorBatch(batch)).peak
     for _ in range(7):
         with Meter(model, step.optimizers, batch_leaves=batch) as meter:
             step(batch)
@@ -415,9 +373,6 @@ def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
 
 
 # ---- feed
-
-
-LOSS = resolve(torch.nn.MSELoss())
 
 
 @pytest.mark.parametrize(
@@ -432,51 +387,22 @@ LOSS = resolve(torch.nn.MSELoss())
     ],
 )
 def test_of_many_alike_a_few_are_run(plan: Plan, sizes: tuple[int, ...]) -> None:
-    assert run_sizes(plan, LOSS, nn.Identity()) == sizes
+    assert run_sizes(plan, resolve(nn.MSELoss()), nn.Identity()) == sizes
 
 
-def test_a_loss_over_all_rows_runs_them_all() -> None:
-    assert run_sizes(Plan(rows=10, micro_batch=1), WholeBatch(torch.sum), nn.Identity()) == (1,) * 10
+def test_where_all_rows_are_held_they_are_all_run() -> None:
+    """By a loss over all of them, or as the scores of a router."""
+    plan, mixtral = Plan(rows=10, micro_batch=1), ZOO["mixtral"].build("small").model
+    assert run_sizes(plan, WholeBatch(torch.sum), nn.Identity()) == (1,) * 10
+    assert run_sizes(plan, resolve(ModelLoss()), mixtral) == (1,) * 10
+    assert len(run_sizes(plan, resolve(ModelLoss()), nn.Identity())) == 3
 
 
 def test_views_of_one_tensor_stay_views_of_one() -> None:
     whole = torch.arange(20).reshape(2, 10)
-    batch, leaves = fake_batch(TensorBatch((whole[:, :-1], whole[:, 1:])), 7, 7, LOSS)
+    batch, leaves = fake_batch(TensorBatch((whole[:, :-1], whole[:, 1:])), 7, 7, resolve(nn.MSELoss()))
     assert batch.rows == 7
     assert [leaf.shape for leaf in leaves] == [(7, 9), (7, 9)]
     assert leaves[0].untyped_storage()._cdata == leaves[1].untyped_storage()._cdata
     assert leaves[0].untyped_storage().nbytes() == 7 * 10 * 8
     assert leaves[1].storage_offset() == 1
-
-
-def test_all_rows_are_there_where_only_the_first_are_run() -> None:
-    batch, leaves = fake_batch(TensorBatch(torch.zeros(1, 3)), 100, 6, LOSS)
-    assert (batch.rows, len(batch.whole), len(leaves[0])) == (6, 100, 100)
-    assert [len(micro) for micro in batch.cut(2)] == [2, 2, 2]
-
-
-def test_samples_are_collated_anew() -> None:
-    batch, leaves = fake_batch(SampleBatch([torch.zeros(3)], torch.stack), 5, 5, LOSS)
-    assert not leaves
-    assert [micro.shape for micro in batch.cut(3)] == [(3, 3), (2, 3)]
-    assert leaves_of(batch) == ()
-
-
-def test_leaves_are_those_of_the_batch() -> None:
-    given = torch.zeros(2), torch.ones(2)
-    assert all(one is other for one, other in zip(leaves_of(TensorBatch(given)), given, strict=True))
-
-
-@pytest.mark.parametrize(
-    "batch", [TensorBatch((torch.ones(2), None)), SampleBatch([torch.ones(1)] * 2, list)]
-)
-def test_rows_are_kept(batch: Batch) -> None:
-    with values_kept(tree.tensors_in(batch.given)):
-        batch.given[0].zero_()
-    assert float(batch.given[0].sum()) == len(batch.given[0])
-
-
-def test_a_router_s_scores_are_held_of_all_rows() -> None:
-    model, loss = ZOO["mixtral"].build("small").model, resolve(ModelLoss())
-    assert run_sizes(Plan(rows=10, micro_batch=1), loss, model) == (1,) * 10
-    assert len(run_sizes(Plan(rows=10, micro_batch=1), loss, nn.Identity())) == 3

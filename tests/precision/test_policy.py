@@ -14,22 +14,25 @@ from anybatch import Plan, Precision, Step
 from anybatch.core.errors import NonFiniteLossError, PlanError
 from anybatch.precision.policy import NAMED, find_precision
 
+MATMUL: Any = torch.backends.cuda.matmul
 SHORT_SUMS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
-    "allow_fp16_accumulation",
+    *(["allow_fp16_accumulation"] if hasattr(MATMUL, "allow_fp16_accumulation") else []),
 )
-MATMUL: Any = torch.backends.cuda.matmul
 CUDNN: Any = torch.backends.cudnn
+# Before torch 2.9: two flags.
+TF32, WORD, NO_WORD = (
+    ("fp32_precision", "tf32", "ieee") if hasattr(CUDNN, "conv") else ("allow_tf32", True, False)
+)
+HOLDERS = [MATMUL, *([CUDNN.conv, CUDNN.rnn] if hasattr(CUDNN, "conv") else [CUDNN])]
 
 
 def switches() -> dict[str, Any]:
     """Everything of torch that a precision may touch, as anybody reads it."""
     return {
         **{name: getattr(MATMUL, name) for name in SHORT_SUMS},
-        "matmul": MATMUL.fp32_precision,
-        "convolutions": CUDNN.conv.fp32_precision,
-        "recurrent": CUDNN.rnn.fp32_precision,
+        "tf32": [getattr(holder, TF32) for holder in HOLDERS],
         "autocast": [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")],
         "autocast dtype": [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
@@ -40,7 +43,7 @@ def switches() -> dict[str, Any]:
 def before(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Switches as torch has them, or as a caller may have set them."""
     wanted = [(MATMUL, name, True) for name in SHORT_SUMS]
-    wanted += [(kind, "fp32_precision", "ieee") for kind in (CUDNN.conv, CUDNN.rnn)]
+    wanted += [(holder, TF32, NO_WORD) for holder in HOLDERS[1:]]
     found = [(holder, name, getattr(holder, name)) for holder, name, _ in wanted]
     for holder, name, value in wanted if request.param else ():
         setattr(holder, name, value)
@@ -95,14 +98,9 @@ def test_switches_hold_within_a_step_and_are_put_back(
     for index, seen in enumerate(model.seen):
         is_short = find_precision(precision).is_short
         assert [seen[name] for name in SHORT_SUMS] == (
-            [False] * 3 if is_short else [before[name] for name in SHORT_SUMS]
+            [False] * len(SHORT_SUMS) if is_short else [before[name] for name in SHORT_SUMS]
         )
-        word = "tf32" if precision == "tf32" else before["matmul"]
-        assert [seen["matmul"], seen["convolutions"], seen["recurrent"]] == (
-            [word] * 3
-            if precision == "tf32"
-            else [before[n] for n in ("matmul", "convolutions", "recurrent")]
-        )
+        assert seen["tf32"] == ([WORD] * len(HOLDERS) if precision == "tf32" else before["tf32"])
         is_forward = index % 2 == 0
         assert seen["autocast"] == [is_forward and precision.endswith("mixed"), False]
 

@@ -180,17 +180,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """All that a step may leave."""
-
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    random: list[Any]
-    attributes: list[set[str]]
-
-
 def make(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
     """A model and its input, the same each time."""
     kind, shape = MODELS[name]
@@ -228,39 +217,29 @@ def run(
     *,
     passes: int = 1,
     context: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Result:
-    """Two forwards and backwards of a copy, from seed 3."""
+) -> dict[str, Any]:
+    """All that two forwards and backwards of a copy leave, from seed 3."""
     model = copy.deepcopy(model)
     seed(3)
     with apply_policies(model, choice):
         for _ in range(2):  # the second finds what the first has left
             with context():
-                out = model(x)
-                loss = out.float().square().mean()
+                loss = model(x).float().square().mean()
             for left in reversed(range(passes)):
                 torch.autograd.backward(loss, retain_graph=left > 0)
-    return Result(
-        loss=loss.detach(),
-        gradients={name: p.grad for name, p in model.named_parameters()},
-        buffers=dict(model.named_buffers()),
-        random=streams(),
-        attributes=[set(vars(module)) for module in model.modules()],
-    )
+    found = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    found |= {f"attributes of {name}": set(vars(module)) for name, module in model.named_modules()}
+    found |= {f"stream {index}": stream for index, stream in enumerate(streams())}
+    return {"loss": loss.detach(), **found, **dict(model.named_buffers())}
 
 
-def differences(one: Result, other: Result) -> list[str]:
+def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """What is not the same to the bit."""
-    found = [] if torch.equal(one.loss, other.loss) else ["loss"]
-    assert one.gradients.keys() == other.gradients.keys()
-    for name, gradient in one.gradients.items():
-        twin = other.gradients[name]
-        if (gradient is None) != (twin is None):
-            found.append(f"no gradient of {name}")
-        elif gradient is not None and twin is not None and not torch.equal(gradient, twin):
-            found.append(f"gradient of {name}")
-    assert list(one.buffers) == list(other.buffers)
-    found += [f"buffer {n}" for n, b in one.buffers.items() if not torch.equal(b, other.buffers[n])]
-    for left, right in zip(one.random, other.random, strict=True):
-        same = torch.equal(left, right) if isinstance(left, Tensor) else left == right
-        found += [] if same else ["random state"]
-    return found + (["attributes"] if one.attributes != other.attributes else [])
+    assert list(one) == list(other)
+    return [name for name, value in one.items() if not is_same(value, other[name])]
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """To the bit."""
+    tensors = isinstance(one, Tensor), isinstance(other, Tensor)
+    return torch.equal(one, other) if all(tensors) else not any(tensors) and one == other

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.core import is_moving
 from anybatch.core.errors import PlanError
-from anybatch.recompute import apply
 from anybatch.recompute import offload as module
 from anybatch.recompute.offload import HostLink, Offload
 
@@ -140,17 +139,6 @@ def test_memory_is_let_go(link: Watched) -> None:
     assert freed[2:] == ["third"]
 
 
-def test_several_passes(link: Watched) -> None:
-    offload, x = Offload([]), leaf(20)
-    y = x
-    for _ in range(3):
-        with offload.saving("cpu"):
-            y = y.sin().exp()
-    first = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
-    second = torch.autograd.grad(y.sum(), x)[0]
-    assert torch.equal(first, second)
-
-
 def test_strides_come_back(link: Watched) -> None:
     offload, x = Offload([]), torch.randn(6, 4, requires_grad=True)
     seen: list[tuple[int, ...]] = []
@@ -227,18 +215,3 @@ def test_what_keeps_is_left_as_it_is(link: Watched) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
     assert link.log == []
-
-
-def test_neighbours_are_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[nn.Module] = []
-    own = apply.find_blocks
-    monkeypatch.setattr(apply, "find_blocks", lambda model: calls.append(model) or own(model))
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, batch_first=True), 3)
-    for count in (1, 1):
-        with apply.apply_policies(encoder, (("layers.1", "offload"),)):
-            assert "forward" in vars(encoder.layers[2])
-        assert len(calls) == count
-    encoder.layers = encoder.layers[:2]  # what is no longer there is looked for again
-    with apply.apply_policies(encoder, (("layers.1", "offload"),)):
-        assert "forward" in vars(encoder.layers[0])
-    assert len(calls) == 2

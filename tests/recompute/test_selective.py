@@ -45,41 +45,42 @@ def test_products_are_kept_and_the_rest_is_rebuilt(passes: int) -> None:
     assert ran["tanh"] == ran["exp"] == passes
 
 
-def test_convolutions_are_kept() -> None:
-    ran = backward(lambda x, w: torch.conv2d(x, w).tanh().exp(), *leaves((1, 2, 4, 4), (3, 2, 3, 3)))
-    assert ran["convolution"] == 0
-    assert ran["tanh"] == 1
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
-def test_attention_is_kept() -> None:
-    attention = torch.nn.functional.scaled_dot_product_attention
-    ran = backward(lambda q, k, v: attention(q, k, v).tanh().exp(), *leaves(*[(1, 2, 4, 8)] * 3))
-    assert not any("attention" in name and "backward" not in name for name in ran)
-    assert any("attention" in name for name in ran)
+@pytest.mark.parametrize(
+    ("forward", "shapes", "kept"),
+    [
+        (torch.conv2d, ((1, 2, 4, 4), (3, 2, 3, 3)), "convolution"),
+        (ATTENTION, ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "attention"),
+    ],
+)
+def test_convolutions_and_attention_are_kept(forward: Any, shapes: Any, kept: str) -> None:
+    ran = backward(lambda *given: forward(*given).tanh().exp(), *leaves(*shapes))
+    assert not any(kept in name and "backward" not in name for name in ran)
+    assert any(kept in name for name in ran)
     assert ran["tanh"] == 1
 
 
 def test_attention_that_draws_is_rebuilt() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    query = torch.empty(0)
-    assert selective._policy(None, op, query, query, query, 0.1).name == "PREFER_RECOMPUTE"  # pyright: ignore
-    assert selective._policy(None, op, query, query, query, dropout_p=0.1).name == "PREFER_RECOMPUTE"  # pyright: ignore
-    assert selective._policy(None, op, query, query, query).name == "MUST_SAVE"  # pyright: ignore
+    given = [torch.empty(0)] * 3
+    for more, named, expected in (
+        ((), {}, "MUST_SAVE"),
+        ((0.1,), {}, "PREFER_RECOMPUTE"),
+        ((), {"dropout_p": 0.1}, "PREFER_RECOMPUTE"),
+    ):
+        assert selective._policy(None, op, *given, *more, **named).name == expected  # pyright: ignore
 
 
 def test_what_was_changed_in_place_is_rebuilt() -> None:
-    a, b = leaves((3, 4), (4, 5))
-
     def forward(a: Tensor, b: Tensor) -> Tensor:
         return (a @ b).mul_(2).tanh_().exp()
 
+    a, b = leaves((3, 4), (4, 5))
     backward(forward, a, b)
-    found = a.grad
-    a.grad = None
-    forward(a, b).sum().backward()
     assert a.grad is not None
-    assert found is not None
-    assert torch.equal(a.grad, found)
+    assert torch.equal(a.grad, torch.autograd.grad(forward(a, b).sum(), a)[0])
 
 
 def test_most_names_are_known() -> None:

@@ -1,6 +1,16 @@
 """The self-test: split equals whole on your own model, or the place where it breaks."""
 
 from anybatch.check.check import CheckReport, check, refuse_without_data
+from anybatch.check.copies import named_parameters
+from anybatch.check.passes import Recorder
 from anybatch.check.tolerance import relative_error, tolerance
 
-__all__ = ["CheckReport", "check", "refuse_without_data", "relative_error", "tolerance"]
+__all__ = [
+    "CheckReport",
+    "Recorder",
+    "check",
+    "named_parameters",
+    "refuse_without_data",
+    "relative_error",
+    "tolerance",
+]

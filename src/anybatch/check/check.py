@@ -363,10 +363,7 @@ def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
 
 
 def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], deadline: float) -> bool:
-    """Whether the model gives rows the same in every cut once dropout is off, but not with it.
-
-    Its numbers go to other rows where a model sorts them, or packs them, and puts them back.
-    """
+    """Whether rows agree only once dropout is off, as where a model sorts rows and puts them back."""
     draws, worst = comparison.bench.draws, worst_of(comparison, verdicts)
     if draws.has_packed:
         return True

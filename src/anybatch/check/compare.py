@@ -53,12 +53,7 @@ def name_of(loss: object) -> str:
 
 
 def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
-    """Sizes of micro-batches: the caller's, two that leave a short one at the end, and 1.
-
-    Example:
-        >>> cut_sizes_to_try(8, None), cut_sizes_to_try(3, None), cut_sizes_to_try(8, 4)
-        ([3, 5, 1], [2, 1], [4, 3, 5, 1])
-    """
+    """Sizes of micro-batches: the caller's, two that leave a short one at the end, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
     own = [micro_batch] if micro_batch is not None and micro_batch < rows else []

@@ -20,11 +20,7 @@ _COPIED = (Tensor, nn.Module, FunctionType, partial, list, dict, set)
 
 
 class Copied:
-    """A deep copy of model and loss; each pass takes a copy of it that shares the parameters.
-
-    So what one pass leaves behind (buffers, attributes) is not seen by the next. Floating tensors of the copy
-    are turned into `dtype`, if there is one.
-    """
+    """A deep copy of model and loss, in `dtype` if there is one; passes share only its parameters."""
 
     def __init__(self, model: nn.Module, loss: object, dtype: torch.dtype | None) -> None:
         self.dtype = dtype

@@ -38,16 +38,7 @@ ELEMENTS: Count = ("the elements of {}", "{}.numel()", lambda value: value.numel
 
 
 def candidates(batch: Any, weights: Mapping[str, Tensor]) -> list[Candidate]:
-    """What a loss of this batch may have to be divided by, the plainest first.
-
-    Example:
-        >>> for candidate in candidates({"y": torch.tensor([3, -100])}, {}):
-        ...     print(candidate.words, "|", candidate.code, "|", candidate.count([torch.tensor([3, -100])]))
-        the rows | len(micro['y']) | 2.0
-        the elements of micro['y'] | micro['y'].numel() | 2.0
-        the entries of micro['y'] that are not -100 | (micro['y'] != -100).sum() | 1.0
-        ...
-    """
+    """What a loss of this batch may have to be divided by, the plainest first."""
     nest = tree.flatten(batch)
     names = ["micro" + path if path != "the batch itself" else "micro" for path in nest.paths]
     found = [Candidate("the rows", f"len({names[0]})", lambda leaves: float(len(leaves[0])))]
@@ -219,10 +210,7 @@ def fit(
     tolerance: float,
     error: float,
 ) -> tuple[Candidate, bool] | None:
-    """The candidate that makes the whole's value the weighted mean of its parts' in every cut.
-
-    Also whether something small is left, as an epsilon in a denominator leaves it.
-    """
+    """The candidate that makes all cuts agree, and whether something small is left, as of an epsilon."""
     found = [
         (min(max(_misfit_of(one, read, whole, parts) for parts in parted) for read in readings), one)
         for one in options

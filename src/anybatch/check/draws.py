@@ -34,15 +34,13 @@ class _Draw:
 class Draws(SeenDraws):
     """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
 
-    A draw is known by where the stream stood before it, so that a forward repeated in backward
-    (checkpointing) or in a second pass finds its own draws again. What comes from a generator of the model's
-    own, or after the model has set a seed, is not replayed: such numbers go by position, in training too.
+    A draw is known by where the stream stood before it: a forward that is repeated finds its own again. What
+    comes from a generator of the model's own, or after it has set a seed, is not replayed.
 
     Args:
         seed: where all streams start in every pass: torch's, Python's and NumPy's.
         without_dropout: whether Bernoulli draws return their expected value, which switches dropout off.
-        is_wide: whether what the model turns into float32 becomes float64: one sum in float32 would hide all
-            that is smaller.
+        is_wide: whether what the model turns into float32 becomes float64.
     """
 
     def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:

@@ -65,26 +65,12 @@ BATCH_NORM_WAYS_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One place where split and whole part.
+    """One place where split and whole part."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        culprit: a module as `name (Class)`, a term of the loss, or the loss function.
-        what: a plain sentence.
-        ways_out: what may be done, the first is the usual one.
-
-    Example:
-        >>> finding = Finding(kind="state", culprit="norm (EMA)", what="It drifts.", ways_out=("Stop.",))
-        >>> print(finding)
-        state: norm (EMA)
-          It drifts.
-          - Stop.
-    """
-
-    kind: str
-    culprit: str
-    what: str
-    ways_out: tuple[str, ...]
+    kind: str  # one of `KINDS`
+    culprit: str  # a module as `name (Class)`, a term of the loss, or the loss function
+    what: str  # a plain sentence
+    ways_out: tuple[str, ...]  # what may be done, the first is the usual one
 
     def __str__(self) -> str:
         lines = [self.what, *[f"- {way}" for way in self.ways_out]]

@@ -369,10 +369,7 @@ def _run(
 
 
 def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -> list[Tensor | None]:
-    """What flows back into each output: numbers that a row keeps in every cut.
-
-    Nothing into outputs that belong to no row: their gradient would be counted once per micro-batch.
-    """
+    """What flows back into each output, the same for a row in every cut; nothing into outputs of no row."""
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):
         pattern = _pattern(like)

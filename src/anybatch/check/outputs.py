@@ -36,10 +36,7 @@ class Evaluation:
 def evaluate(
     bench: Bench, outermost: Sequence[Call], cuts: Sequence[Cut], *, pooled: bool
 ) -> list[Evaluation]:
-    """The terms of each micro-batch of these cuts, one after the other on one copy of model and loss.
-
-    The model's outputs are those of `outermost`, its calls in a pass over the whole batch.
-    """
+    """The terms of each micro-batch of these cuts, with the outputs of the calls of `outermost`."""
     found: list[Evaluation] = []
     batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
     with bench.fresh() as (model, loss):
@@ -63,10 +60,7 @@ def evaluate(
 
 
 class Stub:
-    """Puts the outputs of a pass over the whole batch in place of what the model's outermost modules return.
-
-    With `pooled`, outputs that belong to no row (a loss that the model computes) are replaced too.
-    """
+    """Outputs for the whole batch in place of those of outermost modules; with `pooled`, of no row too."""
 
     def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
         self._pooled = pooled

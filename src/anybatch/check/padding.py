@@ -30,11 +30,7 @@ class Padding:
 
 
 def find_padding(batch: Any, model: nn.Module) -> Padding | None:
-    """Look for places that are filled up: by a mask in the batch, or by the model's padding token.
-
-    A mask counts where it ends every row (or, turned round, begins with nothing), as padding does; one that
-    picks places here and there means something else.
-    """
+    """Places that are filled up, told by a mask that ends every row, or by the model's padding token."""
     nest = tree.flatten(batch)
     is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
     for path, leaf in zip(nest.paths, nest.leaves, strict=True):
@@ -82,10 +78,7 @@ def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
 def first_difference(
     parts: Iterable[Part], padded: Calls, short: Calls, tolerance: float, padding: Padding | None = None
 ) -> tuple[str, str] | None:
-    """The first module that gets the same in valid places and returns something else, by name.
-
-    Beside it the first one inside it whose outputs differ, or itself again.
-    """
+    """The first module that gets the same in valid places but returns other values, and the first in it."""
     for part in parts:
         places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         table, differing = short.table(part), set[Key]()

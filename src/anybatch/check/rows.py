@@ -43,14 +43,7 @@ class Axis(NamedTuple):
 
 
 def find_axis(whole: Sequence[int], piece: Sequence[int], part: Part) -> Axis | None:
-    """The first axis that shrinks from `total * n` to `rows * n`; None where none does, or none need to.
-
-    Example:
-        >>> find_axis((5, 8, 3), (5, 2, 3), Part((0, 1), 8))
-        Axis(place=1, per_row=1)
-        >>> find_axis((32, 3), (8, 3), Part((0, 1), 8))
-        Axis(place=0, per_row=4)
-    """
+    """The first axis that shrinks from `total * n` to `rows * n`; None where none does, or none need to."""
     if len(whole) != len(piece) or len(part.rows) == part.total:
         return None
     for place, (size, got) in enumerate(zip(whole, piece, strict=True)):
@@ -70,10 +63,7 @@ def select(value: Tensor, axis: Axis | None, part: Part) -> Tensor:
 
 
 def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
-    """What of a whole batch's tensor belongs to a part that has this shape.
-
-    Other axes that are longer in the whole (rows padded to a longer row) are cut short at their end.
-    """
+    """What of a whole batch's tensor belongs to a part of this shape; other axes are cut at their end."""
     if value.dim() != len(shape):
         return None
     if tuple(value.shape) == tuple(shape):
@@ -139,11 +129,7 @@ FEW = 8  # numbers of a row whose sum says something: weights, flags
 
 
 def choose(signatures: Mapping[int, Sequence[float]], rows: int) -> list[int]:
-    """Rows whose signatures lie far apart, in the order of the batch.
-
-    Each next one is the farthest from those that were taken (Gonzalez 1985, "Clustering to minimize the
-    maximum intercluster distance").
-    """
+    """Rows whose signatures lie far apart, each the farthest from those taken (Gonzalez 1985), in order."""
     places = list(signatures)
     table = torch.tensor(list(signatures.values()), dtype=torch.float64).view(len(places), -1)
     spread = table.amax(0) - table.amin(0) if table.shape[1] else table.new_zeros(0)

@@ -166,10 +166,7 @@ class TermTest:
         return len(dropped)
 
     def _either_way(self) -> list[Evaluation]:
-        """All rows but the last, in their order and from the last to the first.
-
-        Not all of them: outputs of the whole batch are told from those of a part by their shape.
-        """
+        """All rows but the last (the shape of all would look like the whole's), in order and reversed."""
         rows = range(max(1, len(self.whole.part.rows) - 1))
         return [self.evaluate([self.whole.only(order)])[0] for order in (rows, rows[::-1])]
 

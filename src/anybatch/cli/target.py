@@ -44,13 +44,7 @@ class Target:
 
 
 def find(name: str, data_name: str) -> Target:
-    """Read a target.
-
-    Example:
-        >>> find("anybatch.cli.target:nowhere", "digits")
-        Traceback (most recent call last):
-        anybatch.core.errors.PlanError: Expected a function, got 'nowhere', which anybatch.cli.target...
-    """
+    """Read a target."""
     if ":" not in name:
         return _from_recipe(name, data_name)
     with _importable_from_here():

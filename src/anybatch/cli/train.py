@@ -37,11 +37,7 @@ _MAY_CHANGE = (
 
 
 def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch train`: train a recipe; the result as numbers and as text.
-
-    Raises:
-        KeyboardInterrupt: it was stopped; the message says how to go on.
-    """
+    """`anybatch train`: train a recipe; the result as numbers and as text."""
     _check(options)
     recipe = find_recipe(options.recipe)
     split = load(options.data)

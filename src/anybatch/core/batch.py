@@ -60,15 +60,10 @@ class Cut:
 
 
 class Micro(NamedTuple):
-    """One micro-batch.
+    """One micro-batch."""
 
-    Attributes:
-        rows: nested tensors, in the form of the batch.
-        indices: which rows of the batch they are.
-    """
-
-    rows: Any
-    indices: Sequence[int]
+    rows: Any  # nested tensors, in the form of the batch
+    indices: Sequence[int]  # which rows of the batch they are
 
 
 class Batch:
@@ -100,10 +95,6 @@ class Batch:
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield the rows of each part, with their indices."""
         return iter(())
-
-    def head(self, rows: int) -> "Batch":
-        """A batch of the first rows."""
-        return self
 
     def only(self, indices: Sequence[int]) -> "Batch":
         """A batch of these rows."""
@@ -177,15 +168,9 @@ class TensorBatch(Batch):
         for index, leaves in zip(parts, zip(*views, strict=True), strict=True):
             yield Micro(build(iter(leaves)), index)
 
-    def head(self, rows: int) -> "TensorBatch":
-        """A batch of the first rows, as views."""
-        return TensorBatch(self._nest.build(iter([leaf[:rows] for leaf in self._nest.leaves])))
-
     def only(self, indices: Sequence[int]) -> "TensorBatch":
-        """A batch of these rows, as copies."""
-        places = torch.tensor(indices)
-        every = [leaf.index_select(0, places.to(leaf.device)) for leaf in self._nest.leaves]
-        return TensorBatch(self._nest.build(iter(every)))
+        """A batch of these rows: views of a `range`, else copies."""
+        return TensorBatch(next(self.micro_batches([indices])).rows)
 
     def copied(self) -> "TensorBatch":
         """Copies of all tensors."""
@@ -223,10 +208,6 @@ class SampleBatch(Batch):
         """Yield each part, collated."""
         for index in parts:
             yield Micro(self.collate([self.given[row] for row in index]), index)
-
-    def head(self, rows: int) -> "SampleBatch":
-        """A batch of the first samples."""
-        return SampleBatch([self.given[row] for row in range(min(rows, self.rows))], self.collate)
 
     def only(self, indices: Sequence[int]) -> "SampleBatch":
         """A batch of these samples."""

@@ -9,30 +9,19 @@ from anybatch.core.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchDone:
-    """One micro-batch went forward and backward; its gradient is in the sum.
+    """One micro-batch went forward and backward; its gradient is in the sum."""
 
-    Attributes:
-        index: 0 for the first micro-batch of the step.
-        rows: rows of this micro-batch.
-    """
-
-    index: int
-    rows: int
+    index: int  # 0 for the first micro-batch of the step
+    rows: int  # rows of this micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRedone:
-    """A micro-batch was undone, and its rows are to come again: memory ran out, or its gradient overflowed.
+    """A micro-batch was undone, and its rows come again: memory ran out, or its gradient overflowed."""
 
-    Attributes:
-        index: how many micro-batches of the step were done before it.
-        rows: rows it had.
-        reason: what the allocator said, or at which loss scale it overflowed.
-    """
-
-    index: int
-    rows: int
-    reason: str
+    index: int  # how many micro-batches of the step were done before it
+    rows: int  # rows it had
+    reason: str  # what the allocator said, or at which loss scale it overflowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -111,7 +111,10 @@ def saved(node: Any, name: str) -> Any:
 
 
 def is_packed(node: Any, name: str) -> bool:
-    """Whether hooks keep what a node saved under a name, as a checkpoint's do. Where missing: False."""
+    """Whether hooks keep what a node saved under a name, as a checkpoint's do.
+
+    Where missing, as in torch 2.6: False; what the hooks give back is read then.
+    """
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
 
 
@@ -160,10 +163,7 @@ def is_mutable(overload: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place; 0 for inference tensors, which do not count. No substitute.
-
-    Writes through `.data` and by fused kernels do not count.
-    """
+    """How often a tensor was written to in place, but by `.data`; 0 for inference tensors. No substitute."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -281,10 +281,7 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
-    """A module's own tables of hooks on its forward: before, after, then flags of both. No substitute.
-
-    A hook has the same key in all of them, which no other hook has.
-    """
+    """A module's tables of hooks on its forward: before, after, then flags by their keys. No substitute."""
     return [vars(module)[name] for name in HOOKS_OF_MODULES]
 
 

@@ -87,7 +87,7 @@ def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
 
 def parts(node: object) -> list[Any] | None:
     """What a container holds: items, values or fields, in their order; None for what is no container."""
-    if isinstance(node, tuple | list):
+    if isinstance(node, (tuple, list)):  # `tuple | list` is not compiled by torch 2.6
         return list(cast("Sequence[Any]", node))
     if isinstance(node, Mapping):
         return list(cast("Mapping[Any, Any]", node).values())
@@ -96,7 +96,7 @@ def parts(node: object) -> list[Any] | None:
 
 def _places(node: Any) -> list[str]:
     """Where each of its parts stands in a container."""
-    if isinstance(node, tuple | list):
+    if isinstance(node, (tuple, list)):
         return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
     if isinstance(node, Mapping):
         return [f"[{key!r}]" for key in cast("Mapping[Any, Any]", node)]
@@ -114,7 +114,7 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
         {'x': 3, 'y': 4}
     """
     kind: Any = type(node)
-    if isinstance(node, tuple | list):
+    if isinstance(node, (tuple, list)):
         return getattr(kind, "_make", kind)  # a named tuple takes its fields one by one
     if isinstance(node, Mapping):
         known = cast("Mapping[Any, Any]", node)

@@ -28,15 +28,10 @@ from anybatch.losses import Evaluated, Loss
 
 @dataclass(frozen=True, slots=True)
 class Redone:
-    """A micro-batch that was undone: memory ran out in it, or its gradient overflowed.
+    """A micro-batch that was undone: memory ran out in it, or its gradient overflowed."""
 
-    Attributes:
-        rows: rows it had.
-        may_be_cut: whether smaller ones would do, and give the same result.
-    """
-
-    rows: int
-    may_be_cut: bool
+    rows: int  # rows it had
+    may_be_cut: bool  # whether smaller ones would do, and give the same result
 
 
 class Accumulator:
@@ -193,10 +188,7 @@ class Accumulator:
             gradients.add([*flowing.values()], [*map(cotangents.__getitem__, flowing)], 1 / scale)
 
     def _hold_beside(self) -> None:
-        """Take as much memory as the sums of a window do, beside those of an `add` that has its own.
-
-        It has its own where it is cut, and where sums are of another dtype than gradients.
-        """
+        """Take as much memory as a window's sums do, beside those that a cut or wider `add` has itself."""
         assert self.gradients is not None  # noqa: S101 - they have grown
         is_cut = self.plan.micro_batch < self.task.add_rows
         for bank in self.gradients.taken().banks.values():

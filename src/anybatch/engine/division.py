@@ -20,23 +20,16 @@ class Division:
     micro-batch that is torch's own arithmetic, bit for bit. Where it is not known before the end (late), a
     power of two near the weight of the first micro-batch stands in for it, and `factors` multiplies by that
     over the weight: powers of two change no digit, and float16 does not overflow.
-
-    Attributes:
-        coefficients: the factor of each term in the loss.
-        divisors: of each term; None where they are not known before the end.
-        provisional: what stands in for them until then.
-        is_counted: the divisors are exact without weighing the micro-batches.
-        is_divided: the sums are divided already.
-        like: dtype and device of each sum.
-        cotangents: what flows into each sum, by loss scale.
     """
 
-    coefficients: Mapping[str, float]
-    divisors: Mapping[str, Number] | None
-    provisional: Mapping[str, float]
-    is_counted: bool
-    is_divided: bool
+    coefficients: Mapping[str, float]  # the factor of each term in the loss
+    divisors: Mapping[str, Number] | None  # of each term; None where they are not known before the end
+    provisional: Mapping[str, float]  # what stands in for them until then
+    is_counted: bool  # the divisors are exact without weighing the micro-batches
+    is_divided: bool  # the sums are divided already
+    # dtype and device of each sum
     like: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict[str, Any])
+    # what flows into each sum, by loss scale
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod

@@ -71,12 +71,7 @@ class Gradients:
 
 
 class InPlace:
-    """Sums that autograd accumulates itself, in `.grad`: nothing is copied, and no hook runs.
-
-    Args:
-        parameters: whose `.grad` is None as the first micro-batch begins.
-        name: of the one bank.
-    """
+    """Sums that autograd accumulates itself, in `.grad`, which is None at first: no copies, no hooks."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], name: str = "") -> None:
         self._parameters, self._name = parameters, name
@@ -111,10 +106,8 @@ class InPlace:
     def _own_memory(self) -> None:
         """Give each new `.grad` memory of its own, before anything is added to it in place.
 
-        Where the gradients of two leaves are views of one tensor, as with `a.view(-1) + b.view(-1)`, autograd
-        lets both `.grad` share its memory, and what comes next would be added to both, twice. It may be that
-        of a cotangent, too, where a parameter reaches the loss through views only, or of what a hook has
-        returned. The largest comes last: it is then alone, and keeps the memory.
+        Autograd lets `.grad` of leaves that are views of one tensor share memory, or takes a cotangent's. The
+        largest comes last: it is then alone, and keeps the memory.
         """
         made = [p for p in self._awaited if p.grad is not None]
         for parameter in sorted(made, key=Tensor.numel):

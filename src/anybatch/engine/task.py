@@ -72,45 +72,33 @@ def _epoch_of(scheduler: Any) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """What a plan is carried out on.
-
-    Attributes:
-        modules: the modules of the model and of the loss.
-        optimizers: updated in this order.
-        schedulers: stepped once per update, after the optimizers.
-        parameters: the trainable parameters of the optimizers.
-        others: parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no
-            part in the update and is left alone.
-        batch_norms: modules in which rows meet, as they stand.
-        devices: where the parameters of the model are.
-        before_cut: called with this task, the batch, its plan and a number of rows that may fit, before a
-            batch that was not to be cut is cut after all; raises where that would change the result.
-        effects: what forwards have been seen to change.
-        masters: the float32 weights of parameters that are stored short.
-        add_rows: in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step.
-        progress: what the step counts.
-        state: of the modules, which a step notes before it begins.
-    """
+    """What a plan is carried out on."""
 
     model: nn.Module
-    modules: Sequence[nn.Module]
+    modules: Sequence[nn.Module]  # the modules of the model and of the loss
     loss: Loss
-    optimizers: Sequence[Optimizer]
-    schedulers: Sequence[LRScheduler]
-    parameters: Sequence[nn.Parameter]
+    optimizers: Sequence[Optimizer]  # updated in this order
+    schedulers: Sequence[LRScheduler]  # stepped once per update, after the optimizers
+    parameters: Sequence[nn.Parameter]  # the trainable parameters of the optimizers
+    # parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no part in the
+    # update and is left alone
     others: Sequence[nn.Parameter]
-    batch_norms: Sequence[BatchNorm]
-    devices: Set[torch.device]
+    batch_norms: Sequence[BatchNorm]  # modules in which rows meet, as they stand
+    devices: Set[torch.device]  # where the parameters of the model are
     listeners: Sequence[Listener]
+    # called with this task, the batch, its plan and a number of rows that may fit, before a batch that was
+    # not to be cut is cut after all; raises where that would change the result
     before_cut: BeforeCut = lambda task, batch, plan, rows: None
-    effects: Effects = field(default_factory=Effects)
+    effects: Effects = field(default_factory=Effects)  # what forwards have been seen to change
+    # the float32 weights of parameters that are stored short
     masters: Masters = field(default_factory=Masters)
     scale: LossScale = field(default_factory=lambda: LossScale(Precision()))
     strategy: Strategy = field(default_factory=Single)
-    progress: Progress = field(default_factory=Progress)
+    progress: Progress = field(default_factory=Progress)  # what the step counts
     observers: Sequence[Observer] = ()
+    # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
     add_rows: int = 0
-    state: ModuleState = field(init=False)
+    state: ModuleState = field(init=False)  # of the modules, which a step notes before it begins
     everyone: Sequence[nn.Parameter] = field(init=False)
     reached: Sequence[nn.Parameter] = field(init=False)  # not ours, but backward may reach them
     trained: Set[nn.Parameter] = field(init=False)

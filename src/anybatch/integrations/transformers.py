@@ -24,23 +24,14 @@ ROUTER_ADVICE = "Set model.config.output_router_logits = False, or do not cut th
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterLoss:
-    """One call of a model's router loss.
+    """One call of a model's router loss."""
 
-    Attributes:
-        function: what was called, of the modeling file.
-        gates: the router's scores of each layer, (tokens, experts).
-        mask: the attention mask of these tokens, (rows, length); None where all count.
-        settings: the other arguments.
-        value: what the model got.
-        node: the place of the value in autograd's graph.
-    """
-
-    function: Any
-    gates: tuple[Tensor, ...]
-    mask: Tensor | None
-    settings: Mapping[str, Any]
-    value: Tensor
-    node: Node | None
+    function: Any  # what was called, of the modeling file
+    gates: tuple[Tensor, ...]  # the router's scores of each layer, (tokens, experts)
+    mask: Tensor | None  # the attention mask of these tokens, (rows, length); None where all count
+    settings: Mapping[str, Any]  # the other arguments
+    value: Tensor  # what the model got
+    node: Node | None  # the place of the value in autograd's graph
 
     def detached(self) -> "RouterLoss":
         """The same call without its graph."""
@@ -120,15 +111,10 @@ def with_own_cache(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnCache:
-    """A cache of which every run of a layer gets a copy.
+    """A cache of which every run of a layer gets a copy."""
 
-    Attributes:
-        cache: as it was when the layer was called; nobody writes to it.
-        others: what belongs to other layers, by id.
-    """
-
-    cache: Any
-    others: Mapping[int, Any]
+    cache: Any  # as it was when the layer was called; nobody writes to it
+    others: Mapping[int, Any]  # what belongs to other layers, by id
 
 
 def _cache_layers(cache: Any) -> list[tuple[int, Any]]:

@@ -16,17 +16,11 @@ from anybatch.precision import FIRST_SCALE
 
 
 class Seen(NamedTuple):
-    """What the function sees of some rows.
+    """What the function sees of some rows."""
 
-    Attributes:
-        outputs: the tensors that the model returned.
-        build: puts them back into the nest they came in.
-        targets: what follows them.
-    """
-
-    outputs: tuple[Tensor, ...]
-    build: tree.Build
-    targets: tuple[Any, ...]
+    outputs: tuple[Tensor, ...]  # the tensors that the model returned
+    build: tree.Build  # puts them back into the nest they came in
+    targets: tuple[Any, ...]  # what follows them
 
     @property
     def rows(self) -> int:
@@ -45,12 +39,7 @@ class Seen(NamedTuple):
 
 
 def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Part a micro-batch into the model's inputs and the loss's targets, if there are any.
-
-    Example:
-        >>> part(nn.Linear(1, 1), (1, 2)), part(nn.Bilinear(1, 1, 1), (1, 2))
-        ((1, (2,)), ((1, 2), ()))
-    """
+    """Part a micro-batch into the model's inputs and the loss's targets, if there are any."""
     if isinstance(micro, Tensor):
         return micro, ()
     if isinstance(micro, tuple | list):
@@ -120,22 +109,16 @@ def _concatenated(parts: Sequence[Tensor], what: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """The gradient of a loss with respect to the outputs of all rows, and to parameters of its own.
+    """The gradient of a loss with respect to the outputs of all rows, and to parameters of its own."""
 
-    Attributes:
-        value: the loss, a scalar.
-        weight: what is reported as its weight.
-        rows: how many rows there are.
-        outputs: what the first pass saw: one entry per row in the first axis, or scalars that all rows share.
-        cotangents: the gradient with respect to each of them, of the same shape; None where there is none.
-        parameters: those that the loss itself depends on, each with its gradient.
-    """
-
-    value: Tensor
-    weight: Number
-    rows: int
+    value: Tensor  # the loss, a scalar
+    weight: Number  # what is reported as its weight
+    rows: int  # how many rows there are
+    # what the first pass saw: one entry per row in the first axis, or scalars that all rows share
     outputs: tuple[Tensor, ...]
+    # the gradient with respect to each of them, of the same shape; None where there is none
     cotangents: tuple[Tensor | None, ...]
+    # those that the loss itself depends on, each with its gradient
     parameters: tuple[tuple[Tensor, Tensor], ...] = ()
     # How far the second pass is from the first, where it has come to.
     _drifts: list[Tensor] = field(default_factory=list[Tensor], init=False, repr=False)
@@ -143,8 +126,7 @@ class Pull:
     def into(self, outputs: Sequence[Tensor], start: int, stop: int) -> Tensor:
         """A scalar whose backward sends into the outputs of these rows what belongs to them.
 
-        What belongs to no row (a scalar output, a parameter of the loss) is sent with the first rows, once;
-        so is the value: the scalars of all micro-batches add up to the loss.
+        What belongs to no row, the value too, is sent with the first rows, once.
         """
         sent = [
             (output, flow[start:stop] if flow.dim() else flow)
@@ -160,11 +142,7 @@ class Pull:
         return cast("Tensor", _Send.apply(value, flows, *targets))
 
     def check(self, outputs: Sequence[Tensor], start: int, stop: int) -> None:
-        """Note how far the outputs are from those of the first pass; with the last rows, look.
-
-        Raises:
-            LossError: the second pass did not repeat the first.
-        """
+        """Note how far outputs are from those of the first pass; with the last rows, refuse what differs."""
         before = [output[start:stop] if output.dim() else output for output in self.outputs]
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != [tuple(output.shape) for output in before]:
@@ -181,10 +159,7 @@ _FALL = 16  # how much smaller the next scale is: float16 has room, and each one
 
 
 def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
-    """The gradient with respect to every leaf the value depends on: outputs, and parameters wherever held.
-
-    Where float16 is on the way it is taken at a scale at which nothing vanishes, and is float32 without it.
-    """
+    """The gradient with respect to every leaf; scaled and in float32 where float16 is on the way."""
     is_leaf = value.grad_fn is None and value.requires_grad
     nodes: list[Any] = [node for node in nodes_behind(value.grad_fn) if hasattr(node, "variable")]
     leaves: list[Tensor] = [value] if is_leaf else [node.variable for node in nodes]

@@ -76,12 +76,7 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on a tensor, a tuple (positional) or a mapping (keywords), and return what it returns.
-
-    Example:
-        >>> call(nn.Identity(), (1,)), call(nn.Identity(), {"input": 2})
-        (1, 2)
-    """
+    """Call the model on a tensor, a tuple (positional) or a mapping (keywords); return what it returns."""
     if isinstance(inputs, tuple | list):
         return model(*cast("tuple[Any, ...]", inputs))
     if isinstance(inputs, Mapping):
@@ -106,12 +101,7 @@ def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 
 
 def module_in(function: object) -> nn.Module:
-    """The module that a function is, belongs to or wraps; an empty one if there is none.
-
-    Example:
-        >>> module_in(nn.MSELoss()), module_in(nn.MSELoss().forward), module_in(print)
-        (MSELoss(), MSELoss(), Identity())
-    """
+    """The module that a function is, belongs to or wraps; an empty one if there is none."""
     held = function.func if isinstance(function, partial) else function
     held = held.__self__ if ismethod(held) else held
     return held if isinstance(held, nn.Module) else nn.Identity()

@@ -96,21 +96,13 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Losses:
-    """A valid row adds `mass * logsumexp(logits) - hard * logits[target] - spread @ logits` to the sum.
+    """A valid row adds `mass * logsumexp(logits) - hard * logits[target] - spread @ logits` to the sum."""
 
-    Attributes:
-        target: (rows,), 0 where it is ignored.
-        valid: (rows,), 1 or, where the target is ignored, 0.
-        hard: (rows,), the factor of the target's own class.
-        mass: (rows,), the sum of the factors of all classes.
-        spread: (classes,), what label smoothing gives to each class; None without.
-    """
-
-    target: Tensor
-    valid: Tensor
-    hard: Tensor
-    mass: Tensor
-    spread: Tensor | None
+    target: Tensor  # (rows,), 0 where it is ignored
+    valid: Tensor  # (rows,), 1 or, where the target is ignored, 0
+    hard: Tensor  # (rows,), the factor of the target's own class
+    mass: Tensor  # (rows,), the sum of the factors of all classes
+    spread: Tensor | None  # (classes,), what label smoothing gives to each class; None without
 
     def rows(self, start: int, end: int) -> "_Losses":
         part = slice(start, end)
@@ -213,10 +205,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _rows(weight: Tensor, tokens: int, wide: torch.dtype) -> int:
-    """Rows of a block: some MiB of logits, and in wide layers more, up to an eighth of the tokens.
-
-    Each block adds to the gradient of the weight; half as many rows as that gradient is wide keep that cheap.
-    """
+    """Rows of a block: some MiB of logits, more in wide layers, as each adds to the weight's gradient."""
     classes, width = weight.shape
     most = max(_BLOCK_BYTES // max(1, classes * wide.itemsize), min(width // 2, tokens // 8))
     return max(_ROWS_STEP, most // _ROWS_STEP * _ROWS_STEP)

@@ -11,14 +11,10 @@ from anybatch.core import Batch, Cut, Number
 
 
 class Evaluated(NamedTuple):
-    """The terms of one micro-batch.
+    """The terms of one micro-batch."""
 
-    Attributes:
-        sums: the summed loss of each named term, scalars that carry the graph.
-        weigh: counts the weight of each term. Called only where the weights of the whole batch are not known.
-    """
-
-    sums: Mapping[str, Tensor]
+    sums: Mapping[str, Tensor]  # the summed loss of each named term, scalars that carry the graph
+    # counts the weight of each term. Called only where the weights of the whole batch are not known.
     weigh: Callable[[], Mapping[str, Number]]
 
 
@@ -104,18 +100,7 @@ NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Plain:
-    """What most losses answer: one term, and the same loss for all rows, cut or not.
-
-    Example:
-        >>> class Constant(Plain):
-        ...     divided = True
-        ...     def evaluate(self, model, micro):
-        ...         return Evaluated({"loss": Tensor([0.0])}, lambda: {"loss": 1})
-        >>> loss = Constant()
-        >>> with loss.along(None, [2, 2], nn.Identity(), lambda: None) as share:
-        ...     share(2, 4) is loss.uncut() is loss
-        True
-    """
+    """What most losses answer: one term, and the same loss for all rows, cut or not."""
 
     __slots__ = ()
 

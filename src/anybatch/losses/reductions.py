@@ -16,42 +16,30 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How losses of one kind are summed and weighed.
+    """How losses of one kind are summed and weighed."""
 
-    Attributes:
-        weigh: the weight under `reduction="mean"`, from the settings, the loss's arguments and its targets.
-        counted: the weight depends on values, so it is counted on the whole batch; otherwise the losses are
-            as many as they weigh, the same for every row.
-        shape_tells: False where `weigh` cannot say how many losses there will be (a distance of one's own).
-        terms: turns the unreduced losses into what is summed.
-        arrange: puts the model's outputs and the targets into the order of the loss's arguments.
-        arguments: how many tensors the loss compares.
-        has_target: False where all of them come from the model.
-        per_row: names of settings that may hold one entry per row, and are cut along with the batch then.
-        reductions: those that give one number.
-        broadcasts: the output and the target have the same axes, where torch may broadcast one of size 1.
-        axes: as few as the output may have; with fewer, torch takes all rows for one.
-    """
-
+    # the weight under `reduction="mean"`, from the settings, the loss's arguments and its targets
     weigh: Callable[[Settings, Arguments, Arguments], Number]
+    # the weight depends on values, so it is counted on the whole batch; otherwise the losses are as many as
+    # they weigh, the same for every row
     counted: bool = False
+    # False where `weigh` cannot say how many losses there will be (a distance of one's own)
     shape_tells: bool = True
+    # turns the unreduced losses into what is summed
     terms: Callable[[Tensor, Arguments], Tensor] = lambda losses, arguments: losses
+    # puts the model's outputs and the targets into the order of the loss's arguments
     arrange: Callable[[Arguments, Arguments], Arguments] = lambda outputs, targets: (*outputs, *targets)
-    arguments: int = 2
-    has_target: bool = True
+    arguments: int = 2  # how many tensors the loss compares
+    has_target: bool = True  # False where all of them come from the model
+    # names of settings that may hold one entry per row, and are cut along with the batch then
     per_row: tuple[str, ...] = ()
-    reductions: tuple[str, ...] = ("mean", "sum")
+    reductions: tuple[str, ...] = ("mean", "sum")  # those that give one number
+    # the output and the target have the same axes, where torch may broadcast one of size 1
     broadcasts: bool = False
-    axes: int = 0
+    axes: int = 0  # as few as the output may have; with fewer, torch takes all rows for one
 
     def keeps_rows_apart(self, arguments: Arguments) -> bool:
-        """Whether row i is compared with row i only: torch broadcasts from the last axis, rows are the first.
-
-        Example:
-            >>> ELEMENTS.keeps_rows_apart((torch.ones(8, 1), torch.ones(8)))
-            False
-        """
+        """Whether row i meets row i only: torch broadcasts from the last axis, rows are the first."""
         first, *others = [one for one in arguments if isinstance(one, Tensor)] or [torch.ones(1, 1, 1)]
         if first.dim() < self.axes:
             return False

@@ -99,11 +99,7 @@ def _truth(func: Any, args: Sequence[Any]) -> bool | None:
 
 
 def _count(func: Any, args: Sequence[Any]) -> int | None:
-    """The sum of many numbers is how many they are, as if each was 1; what is computed from it is the same.
-
-    Nothing is known of what is computed from 0 but by adding: a weight that came to 0 would leave all
-    parameters without a gradient.
-    """
+    """The sum of many numbers, as if each was 1: a weight that came to 0 would leave no gradient."""
     each = likely_value(args[0])
     if func in _SUMS:
         return 0 if each is False else args[0].numel()
@@ -185,9 +181,9 @@ class FakeMode(private.FakeTensorMode):
             raise
         except Exception as error:
             raise TraceError(
-                f"Expected {what} that runs on fake tensors, got {type(error).__name__} from "
-                f"{self.culprit or what}: {error}. Shapes that depend on values, values taken out of "
-                f"tensors and code that is not Python cannot be traced; {instead}."
+                f"Expected {what} that can be traced, got {type(error).__name__} from "
+                f"{self.culprit or what}: {str(error).partition(chr(10))[0][:80]}. Shapes and values taken "
+                f"from tensors, and code that is not Python, cannot be traced; {instead}."
             ) from error
         finally:
             _LOG.removeFilter(is_no_error)

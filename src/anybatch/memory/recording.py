@@ -118,9 +118,8 @@ def find_owners(
 ) -> list[int]:
     """Whose each storage is: known, or told from when it began and when it ended.
 
-    Made in a forward or a loss: an activation if it is alive when a backward begins. Made in a backward: a
-    gradient if it is alive after it. Made in a rebuilt forward: an activation if it outlives that. What is
-    gone before is workspace.
+    An activation is alive when a backward begins, or outlives a rebuilt forward; a gradient outlives the
+    backward that made it. What is gone before is workspace.
     """
     begins: list[int] = []
     ends: dict[int, int] = {}

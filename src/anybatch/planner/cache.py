@@ -36,19 +36,14 @@ COLLATED_AT_ONCE = 8  # rows, when only their shapes are wanted
 
 
 def round_up(size: int) -> int:
-    """The next of four sizes per doubling.
-
-    Example:
-        >>> [round_up(size) for size in (3, 65, 80, 81, 511)]
-        [3, 80, 80, 96, 512]
-    """
+    """The next of four sizes per doubling."""
     step = max(1, 1 << max(0, size.bit_length() - 3))
     return -(-size // step) * step
 
 
 def shaped(shape: Shape, batch: Batch) -> Batch:
     """A batch like this one with rows of another shape, that holds no memory: for tracing only."""
-    few = batch.head(1)
+    few = batch.only(range(1))
     nest = tree.flatten(few.whole if few.whole is not None else next(few.cut(1)))
     leaves = [
         torch.zeros((1, *sizes), dtype=leaf.dtype, device=leaf.device)
@@ -72,8 +67,8 @@ def longest(batch: SampleBatch) -> Shape:
     for shape in shapes:
         if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
             raise BatchError(
-                f"Expected collate to return tensors of the same kinds for all rows, got {shape} after "
-                f"{shapes[0]}. Return the same nest each time."
+                "Expected collate to return tensors of the same kinds for all rows, got "
+                f"{str(shape)[:80]} after {str(shapes[0])[:80]}. Return the same nest each time."
             )
     return tuple(
         (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
@@ -89,13 +84,7 @@ HOPELESS = 1.3  # times the fastest, after which a plan is not tried again
 
 
 class Race:
-    """Which of several plans is fastest, found out in steps that are made anyway.
-
-    All of them give the same result, up to the order of additions, so no step is wasted.
-
-    Args:
-        plans: at least one, the likeliest first.
-    """
+    """Which of several plans, the likeliest first, is fastest; found out in steps that are made anyway."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
         self._seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}

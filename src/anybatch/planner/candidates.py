@@ -153,12 +153,7 @@ class Candidates:
         return mixture.least_seconds(request.budget, may_move="offload" in self.unrecorded)
 
     def trace(self, plan: Plan) -> Trace:
-        """One plan as it is; measured on real rows where it cannot be traced.
-
-        Raises:
-            TraceError: it cannot, and the device is not here.
-            OutOfMemoryError: not even one of its rows could be measured.
-        """
+        """One plan as it is; measured on real rows where it cannot be traced."""
         if plan not in self._traces:
             self._traces[plan] = found = self._traced(plan)
             self._idle = found.idle

@@ -17,15 +17,10 @@ _KEPT_AS = {"recompute": "forward"}  # the phase in which a kept step does the s
 
 
 def resized(recording: Recording, here: Recording, there: Recording) -> Recording | None:
-    """What a recording would be with micro-batches of another size.
+    """What a recording would be with micro-batches of another size; None where sizes do not tell.
 
-    A block that is rebuilt or moved makes storages of the sizes that it makes where it is kept. So how a size
-    grows with the rows need not be recorded once more for each policy: two recordings of the kept step tell.
-    What a policy does only with large storages it is taken to do with their like at the other size, too.
-
-    Returns:
-        The recording; None where sizes do not tell, because the kept step has no such size, or has two that
-        are equal in one recording and not in the other.
+    A block that is rebuilt or moved makes storages of the sizes that it makes where it is kept, so two
+    recordings of the kept step tell how a size grows with the rows.
     """
     sizes: dict[int, set[int]] = defaultdict(set)
     for one, other in ((here.before, there.before), (here.after, there.after)):
@@ -164,11 +159,7 @@ class Recorded:
         return len(lengths) == 1 and [part.start for part in one] == [part.start for part in other]
 
     def under_policy(self, recording: Recording) -> "Recorded | None":
-        """The same step under another policy, of which only the second size was recorded.
-
-        Returns:
-            None where the sizes of storages here do not tell those at the first size.
-        """
+        """The same step under a policy recorded at the second size only; None where that does not tell."""
         if not self.is_aligned:
             return None
         there, here = self.recordings
@@ -283,12 +274,7 @@ def _times(segment: Segment, later: float) -> Segment:
 
 
 class PolicyRecordings:
-    """The recordings of one step under each policy, and what they say of all mixtures and sizes.
-
-    Args:
-        recorded: of each policy, "keep" among them.
-        update: where the update is to be taken from, if not from each recording itself.
-    """
+    """The recordings of one step by policy, "keep" among them; what they say of mixtures and sizes."""
 
     def __init__(self, recorded: Mapping[str, Recorded], update: Recorded | None = None) -> None:
         self._recorded, self._update = recorded, update
@@ -327,10 +313,7 @@ class PolicyRecordings:
         return Mixture(start=input_bytes, segments=segments, outputs=outputs)
 
     def _is_moved_alike(self, policy: str, share: float) -> bool:
-        """Whether a policy moves at this size nearly all that it moves where it was recorded.
-
-        What is smaller than `offload.SMALLEST` stays, so its bytes are no line in the rows.
-        """
+        """Whether a policy moves nearly all that it moved where it was recorded: what is small stays."""
         others = self._others.get(policy, {}).values()
         sizes = [(alloc.bytes_at(share), max(alloc.bytes)) for one in others for _, alloc in one]
         stays = sum(size for size, known in sizes if size < offload.SMALLEST <= known)
@@ -401,10 +384,7 @@ class PolicyRecordings:
                         self._add_other(policy, made, alloc.ends, alloc)
 
     def _is_moved(self, same: Mapping[str, Allocation], policy: str) -> bool:
-        """Whether one block holds it until its own backward, but under one policy lets it go in a forward.
-
-        What more than one holds is not: how long they do depends on the policies of all of them.
-        """
+        """Whether one block alone holds it until its backward, but a policy lets it go in a forward."""
         places = self._places
         ends = {one.ends if one.ends < len(places) else -1 for other, one in same.items() if other != policy}
         last = same[policy].ends

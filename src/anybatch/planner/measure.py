@@ -107,17 +107,12 @@ class NoUpdate(Optimizer):
 def measure_step(plan: Plan, task: Task, batch: Batch, *, idle: Set[nn.Parameter] = frozenset()) -> Trace:
     """Measure a step that cannot be traced: really run, on the device of the model, and taken back.
 
-    Forward, loss and backward are real, of two micro-batches at most, so take a plan of small ones; the
-    update is run on fake tensors, as no update can be undone. Everything is as before afterwards.
-
-    Raises:
-        AnybatchError: whatever such a step raises.
-        OutOfMemoryError: memory ran out.
-        PlanError: there are sparse gradients.
+    Forward, loss and backward are real, of two micro-batches at most; the update, which cannot be undone, is
+    run on fake tensors.
     """
     rows = min(plan.rows, 2 * plan.micro_batch, batch.rows)
     small = replace(plan, rows=rows, micro_batch=min(plan.micro_batch, rows), cut=())
-    head = batch if rows == batch.rows else batch.head(rows)
+    head = batch if rows == batch.rows else batch.only(range(rows))
     update, state, made = trace_update(plan, task, idle, leaves_of(head))
     parameters, no_update = [*task.parameters, *task.others], NoUpdate(task.parameters)
     with (
@@ -183,7 +178,7 @@ ROUNDS = 5
 def repeated(batch: Batch, rows: int) -> Batch:
     """A batch of so many rows: the first ones, from the start again where there are not enough."""
     if rows <= batch.rows:
-        return batch.head(rows)
+        return batch.only(range(rows))
     if isinstance(batch, SampleBatch):
         return SampleBatch([batch.given[row % batch.rows] for row in range(rows)], batch.collate)
     places = torch.arange(rows) % batch.rows
@@ -191,14 +186,10 @@ def repeated(batch: Batch, rows: int) -> Batch:
 
 
 def seconds_per_row(plans: Sequence[Plan], task: Task, batch: Batch, *, limit_s: float) -> list[float | None]:
-    """Median seconds per row of forward and backward under each plan, without the update.
+    """Median seconds per row of forward and backward under each plan; None where memory or time ran out.
 
-    A cut plan is timed on two micro-batches, so that adding to gradients which are there already is part of
-    it. The plans take turns, so that a busy moment of the machine hits all of them. They run on copies of
-    the rows. Model, buffers, gradients, random streams and what else a forward reaches are as before.
-
-    Returns:
-        Seconds per row for each plan; None for those that were not reached, or ran out of memory.
+    A cut plan is timed on two micro-batches, so that adding to gradients is part of it. The plans take turns.
+    They run on copies of the rows; all that a forward reaches is put back.
     """
     alone = task.aside(optimizers=())
     reached = reached_by(alone, batch)

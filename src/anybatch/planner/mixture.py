@@ -59,17 +59,8 @@ class Output:
 class Mixture:
     """Steps that differ only in the policy of all their blocks, segment by segment.
 
-    A block evaluates on its own: what it leaves alive for its backward, and what its backward needs for a
-    moment, depends on its own policy and not on that of the others. So bytes of any mixture are sums of those
-    of the pure steps, but for outputs, which the block itself or the next one holds, or both: they are
-    counted one by one.
-
-    Example:
-        >>> def of(net, peak):
-        ...     return [Segment(block="a", place=("forward", 0), net=net, peak=peak)]
-        >>> mixture = Mixture(start=10, segments={"keep": of(5, 6), "recompute": of(1, 6)})
-        >>> mixture.peak({}), mixture.blocks
-        (16, ('a',))
+    What a block leaves alive, and needs for a moment, depends on its own policy only. So bytes of any mixture
+    are sums of those of the pure steps, but for outputs, which are counted one by one.
     """
 
     start: int  # bytes alive before the first segment
@@ -130,9 +121,7 @@ class Mixture:
     def least_seconds(self, budget: int, *, may_move: bool = False) -> float:
         """Seconds that hardly any choice within the budget stays below, also of policies not recorded here.
 
-        Who frees all that a block leaves for its backward does its forward again, but for products that may
-        be kept: what is cheap in it, at least, or what a policy takes that is known. Bytes are freed where
-        that costs least, down to the last one, as in the continuous knapsack problem.
+        Bytes are freed where that costs least, down to the last one, as in the continuous knapsack problem.
         """
         left = dict.fromkeys(self.blocks, 0)  # bytes, of one micro-batch
         spent = dict.fromkeys(self.blocks, 0.0)  # seconds, of all of them
@@ -170,11 +159,7 @@ class Mixture:
 
 
 def fastest(mixture: Mixture, budget: int) -> dict[str, str] | None:
-    """The policies of the blocks with which a step fits into the budget; None if none was found.
-
-    Bytes are freed where that costs the fewest seconds per byte, until the step fits: greedy, as in the
-    knapsack problem. What turns out not to be needed is undone.
-    """
+    """Policies with which a step fits into the budget, by seconds per byte freed; None if none was found."""
     choice = next((one for one in cheapest_first(mixture) if mixture.peak(one) <= budget), None)
     if choice is None:
         choice = smallest(mixture)
@@ -195,10 +180,7 @@ def smallest(mixture: Mixture) -> dict[str, str]:
 
 
 def cheapest_first(mixture: Mixture) -> Iterator[dict[str, str]]:
-    """From the kept step on, each with one block changed: the one that frees bytes at the peak most cheaply.
-
-    No block gets a policy twice, so there is an end.
-    """
+    """From the kept step on, each with one more block changed: what frees bytes at the peak most cheaply."""
     moments = bytes_by_choice(mixture)
     seconds = {
         (block, policy): mixture.more_seconds(block, policy)

@@ -26,23 +26,14 @@ from anybatch.recompute import find_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One plan, and what it costs.
+    """One plan, and what it costs."""
 
-    Attributes:
-        plan: what would be carried out.
-        peak: the most bytes alive at any moment.
-        seconds: of one update.
-        source: where the bytes are from: "composed" of other steps, "predicted" or "measured".
-        measured: whether the seconds were measured.
-        ledger: where the bytes go, if this very plan was looked at.
-    """
-
-    plan: Plan
-    peak: int
-    seconds: float
-    source: str
-    measured: bool = False
-    ledger: Ledger | None = None
+    plan: Plan  # what would be carried out
+    peak: int  # the most bytes alive at any moment
+    seconds: float  # of one update
+    source: str  # where the bytes are from: "composed" of other steps, "predicted" or "measured"
+    measured: bool = False  # whether the seconds were measured
+    ledger: Ledger | None = None  # where the bytes go, if this very plan was looked at
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the ledger."""
@@ -155,49 +146,48 @@ def _table(options: Sequence[Option]) -> list[str]:
 
 
 _LITTLE = 0.01  # of the peak: what frees less is not worth a choice that changes the result
+_LONGEST = 300  # characters of the message
 
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
-    """The error that says why nothing fits."""
-    held = least.ledger.largest(4) if least.ledger else ()
-    holders = ", ".join(
-        f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
-        for one in held
-    )
-    ways = suggestions(least.ledger, batch_norms, cut_refused, least.plan.precision)
-    told = " ".join(ways) or "Allow that much, or make rows smaller or the model."
-    largest = (
-        f"Largest first: {holders}."
-        if held
-        else "It was not run, being over the budget, or memory ran out in it."
-    )
+    """The error that says why nothing fits, and names as many of the largest holders as there is room for."""
     is_known = least.source == "predicted"  # what was measured need not be all that could be tried
-    near = "" if is_known else "about " if held or least.source == "composed" else "at least "
-    return BudgetError(
-        f"Expected a plan within {format_bytes(budget)}, got none: the smallest budget for a batch of "
-        f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), with "
-        f"{counted(least.plan.micro_batch, 'row')} at a time. {largest} {told}",
-        smallest=least.peak,
-        ledger=least.ledger,
+    near = "" if is_known else "about " if least.ledger or least.source == "composed" else "at least "
+    told = (
+        f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
+        f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), "
+        f"{counted(least.plan.micro_batch, 'row')} at a time."
     )
+    ways = " ".join(_ways_out(least.ledger, batch_norms, cut_refused, least.plan.precision))
+    ways = ways or "Allow that much, or use a smaller model or smaller rows."
+    if least.ledger is None:
+        told = f"{told} This plan was not run, as it is over the budget or ran out of memory."
+    held = [
+        f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
+        for one in (least.ledger.largest(4) if least.ledger else ())
+    ]
+    while held and len(f"{told} Largest: {', '.join(held)}. {ways}") > _LONGEST:
+        held.pop()
+    told = f"{told} Largest: {', '.join(held)}." if held else told
+    return BudgetError(f"{told} {ways}", smallest=least.peak, ledger=least.ledger)
 
 
-def suggestions(
+def _ways_out(
     ledger: Ledger | None, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
 ) -> list[str]:
     """What would free bytes but changes the result, and so is the caller's to choose."""
     held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
     if cut_refused:
-        ways.append(f"The batch may not be cut: {cut_refused}")
+        ways.append(f"The batch may not be cut: {cut_refused.rstrip('.')}.")
     if batch_norms and cut_refused:
-        ways.append("With ab.batch_norm_to_group_norm(model), or batch_norm=..., it may be cut.")
+        return [*ways, "To allow it, pass batch_norm=... or call ab.batch_norm_to_group_norm(model)."]
     state = held.get("optimizer state", 0) * 3 / 4
     if state > little:
-        ways.append(f"8-bit optimizer states would free about {format_bytes(state)}.")
+        ways.append(f"8-bit optimizer states free about {format_bytes(state)}.")
     half = held.get("activations", 0) / 2
     if half > little and not precision.is_short:
-        ways.append(f'Activations in 16 bits, precision="bf16-mixed", would free up to {format_bytes(half)}.')
+        ways.append(f'precision="bf16-mixed" frees up to {format_bytes(half)}.')
     return ways
 
 

@@ -31,15 +31,9 @@ _CHEAP_FIRST = ("offload", *RERUN)
 def choose(request: Request) -> PlanReport:
     """Answer a request.
 
-    Every size of the micro-batch that makes another number of them is considered; at each, blocks free bytes
-    where that costs the fewest seconds per byte. The bytes are those of a few traced steps, composed. The
+    At every size of the micro-batch, blocks free bytes where that costs the fewest seconds per byte. The
     plan that is chosen is traced as it is, and the next one taken if it is over the budget. What cannot be
     traced is really run, and no run is made that is known beforehand to go over the budget.
-
-    Raises:
-        BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
-        TraceError: it cannot be traced, and the device is not here to measure it.
-        PlanError: there are sparse gradients, whose bytes nobody can foretell.
     """
     if request.depends_on_cut and not takes_single_rows(request):
         request = replace(request, fewest=2)
@@ -274,11 +268,7 @@ def _measured(request: Request, limit: int, measure: Callable[..., Option]) -> l
 
 
 def _grown(sizes: Sequence[int], limit: int, measure: Callable[[int], Option]) -> list[Option]:
-    """What fits, largest first, really run from the smallest size on.
-
-    Each next size is at most twice as large, and still within the limit if bytes grow as fast as they have.
-    Where there is none as small as that, others lead up to it.
-    """
+    """What fits, largest first, really run from the smallest size on, each next at most twice as large."""
     fitting: list[Option] = []
     steps, step = list(sizes), LOW
     while sizes and step < min(sizes):
@@ -314,8 +304,7 @@ def _is_good(found: Sequence[Option], least: float, device: Device) -> bool:
 def _ordered(options: list[Option], kind: str) -> list[Option]:
     """Fastest first. On the host, of those that no estimate can tell apart, the smallest first.
 
-    There more rows at a time save little, and what is too large for the allocator to keep comes in fresh
-    pages each time: GPT-2 small with 8 x 512 tokens takes 1.6 times as long at once as row by row.
+    What is too large for the allocator to keep there comes in fresh pages each time.
     """
     found = sorted(options, key=lambda option: (option.seconds, -option.plan.micro_batch))
     if kind != "cpu" or not found or found[0].measured:

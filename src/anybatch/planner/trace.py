@@ -38,10 +38,7 @@ def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
-    """Rows of the micro-batches that are run: of many alike only the first, a middle one and the last.
-
-    With compensated sums the second micro-batch is special too: from there on errors are carried along.
-    """
+    """Rows of the micro-batches that are run: of many alike the first, one between and the last."""
     needed = 4 if plan.compensated else 3
     if plan.cut or plan.micro_batches <= needed or not is_one_pass(loss, model):
         return plan.sizes
@@ -56,14 +53,7 @@ def is_one_pass(loss: Loss, model: nn.Module) -> bool:
 
 
 def is_linear_in_rows(loss: Loss, model: nn.Module) -> bool:
-    """Whether the bytes of a micro-batch are a straight line in its rows, so that two sizes tell all others.
-
-    Not where rows meet in the loss; nor in recurrent layers, whose workspace only their kernel knows.
-
-    Example:
-        >>> is_linear_in_rows(Terms(print), nn.LSTM(2, 2)), is_linear_in_rows(Terms(print), nn.Linear(2, 2))
-        (False, True)
-    """
+    """Whether bytes are a straight line in rows: not where rows meet in the loss, nor in recurrent layers."""
     return is_one_pass(loss, model) and not any(isinstance(one, nn.RNNBase) for one in model.modules())
 
 
@@ -78,7 +68,7 @@ def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch,
     if traced == rows:
         return full, leaves
     # Torch's losses count their weights on the whole batch; what others count must be of the rows that run.
-    return _Head(full, traced) if isinstance(loss, SummedLoss) else full.head(traced), leaves
+    return _Head(full, traced) if isinstance(loss, SummedLoss) else full.only(range(traced)), leaves
 
 
 def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
@@ -106,13 +96,13 @@ class _Head(TensorBatch):
     __slots__ = ()
 
     def __init__(self, full: TensorBatch, rows: int) -> None:
-        super().__init__(full.head(rows).whole)
+        super().__init__(full.only(range(rows)).whole)
         self.given = self.whole = full.whole
 
 
 def _collated(batch: Batch, rows: int) -> Batch:
     """Samples whose micro-batches are made one by one, as `collate` makes them, but of fakes."""
-    head = batch.head(min(batch.rows, rows))
+    head = batch.only(range(min(batch.rows, rows)))
     nest = tree.flatten(next(head.cut(head.rows)))
 
     def collate(samples: list[Any]) -> Any:
@@ -171,13 +161,11 @@ def trace(
 ) -> Trace:
     """Run one step on fake tensors, with the optimizer's state as it is from the second step on.
 
-    It is the code of a real step, without schedulers and listeners. Of many micro-batches of one size only
-    the first, one in the middle and the last are run, if each calls the model as often. Model, optimizers,
-    gradients and random streams are as before. A branch on values goes one way: see `FakeMode`.
+    Of many micro-batches of one size only the first, one in the middle and the last are run, if each calls
+    the model as often. All is as before afterwards. A branch on values goes one way: see `FakeMode`.
 
     A device that is not there is approximated: sizes are rounded up as its allocator does, optimizers update
-    all parameters at once (foreach) where they would there, and the kernels are the CPU's. Attention is the
-    flash kernel's, and workspaces of cuBLAS and cuDNN are not counted.
+    all parameters at once (foreach) where they would there, and the kernels are the CPU's.
 
     Raises:
         TraceError: it cannot be run without values, for instance because shapes depend on them.
@@ -231,15 +219,7 @@ def run_on_fakes(
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
     """What was seen, who got no gradient, and whether state was made for any of those.
 
-    Args:
-        plan: of the rows that are run.
-        rows: of the logical batch.
-        task: what it is carried out on.
-        batch: gives shapes and dtypes of the rows.
-        target: the device that is planned for.
-        modules: all that may hold tensors.
-        idle: parameters that get no gradient, and so have no state.
-        run: a step, or what else is to be seen.
+    `rows` is the logical batch's, the plan has those that are run; `idle` parameters have no state.
     """
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:

@@ -31,12 +31,7 @@ class Working:
 def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
     """Bring a model into a precision, see `lower`, and optimizers with it.
 
-    Their 16-bit state of weights that they will update in float32 becomes float32. From now on they load
-    states without rounding them.
-
-    Example:
-        >>> at_work(nn.Linear(2, 1), "fp16-mixed", []).scale.value
-        65536.0
+    Their 16-bit state of weights that they will update in float32 becomes float32, now and when it is loaded.
     """
     chosen, known = find_precision(precision), list(optimizers)
     trained = [p for one in known for g in one.param_groups for p in g["params"]]
@@ -72,12 +67,6 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights
             without a shape that are to be stored short, or weights that an earlier call has stored short
             where this one stores none; nothing is changed.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-        >>> masters = lower(model, find_precision("bf16-true"), model.parameters())
-        >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(4, 2)).dtype
-        (torch.bfloat16, torch.float32, torch.float32)
     """
     dtype = precision.storage
     masters = Masters(is_needed=dtype is not None)

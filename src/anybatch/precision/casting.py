@@ -41,7 +41,7 @@ class Cast:
     @property
     def _forward(self) -> Callable[..., Any]:
         # Looked up each time: a copy of a module that holds a bound method cannot be pickled.
-        return self._own or type(self._module).forward.__get__(self._module)
+        return self._own or partial(type(self._module).forward, self._module)
 
 
 def cast_of(module: nn.Module) -> Cast | None:
@@ -51,10 +51,7 @@ def cast_of(module: nn.Module) -> Cast | None:
 
 
 class _Nest(threading.local):
-    """What runs in this thread: the innermost model stored short, and what its last float32 part gave.
-
-    That is kept as short tensors, their versions, and the float32 tensors they were cast from.
-    """
+    """What runs in this thread: the innermost model stored short, and what its last float32 part gave."""
 
     def __init__(self) -> None:
         self.around: Around | None = None
@@ -68,11 +65,7 @@ class Around(Cast):
     """Of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
 
     Only of the outermost such model that runs; one inside of it takes and gives what is short. What the
-    model returns exactly as its last float32 part gave it is not rounded.
-
-    Args:
-        module: the model.
-        like: one of its weights; the dtype it has at each call is the model's.
+    model returns exactly as its last float32 part gave it is not rounded. `like` is one of its weights.
     """
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
@@ -168,12 +161,7 @@ def lengthened(value: Tensor) -> Tensor:
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with its tensors changed; what holds none stays the object it is.
-
-    Example:
-        >>> mapped({"x": torch.ones(1), "name": "one"}, torch.neg)
-        {'x': tensor([-1.]), 'name': 'one'}
-    """
+    """The same nest with its tensors changed; what holds none stays the object it is."""
     if isinstance(value, Tensor):
         return change(value)
     found = parts(value)

@@ -152,9 +152,9 @@ _FULL_SUMS = (
     (_MATMUL, "allow_fp16_accumulation", False),
 )
 _TF32 = (
-    (_MATMUL, "fp32_precision", "tf32"),
-    (_CUDNN.conv, "fp32_precision", "tf32"),
-    (_CUDNN.rnn, "fp32_precision", "tf32"),
+    tuple((holder, "fp32_precision", "tf32") for holder in (_MATMUL, _CUDNN.conv, _CUDNN.rnn))
+    if hasattr(_CUDNN, "conv")
+    else ((_MATMUL, "allow_tf32", True), (_CUDNN, "allow_tf32", True))  # before torch 2.9
 )
 
 

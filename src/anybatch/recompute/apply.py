@@ -3,11 +3,12 @@
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, wraps
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from anybatch.core import PlanError
@@ -140,8 +141,21 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
 def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
     # `Call` replays random streams: torch does so only on the devices of the arguments.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    runs, failed = count(), list[BaseException]()
+
+    def run(*tensors: Tensor) -> Any:
+        if next(runs):
+            return call(*tensors)
+        try:
+            return call(*tensors)
+        except BaseException as error:  # torch 2.6 would leave its contexts open
+            failed.append(error)
+
     with nullcontext() if stops else set_checkpoint_early_stop(False):
-        return checkpoint(call, *call.tensors, **options)
+        outputs = checkpoint(run, *call.tensors, **options)
+    if failed:
+        raise failed.pop()
+    return outputs
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:

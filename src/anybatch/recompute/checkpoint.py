@@ -45,9 +45,8 @@ class Draws:
 class State:
     """What a block's forward reads and may write besides its arguments, as it stands when this is made.
 
-    Buffers; parameters, which `torch.func.functional_call` replaces; attributes, and what lists and dicts
-    among them hold; random streams. Copies of buffers with one axis are always kept, because BatchNorm's
-    kernels write to them without a new version; of others only if the forward wrote to them.
+    Copies of buffers with one axis are always kept, because BatchNorm's kernels write to them without a new
+    version; of others only if the forward wrote to them.
     """
 
     def __init__(self, inside: Reachable) -> None:
@@ -69,10 +68,7 @@ class State:
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
-        """For a while everything is as it was; then as it was found, whatever was written meanwhile.
-
-        A buffer that the forward left alone and that has changed since is refused with a PlanError.
-        """
+        """For a while all is as it was, then as it was found; buffers that others changed are refused."""
         for buffer, version in self._versions.items():
             if buffer not in self._copies and private.version(buffer) != version:
                 raise PlanError(
@@ -101,16 +97,9 @@ class State:
 class Call:
     """One call of a block: its forward when first called, the same again each time after that.
 
-    Args:
-        name: of the block, for a message.
-        forward: of the block.
-        inside: where the block's state lives.
-        arguments: `(args, kwargs)`; their lists and dicts are copied, since they may change later.
-
-    Attributes:
-        tensors: those among the arguments, each once; what `__call__` takes.
-        verified: if set before the first run, outputs of the second are compared with those of the first,
-            unless one was changed in place meanwhile. Where they are equal this is called.
+    `inside` is where the block's state lives; `tensors` are those among the arguments, each once. If
+    `verified` is set before the first run, outputs of the second are compared with those of the first,
+    unless one was changed in place meanwhile, and it is called where they are equal.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:

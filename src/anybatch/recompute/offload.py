@@ -38,10 +38,9 @@ class HostLink:
 class CudaLink(HostLink):
     """Copies on a stream of its own, beside the computation, from and to pinned memory.
 
-    All device memory is made on the stream that computes. The stream that copies waits for it before each
-    copy. It waits for the copy before it reads what was brought back, and before what was moved away is
-    freed. So no memory is reused while a copy needs it, as in torch's allocator of pinned memory, and none
-    is held longer, as with `record_stream`.
+    All device memory is made on the stream that computes. The streams wait for each other before each copy,
+    and before what was copied is read or freed. So no memory is reused while a copy needs it, and none is
+    held longer, as with `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,15 +116,10 @@ class Saved:
 class Offload:
     """Moves what blocks save to the host, and back before backward needs it.
 
-    A storage is moved once, however many of its views are saved, and comes back with the same strides and
-    bits. While a block computes, what the block before it saved is on its way, and is then let go. When
-    backward enters a block, what the block before it saved begins to come back. Blocks that keep what they
-    save, or run again, take part in this, so that the bytes of one that is moved do not depend on them.
-
-    What is smaller than `SMALLEST` stays where it is, and so does what is on another kind of device.
-
-    Args:
-        stay: tensors that are never moved: parameters and buffers.
+    A storage is moved once, however many of its views are saved. While a block computes, what the block
+    before it saved is on its way; when backward enters it, that begins to come back. Blocks that keep what
+    they save take part, so that the bytes of one that is moved do not depend on them. What is small, on
+    another device or among `stay` (parameters and buffers) is never moved.
     """
 
     def __init__(self, stay: Iterable[Tensor]) -> None:
@@ -137,11 +131,7 @@ class Offload:
 
     @contextmanager
     def saving(self, kind: str) -> Generator[Visit]:
-        """What one call of a block, which it yields, runs under.
-
-        Args:
-            kind: of device whose memory is to be freed, as in "cuda"; "" where the block is not moved.
-        """
+        """What one call of a block, which it yields, runs under; `kind` is "" where nothing is moved."""
         self.close()  # what an interrupted backward has left
         before = self._last()
         visit = Visit(self._last)

@@ -40,10 +40,9 @@ KEPT = (
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """What `torch.utils.checkpoint` runs a forward under, and the same forward again.
 
-    The first is torch's own. The second allows more than torch's: several backward passes, as with
-    `retain_graph`, and other operations that come more or less often than the first time, such as autocast's
-    casts. Where a kept result was changed in place, all of the block is rebuilt. So is attention that drops
-    out: otherwise the draws after it would be others.
+    The second allows more than torch's: several backward passes, and other operations that come more or less
+    often than the first time. Where a kept result was changed in place, or attention drops out (the draws
+    after it would be others), all of the block is rebuilt.
     """
     keeping: Any = create_selective_checkpoint_contexts(_policy)[0]
     return keeping, _Reusing(keeping.storage)
@@ -55,6 +54,9 @@ class _Reusing(private.TorchDispatchMode):
     def __init__(self, store: dict[Any, dict[int, Any]]) -> None:
         super().__init__()
         self._store = store  # operation -> how many of its kind came before -> its result, in wrappers
+        self._is_dense = (
+            getattr(store, "default_factory", None) is list
+        )  # torch 2.6: those kept only, in a list
         self._is_last = False
         self._came: Counter[Any] = Counter()
 
@@ -68,11 +70,15 @@ class _Reusing(private.TorchDispatchMode):
         wrappers = [leaf for leaf in private.pytree.tree_leaves(self._store) if hasattr(leaf, "val")]
         if any(isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers):
             self._store.clear()
+        for op, results in self._store.items():
+            self._store[op] = dict(enumerate(results)) if isinstance(results, list) else results
         self._is_last = not private.is_graph_kept()
         self._came.clear()
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_dense and _policy(None, func, *args, **(kwargs or {})) != CheckpointPolicy.MUST_SAVE:
+            return func(*args, **(kwargs or {}))
         place = self._came[func]
         self._came[func] += 1
         results = self._store.get(func, {})
@@ -88,7 +94,7 @@ def _unwrapped(wrapper: Any) -> Any:
     return wrapper.val.detach() if isinstance(wrapper.val, Tensor) else wrapper.val
 
 
-def _policy(_: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(_: SelectiveCheckpointContext | None, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     packet = getattr(op, "overloadpacket", None)
     is_kept = packet in _kept() and not _drops_out(op, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE

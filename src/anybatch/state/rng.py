@@ -14,14 +14,10 @@ from anybatch.core import torch_private as private
 
 
 class RandomState(NamedTuple):
-    """Where torch's generators stood: what a replay starts from.
+    """Where torch's generators stood: what a replay starts from."""
 
-    Attributes:
-        cpu: state of the CPU generator, uint8.
-        cuda: state of each CUDA device's generator, uint8; empty where CUDA is not in use.
-    """
-
-    cpu: Tensor
+    cpu: Tensor  # state of the CPU generator, uint8
+    # state of each CUDA device's generator, uint8; empty where CUDA is not in use
     cuda: tuple[Tensor, ...] = ()
 
 

@@ -22,15 +22,11 @@ _WHOLE = {"cut_refused": _DEPENDS}
 
 
 class Planning:
-    """What a step decides about its batches, and remembers.
+    """What a step decides about its batches, and remembers: `limits` holds what memory has taught.
 
     Args:
         settings: a plan without rows that holds all that does not depend on the batch.
         may_choose_blocks: whether it is for a budget to say which blocks are rebuilt or moved.
-
-    Attributes:
-        micro_batch: rows of a micro-batch, as asked for.
-        limits: what memory has taught.
     """
 
     def __init__(
@@ -45,11 +41,7 @@ class Planning:
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
 
     def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
-        """The plan of a batch of so many rows, where there is no budget.
-
-        Raises:
-            PlanError: there is one, so the batch itself has to be seen.
-        """
+        """The plan of a batch of so many rows, where there is no budget (PlanError)."""
         if self.budget is not None:
             raise PlanError(
                 f"Expected a batch, whose shapes the plan depends on with memory={self.budget.memory!r}, "
@@ -58,11 +50,7 @@ class Planning:
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
     def of(self, task: Task, batch: Batch) -> Plan:
-        """The plan of a batch.
-
-        Raises:
-            BudgetError: none fits.
-        """
+        """The plan of a batch."""
         if self.budget is None:
             return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows)))
         plan = self._within(self._request(task, batch, batch.rows), self.budget)
@@ -71,11 +59,7 @@ class Planning:
         return plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)
 
     def of_window(self, task: Task, batch: Batch) -> Plan:
-        """The plan of one micro-batch of a window: as it comes, unless it does not fit.
-
-        Raises:
-            BudgetError: not even one row fits.
-        """
+        """The plan of one micro-batch of a window: as it comes, unless it does not fit."""
         rows = self._wanted = batch.rows
         if self.budget is None:
             return self._as_set(rows, self._limited(task, batch, rows))
@@ -138,11 +122,7 @@ class Planning:
         device: str | torch.device | None,
         measure: bool,
     ) -> PlanReport:
-        """What a batch of so many rows like these would cost, on this device, within this much memory.
-
-        Raises:
-            PlanError: no number of rows.
-        """
+        """What a batch of so many rows like these would cost, on this device, within this much memory."""
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
@@ -183,9 +163,7 @@ class Planning:
 class Guard:
     """What must hold before a batch is cut: no meeting that was not allowed, and a loss that adds up.
 
-    Args:
-        batch_norm: what a step does with BatchNorm in training mode; None for nothing.
-        check: whether loss and gradient of a few rows are compared before the first cut of each kind of rows.
+    Without `check` loss and gradient of a few rows are not compared before the first cut.
     """
 
     def __init__(self, *, batch_norm: str | None, check: bool) -> None:

@@ -56,18 +56,6 @@ def show_gradients(
     Raises:
         BatchError: the batch cannot be cut, or is not where the model is.
         PlanError: rows meet in the model, so the batch must not be cut, or the scale is no power of two.
-
-    Example:
-        >>> import torch
-        >>> from anybatch.precision import find_precision
-        >>> from anybatch.step import Step
-        >>> model = torch.nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = Step(model, torch.nn.MSELoss(), optimizer, micro_batch=2)
-        >>> shapes, batch = [], (torch.randn(4, 3), torch.randn(4, 1))
-        >>> show_gradients(step, batch, lambda g: shapes.append(g.shape), precision=find_precision("float32"))
-        >>> len(shapes), model.weight.grad
-        (4, None)
     """
     fixed = LossScale(Precision(loss_scale=scale))
     effects = Effects()

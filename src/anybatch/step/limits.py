@@ -8,19 +8,12 @@ PATIENCE = 16  # clean steps before a larger micro-batch is tried
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What is known of one kind of row.
+    """What is known of one kind of row."""
 
-    Attributes:
-        fits: rows of the largest micro-batch that goes through, as far as is known.
-        failed: rows of the smallest in which memory ran out.
-        clean: steps since then, or since the last larger one was tried.
-        patience: clean steps after which a larger one is tried.
-    """
-
-    fits: int
-    failed: int
-    clean: int = 0
-    patience: int = PATIENCE
+    fits: int  # rows of the largest micro-batch that goes through, as far as is known
+    failed: int  # rows of the smallest in which memory ran out
+    clean: int = 0  # steps since then, or since the last larger one was tried
+    patience: int = PATIENCE  # clean steps after which a larger one is tried
 
     def size(self, planned: int) -> int:
         """Rows to try next: those that fit, or half of the way to what was planned if it is time for it."""
@@ -40,14 +33,7 @@ class Limits:
         return planned if limit is None else limit.size(planned)
 
     def learn(self, like: Hashable, planned: int, *, largest: int, failed: int) -> None:
-        """What came of micro-batches that were planned to have so many rows.
-
-        Args:
-            like: the kind of row.
-            planned: rows of a micro-batch if there were no limit.
-            largest: rows of the largest that went through.
-            failed: rows of the smallest in which memory ran out; 0 where it never did.
-        """
+        """Learn from micro-batches of `planned` rows: `largest` went through, `failed` did not (0: none)."""
         old = self.known.get(like)
         if failed:
             half = -(-failed // 2)

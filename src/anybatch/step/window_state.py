@@ -196,11 +196,7 @@ def _plain(value: Tensor) -> Any:
 
 
 def _tensor(value: Any, like: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """What `_plain` was given, in memory of its own that is laid out as a parameter is.
-
-    Raises:
-        ValueError: it has another shape or dtype.
-    """
+    """What `_plain` was given, laid out as a parameter is; ValueError for another shape or dtype."""
     if isinstance(value, list):
         indices, values, is_coalesced = cast("list[Any]", value)
         size, device = like.shape, like.device

@@ -16,12 +16,7 @@ class Interruption:
         self.signal = 0  # the one that asked; 0 for none
 
     def obey(self) -> None:
-        """Stop now, if asked to.
-
-        Raises:
-            KeyboardInterrupt: after Ctrl-C.
-            SystemExit: after SIGTERM, with the code a shell gives for it.
-        """
+        """Stop now, if asked to: KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal:

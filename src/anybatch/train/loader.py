@@ -21,13 +21,6 @@ class Rows:
 
     Raises:
         BatchError: the data is neither (a loader of batches needs no trainer: call the step in its loop).
-
-    Example:
-        >>> model = torch.nn.Linear(2, 1)
-        >>> step = Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> rows = Rows((torch.zeros(5, 2), torch.zeros(5, 1)), step)
-        >>> [len(x) for x, _ in rows.batches(batch_size=2, seed=0, epoch=0)]
-        [2, 2, 1]
     """
 
     def __init__(self, data: Any, step: Step) -> None:

@@ -112,11 +112,8 @@ _TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0}  # told only where they are
 class JsonLog:
     """One JSON object per update and per epoch, appended to a file, for programs and plots.
 
-    Lines of updates are numbered by `step`, from 1 on. Each number and each epoch is there once: what was
-    written after the checkpoint from which a run goes on is dropped when it does.
-
-    An update's line has the loss scale, the micro-batches that were done again and the rows that were left
-    out only where there is something to tell. NaN and infinity are written as null.
+    Each update, numbered by `step` from 1 on, and each epoch is there once: what was written after the
+    checkpoint from which a run goes on is dropped. NaN and infinity are written as null.
     """
 
     def __init__(self, path: Path) -> None:

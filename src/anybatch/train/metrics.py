@@ -52,9 +52,8 @@ def evaluate(
 ) -> dict[str, float]:
     """The loss, its terms and metrics of all rows, in evaluation mode, without gradient.
 
-    Model modes and every random state (torch's, Python's, NumPy's) are as before. The result does not depend
-    on `micro_batch`. Model and loss compute in the step's precision. A whole-batch loss is taken of each
-    batch, and its mean is over rows.
+    Modes and every random state are as before. The result does not depend on `micro_batch`. A whole-batch
+    loss is taken of each batch, and its mean is over rows.
 
     Raises:
         LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
@@ -113,8 +112,7 @@ def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:
 class RunningLoss:
     """The loss over the updates of an epoch: each term a sum of sums over a sum of weights.
 
-    A step without update adds nothing to it. `counts` has the number of these, and of rows left out because
-    they were not finite. A checkpoint keeps `totals` and `counts`; another one goes on from them.
+    `counts` has the steps without update and the rows left out. Checkpoints keep `totals` and `counts`.
     """
 
     def __init__(

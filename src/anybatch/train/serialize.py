@@ -15,15 +15,7 @@ _TAG = "$"  # marks what JSON has no type for: {"$": "tuple", "of": [...]}
 
 
 class Packer:
-    """Splits nested values into JSON and the `tensors` it refers to: dense, on the CPU, tied ones once.
-
-    Example:
-        >>> import torch
-        >>> packer = Packer()
-        >>> packed = packer.pack({"lr": 0.1, "betas": (0.9, 0.99), "m": torch.ones(1)}, "state")
-        >>> packed["m"], unpack(packed, packer.tensors)["betas"]
-        ({'$': 'tensor', 'of': 'state/m'}, (0.9, 0.99))
-    """
+    """Splits nested values into JSON and the `tensors` it refers to: dense, on the CPU, tied ones once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}

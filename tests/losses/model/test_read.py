@@ -157,7 +157,9 @@ def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[int]) -
     model.loss = then
     _, gradients = whole(model, BATCH)
     report = step(BATCH)
-    assert len(watched) == 8
+    # Torch 2.6 does not tell that hooks keep a tensor: what they give back is read, to the same numbers.
+    is_read = name == "in a checkpoint" and torch.__version__ < "2.7"
+    assert len(watched) == (4 if is_read else 8)
     assert report.redone == 0
     assert relative_error(recorder.gradients, gradients) <= (1e-2 if name == "dtype" else LIMIT)
 

@@ -27,25 +27,15 @@ class NoLossError(LossError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What one micro-batch's loss is made of.
+    """What one micro-batch's loss is made of."""
 
-    Attributes:
-        terms: the means and sums, by name.
-        routers: the router losses, by name.
-        factors: the factor of each of both.
-        leaves: the tensors of the micro-batch.
-        rows: how many it has; 0 where its tensors do not agree.
-        divides: whether the loss divides what it is made of.
-        padded: whether the model padded labels.
-    """
-
-    terms: Mapping[str, Reduction]
-    routers: Mapping[str, RouterLoss]
-    factors: Mapping[str, float]
-    leaves: Mapping[str, Tensor]
-    rows: int
-    divides: bool
-    padded: bool
+    terms: Mapping[str, Reduction]  # the means and sums, by name
+    routers: Mapping[str, RouterLoss]  # the router losses, by name
+    factors: Mapping[str, float]  # the factor of each of both
+    leaves: Mapping[str, Tensor]  # the tensors of the micro-batch
+    rows: int  # how many it has; 0 where its tensors do not agree
+    divides: bool  # whether the loss divides what it is made of
+    padded: bool  # whether the model padded labels
 
     def forgotten(self) -> "Found":
         """The same without graphs; settings are kept as they are now."""
@@ -62,11 +52,7 @@ def call_model(model: nn.Module, micro: Any) -> Any:
 
 
 def loss_of(model: nn.Module, output: Any) -> Tensor:
-    """The loss in what a model returned: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple.
-
-    Raises:
-        NoLossError: no loss, or none that can be minimised.
-    """
+    """The loss in what a model returned: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple."""
     loss = _pick(output)
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and loss.requires_grad:
         return loss
@@ -91,10 +77,7 @@ def adds_nothing(output: Any) -> bool:
 def factors_of(
     model: nn.Module, loss: Tensor, stops: Sequence[Reduction | RouterLoss]
 ) -> tuple[Mapping[int, float], bool]:
-    """Walk back from the loss to the means it is made of.
-
-    Returns:
-        The factor of each of these, by its index among the stops; and whether anything on the way divides.
+    """Walk back from the loss to its means: the factor of each, by index, and whether anything there divides.
 
     Raises:
         LossError: the loss has a part that is none of these, or is not linear in them.
@@ -121,11 +104,7 @@ def found_in(
     routers: Sequence[RouterLoss],
     leaves: Mapping[str, Tensor],
 ) -> Found:
-    """What was noted while the model ran and is reached from its loss, by name.
-
-    Raises:
-        LossError: see `factors_of`.
-    """
+    """What was noted while the model ran and is reached from its loss, by name."""
     factors, divides = factors_of(model, loss, [*watch.found, *routers])
     noted = len(watch.found)
     indices = [index for index, factor in factors.items() if index < noted or factor]
@@ -143,12 +122,7 @@ def found_in(
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """`loss` for a single name; else the names, numbered where they come again.
-
-    Example:
-        >>> numbered(["router", "router"])
-        ['router', 'router 2']
-    """
+    """`loss` for a single name; else the names, numbered where they come again."""
     if len(names) == 1:
         return ["loss"]
     nth = [names[: index + 1].count(name) for index, name in enumerate(names)]

@@ -41,19 +41,12 @@ _NEAR = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origin:
-    """What the weight of a reduction is counted from.
+    """What the weight of a reduction is counted from."""
 
-    Attributes:
-        kind: what it divides by.
-        settings: the arguments of its call by name.
-        target: what the loss compares with; None for a plain mean.
-        classes: how many classes there are; 0 for losses that are not counted.
-    """
-
-    kind: Kind
-    settings: Mapping[str, Any]
-    target: Tensor | None
-    classes: int = 0
+    kind: Kind  # what it divides by
+    settings: Mapping[str, Any]  # the arguments of its call by name
+    target: Tensor | None  # what the loss compares with; None for a plain mean
+    classes: int = 0  # how many classes there are; 0 for losses that are not counted
 
     @property
     def counts_classes(self) -> bool:
@@ -74,39 +67,23 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """One reduction of many losses to one number.
+    """One reduction of many losses to one number."""
 
-    Attributes:
-        name: the function that was called.
-        value: what the model got.
-        node: the place of the value in autograd's graph.
-        total: the same losses summed; None where the mean is to be multiplied again.
-        weight: what the sum is divided by.
-        is_sum: the model asked for the sum itself.
-        source: the place of what was reduced in autograd's graph; None for losses that are counted.
-        origin: what the weight is counted from.
-        fixed: the settings of the call that may not differ between micro-batches.
-        pairs_rows: the target of row i is class i of as many classes: rows are each other's classes.
-        shape: of what is reduced; () for losses that are counted.
-        picks: of one whose graph is forgotten: whether an index picked what is reduced.
-        may_be_parameters: of one whose graph is forgotten: whether it is shaped like a parameter.
-        runs_again: whether it stands in a checkpoint.
-    """
-
-    name: str
-    value: Tensor
-    node: Node | None
-    total: Tensor | None
-    weight: Number
-    is_sum: bool
-    source: Node | None
-    origin: Origin
-    fixed: Mapping[str, Any]
+    name: str  # the function that was called
+    value: Tensor  # what the model got
+    node: Node | None  # the place of the value in autograd's graph
+    total: Tensor | None  # the same losses summed; None where the mean is to be multiplied again
+    weight: Number  # what the sum is divided by
+    is_sum: bool  # the model asked for the sum itself
+    source: Node | None  # the place of what was reduced in autograd's graph; None for losses that are counted
+    origin: Origin  # what the weight is counted from
+    fixed: Mapping[str, Any]  # the settings of the call that may not differ between micro-batches
+    # the target of row i is class i of as many classes: rows are each other's classes
     pairs_rows: bool = False
-    shape: tuple[int, ...] = ()
-    picks: bool = False
-    may_be_parameters: bool = False
-    runs_again: bool = False
+    shape: tuple[int, ...] = ()  # of what is reduced; () for losses that are counted
+    picks: bool = False  # of one whose graph is forgotten: whether an index picked what is reduced
+    may_be_parameters: bool = False  # of one whose graph is forgotten: whether it is shaped like a parameter
+    runs_again: bool = False  # whether it stands in a checkpoint
 
     @property
     def sum(self) -> Tensor:
@@ -132,23 +109,10 @@ class Watch(TorchFunctionMode):
     """While it is entered, notes every call that reduces losses to one number.
 
     Each noted call is made with the sum in place of the mean, and the model gets that sum over its weight:
-    the kernels, and casts before them, are the model's own. A mean of nothing is 0, not NaN, because another
-    micro-batch may have something. Calls inside a call are not noted, nor those with `reduction="none"`. Full
-    means and sums are noted too, and stay as they are.
-
-    Args:
-        as_is: leave every value as the model computes it, to the bit.
-
-    Attributes:
-        found: what was noted, in order.
-        padded: whether labels were padded by one place, as models do that predict the next token.
-
-    Example:
-        >>> scores, target = torch.zeros(3, 2, requires_grad=True), torch.tensor([0, 1, -100])
-        >>> with Watch() as watch:
-        ...     loss = torch.nn.functional.cross_entropy(scores, target)
-        >>> [(one.name, int(one.weight)) for one in watch.found]
-        [('cross_entropy', 2)]
+    the kernels, and casts before them, are the model's own. A mean of nothing is 0, not NaN, because
+    another micro-batch may have something. Full means and sums are noted too, and stay as they are. With
+    `as_is` every value stays as the model computes it. `found` holds what was noted, in order; `padded`
+    tells whether labels were padded by one place, as models do that predict the next token.
     """
 
     def __init__(self, *, as_is: bool = False) -> None:

@@ -72,7 +72,7 @@ class ModelLoss:
 
     def begin(self) -> "ModelTerms":
         """What reads the model's loss during one step."""
-        return ModelTerms(in_step=True)
+        return ModelTerms()
 
 
 class _Reader(Plain):
@@ -90,11 +90,7 @@ class _Reader(Plain):
         self._form = self._reading.begin()
 
     def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
-        """What is read of a loss.
-
-        Raises:
-            EvaluateAgain: it has another form than it had. From here on it is watched.
-        """
+        """What is read of a loss; where it has another form than it had, it is watched from here on."""
         try:
             return read(loss)
         except EvaluateAgain:
@@ -104,24 +100,13 @@ class _Reader(Plain):
 
 
 class ModelTerms(_Reader):
-    """The means of a model's loss during one step: what the first micro-batch shows, the others must repeat.
-
-    Args:
-        in_step: a sum weighs 1 in the first micro-batch and nothing after it, because the whole batch has one
-            sum; otherwise as much as its rows, so that totals of different cuts can be compared.
-
-    Example:
-        >>> terms = ModelTerms().evaluate(nn.MSELoss(), (torch.ones(2, requires_grad=True), torch.zeros(2)))
-        >>> terms.sums["loss"].item(), terms.weigh()
-        (2.0, {'loss': 2})
-    """
+    """A model's means during one step: what the first micro-batch shows, the others must repeat."""
 
     divided = False
     is_plain = False
 
-    def __init__(self, *, in_step: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._in_step = in_step
         self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
         self._routers: Mapping[str, WholeRouterLoss] = {}
         self._places: Mapping[int, int] = {}  # number of each micro-batch of the first pass, by its first row
@@ -153,7 +138,7 @@ class ModelTerms(_Reader):
             self._look(model, found)
         else:
             _refuse_others(model, self._first, found)
-        once: Number = int(is_first) if self._in_step or not found.rows else found.rows
+        once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
         sums = {name: _times(widened(one.sum), factors[name]) for name, one in terms.items()}
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
@@ -323,13 +308,7 @@ class ModelTerms(_Reader):
 
 
 class OwnLoss(_Reader):
-    """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs.
-
-    Example:
-        >>> evaluated = OwnLoss().evaluate(nn.MSELoss(), (torch.ones(2, requires_grad=True), torch.zeros(2)))
-        >>> evaluated.sums["loss"].item(), evaluated.weigh()
-        (1.0, {'loss': 2})
-    """
+    """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs."""
 
     divided = True
     is_plain = False
@@ -428,11 +407,9 @@ def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
 
 
 def _ignores_rows(first: Reduction, other: Reduction) -> bool:
-    """Whether a mean over another number of rows has as many elements and another value.
+    """Whether a mean over other rows has as many elements and another value: rows have met before it.
 
-    It is one over something folded along the rows, and so a mean of means in micro-batches of unequal size. A
-    mean of parameters alone has the same value, and is exact. Of what an index picked there may be as many by
-    chance.
+    A mean of parameters alone has the same value. An index may pick as many by chance.
     """
     if other.is_sum or other.origin.counts_classes or isinstance(other.weight, Tensor):
         return False

@@ -42,24 +42,14 @@ _MOST_COUNTED = 2**24  # targets: torch counts them in the dtype of the scores
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """The form of a loss that is one mean and nothing else, as it was seen while a model was watched.
+    """The form of a loss that is one mean and nothing else, as it was seen while a model was watched."""
 
-    Attributes:
-        term: the mean, without graph.
-        before: the name of the node before a plain mean; empty for losses.
-        padded: whether the model padded labels.
-    """
-
-    term: Reduction
-    before: str
-    padded: bool
+    term: Reduction  # the mean, without graph
+    before: str  # the name of the node before a plain mean; empty for losses
+    padded: bool  # whether the model padded labels
 
     def weigh(self, loss: Tensor) -> Number:
-        """What the mean was divided by in another forward; a tensor where a device would have to stop.
-
-        Raises:
-            EvaluateAgain: it has another form, or does not show it.
-        """
+        """What another forward's mean was divided by; a tensor where a device would have to stop."""
         node: Any = loss.grad_fn
         nodes, names = _NODES[self.term.name]
         if type(loss) is not Tensor or loss.dtype != self.term.value.dtype or _name_of(node) not in nodes:
@@ -84,11 +74,7 @@ class Form:
         return int(total) if fixed["weight"] is None else total.item()
 
     def read(self, loss: Tensor) -> Reduction:
-        """The mean in another forward, as it would be seen while the model is watched.
-
-        Raises:
-            EvaluateAgain: it has another form, or does not show it.
-        """
+        """The mean in another forward of this form, as it would be seen while the model is watched."""
         weight, old = self.weigh(loss), self.term
         node: Any = loss.grad_fn
         source, shape, target, classes, pairs = node, (), None, 0, False
@@ -115,11 +101,7 @@ class Form:
 
 
 class Reading:
-    """How the loss of one model is read: watched in a first step, and every 64th, read in those between.
-
-    Args:
-        learns: whether the form of a loss that was watched is kept for the steps to come.
-    """
+    """How a model's loss is read: watched in a first step and every 64th, read between if it `learns`."""
 
     def __init__(self, *, learns: bool = True) -> None:
         self.learns = learns

@@ -55,19 +55,7 @@ def rows_of(leaves: Iterable[Tensor]) -> int:
 def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) -> list[Match]:
     """Every tensor, and what was done to it, that gives exactly the targets of a call.
 
-    Args:
-        origin: of the reduction.
-        leaves: the tensors of the micro-batch.
-        padded: whether the model padded labels, which tells the next token from the same one where all
-            targets are ignored and look alike.
-
-    Example:
-        >>> from anybatch.losses.reductions import CLASSES
-        >>> labels = torch.tensor([[5, 6, 7]])
-        >>> target = torch.tensor([6, 7, -100])
-        >>> origin = Origin(kind=CLASSES, settings={}, target=target)
-        >>> find(origin, {"x": torch.ones(1, 3), "labels": labels})
-        [Match(leaf='labels', transform='next')]
+    That labels were `padded` tells the next token from the same one where all targets are ignored.
     """
     target = origin.target
     if target is None or not origin.counts_classes:
@@ -99,13 +87,6 @@ def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]
         origin: of the reduction in the first micro-batch.
         matches: where its targets may have come from.
         leaves: the tensors of the whole batch.
-
-    Example:
-        >>> from anybatch.losses.reductions import CLASSES
-        >>> origin = Origin(kind=CLASSES, settings={}, target=None, classes=9)
-        >>> labels = torch.tensor([[5, 6, 7], [8, -100, -100]])
-        >>> int(count(origin, [Match("labels", "next")], {"labels": labels}))
-        2
     """
     targets = [_transformed(match.transform, leaves[match.leaf], origin) for match in matches]
     if len(targets) > 1:  # what torch would refuse in a later micro-batch, they cannot be
