@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import count
 from typing import Any
 
 import pytest
