@@ -3,7 +3,6 @@
 import gzip
 import json
 import random
-import re
 import runpy
 import struct
 import sys
@@ -86,26 +85,12 @@ def test_same_seed_same_figures_and_no_run_overwrites_another(
     assert told[0]["loss"] != told[2]["loss"]
 
 
-def test_resumed_run_ends_like_an_undisturbed_one(
-    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["train", "lenet5", "--data", mnist, *FAST, "--validation", 0.2, "--warm-up", 3]
-    run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
-    run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
-    code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts")
-    assert code == 0
-    assert "best" in printed
-    whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
-    assert whole.model.keys() == parts.model.keys()
-    assert all(value.equal(parts.model[name]) for name, value in whole.model.items())
-    assert whole.progress["updates"] == parts.progress["updates"] == 3 * 3
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-true"])
-def test_train_in_16_bits_resume_and_evaluate(
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "fp16-true"])
+def test_a_resumed_run_ends_like_an_undisturbed_one_and_is_evaluated(
     precision: str, mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["train", "lenet5", "--data", mnist, *FAST, "--precision", precision, "--non-finite", "drop"]
+    arguments += ["--warm-up", 3]
     run(capsys, *arguments, "--epochs", 3, "--out", tmp_path / "whole")
     run(capsys, *arguments, "--epochs", 1, "--out", tmp_path / "parts")
     code, printed, _ = run(capsys, *arguments, "--epochs", 3, "--resume", tmp_path / "parts", "--json")
@@ -114,6 +99,7 @@ def test_train_in_16_bits_resume_and_evaluate(
     whole, parts = (checkpoint.load(tmp_path / name / "last.safetensors") for name in ("whole", "parts"))
     assert all(value.equal(parts.model[name]) for name, value in whole.model.items())
     assert whole.progress["scale"] == parts.progress["scale"]
+    assert whole.progress["updates"] == parts.progress["updates"] == 3 * 4
 
     code, printed, _ = run(capsys, "eval", tmp_path / "parts", "--data", mnist, "--json")  # in float32
     assert code == 0
@@ -220,20 +206,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "to be at least 1, got 0"),
         (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "the smallest budget"),
         (["train", "lenet5", "--data", "{mnist}", "--epochs", "0"], "--epochs"),
-        (["train", "lenet5", "--data", "{mnist}", "--clip-norm", "-1"], "clip_norm"),
         (["train", "lenet5", "--data", "{mnist}", "--validation", "1.5"], "1.5"),
-        (["train", "lenet5", "--data", "{mnist}", "--label-smoothing", "2"], "--label-smoothing"),
         (["train", "lenet5", "--data", "{mnist}", "--lr", "-1"], "--lr"),
-        (["train", "lenet5", "--data", "{mnist}", "--momentum", "-1"], "--momentum"),
         (["train", "lenet5", "--data", "{mnist}", "--warm-up", "-1"], "warm-up"),
         (["train", "lenet5", "--lr-scale", "linear", "--base-batch-size", "0"], "base_batch"),
         (["train", "lenet5", "--data", "{mnist}", "--resume", "{mnist}"], "no file"),
-        (["train", "lenet5", "--resume", "typo"], "typo"),
         (["train", "lenet5", "--data", "{mnist}", "--seed", "9" * 30], "--seed"),
         (["train", "lenet5", "--data", "{mnist}", "--device", "meta"], "meta"),
-        (["train", "lenet5", "--data", "{mnist}", "--lr", "nan"], "above 0"),
-        (["check", "lenet6"], "package.module:function"),
-        (["check", "no.such.module:f"], "no.such.module"),
         (["check", "lenet5", "--rows", "1"], "--rows to be at least 2, got 1. See anybatch check --help"),
         (["plan", "lenet5", "--batch-size", "-3"], "--batch-size to be at least 1, got -3. See"),
         (["plan", "lenet6"], "Expected a target, got 'lenet6'"),
@@ -315,11 +294,11 @@ def test_check_says_exact_and_only_then_returns_0(targets: str, capsys: pytest.C
     ("arguments", "words"),
     [
         (["check", "{}:without_values"], "Expected a model with values to check, got 2 of its tensors"),
-        (["check", "{}:without_values", "--device", "cpu"], "Expected a model with values to check"),
-        (["plan", "{}:nowhere"], "'nowhere'"),
         (["plan", "{}:sound", "--memory", "much"], "'much'"),
         (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
         (["plan", "{}:failing", "--memory", "1MB"], "Error"),
+        (["plan", "{}:sound", "--memory", "10", "--estimate"], "the smallest budget"),
+        (["check", "{}:failing"], "could not check: RuntimeError"),
     ],
 )
 def test_targets_that_cannot_be_checked_or_planned(
@@ -329,16 +308,6 @@ def test_targets_that_cannot_be_checked_or_planned(
     assert (code, printed) == (2 if arguments[0] == "check" else 1, "")
     assert error.startswith(f"anybatch {arguments[0]}: ")
     assert words in error
-
-
-def test_check_that_cannot_be_made_says_so_in_one_line(
-    targets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, printed, error = run(capsys, "check", f"{targets}:failing", "--json")
-    assert code == 2
-    assert error.startswith("anybatch check: could not check: RuntimeError")
-    assert error.count("\n") == 1
-    assert "RuntimeError" in json.loads(printed)["error"]
 
 
 def test_json_is_all_that_is_printed_whatever_the_target_prints(
@@ -371,36 +340,8 @@ def test_plan_is_a_table_and_one_json_object(targets: str, capsys: pytest.Captur
     assert Path("memory.svg").exists()
 
 
-def test_plan_that_does_not_fit_says_the_smallest_budget(
-    targets: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["plan", f"{targets}:sound", "--estimate", "--json"]
-    code, printed, error = run(capsys, *arguments, "--memory", "10")
-    assert code == 1
-    least = re.search(r"\((\d+) bytes\)", error)
-    assert least is not None
-    assert least[0] in json.loads(printed)["error"]
-    assert run(capsys, *arguments, "--memory", least[1])[0] == 0
-    assert run(capsys, *arguments, "--memory", int(least[1]) - 1)[0] == 1
-
-
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train", "if not given, what is fastest within --memory, or all of a batch without it"),
-        ("plan", "or a card that need not be here: cuda:t4"),
-        ("check", "to be tried besides those that are tried anyway"),
-        ("eval", "if not given, all of them"),
-    ],
-)
-def test_help_is_that_of_each_command(capsys: pytest.CaptureFixture[str], command: str, words: str) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main([command, "--help"])
-    assert words in " ".join(capsys.readouterr().out.split())
-
-
 def test_the_package_runs_as_a_module(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(sys, "argv", ["anybatch", "eval", "nowhere.safetensors"])
-    with pytest.raises(SystemExit, match="1"):
+    monkeypatch.setattr(sys, "argv", ["anybatch", "plan", "--help"])
+    with pytest.raises(SystemExit, match="0"):
         runpy.run_module("anybatch", run_name="__main__")
-    assert capsys.readouterr().err.startswith("anybatch eval: nowhere.safetensors: expected a checkpoint")
+    assert "or a card that need not be here: cuda:t4" in " ".join(capsys.readouterr().out.split())

@@ -7,9 +7,7 @@ import pytest
 
 from anybatch.cli import main as cli
 from anybatch.cli import plan as plan_action
-from anybatch.core.errors import PlanError
 from anybatch.engine.plan import Plan
-from anybatch.step import foresee
 
 TARGET = """
 import torch
@@ -81,16 +79,6 @@ def test_samples_and_no_budget_with_which_nothing_is_chosen(target: str) -> None
     assert found["budget"] is None
     assert found["plan"]["rows"] == 7  # type: ignore[index]
     assert "3, 3, 1 rows" in told
-
-
-def test_pictures(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, told = planned(f"{target}:make", "--memory", "1MB", "--plot", f"{tmp_path}/memory.svg")
-    assert (tmp_path / "memory.svg").read_bytes().startswith(b"<?xml")
-    assert told.splitlines()[-1] == f"picture      {tmp_path}/memory.svg"
-    # Before anything is planned, which would be for nothing.
-    monkeypatch.setattr(foresee, "plan", lambda *_, **__: pytest.fail("planned"))
-    with pytest.raises(PlanError, match="picture's name"):
-        planned(f"{target}:make", "--memory", "1MB", "--plot", "memory.gif")
 
 
 def test_precision(target: str) -> None:

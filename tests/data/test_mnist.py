@@ -42,17 +42,11 @@ def test_what_was_written_is_read(
     found.zero_()  # it may be written to
 
 
-def test_bytes_are_read_in_the_order_of_the_format(tmp_path: Path) -> None:
-    data = bytes([0, 0, 0x0B, 2, 0, 0, 0, 1, 0, 0, 0, 2, 0x01, 0x02, 0xFF, 0xFE])
-    assert read(tmp_path, data).tolist() == [[0x0102, -2]]
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"", "expected an IDX file .* got an empty file"),
         (b"\0\0\x08", "expected an IDX file .* got 00 00 08"),
-        (b"\x89PNG", "expected an IDX file .* got 89 50 4e 47"),
         (b"\0\0\x0a\x01", "a dtype code among 0x08, .* got 00 00 0a 01"),
         (
             idx_header(8, (2, 3)) + bytes(5),
@@ -147,19 +141,9 @@ def change_mnist(folder: Path, stem: str, values: Tensor) -> None:
     ("stem", "values", "message"),
     [
         ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got torch\.uint8 of shape \(12,\)"),
-        ("train-images", images(TRAIN_ROWS, 28, 27), r"got torch\.uint8 of shape \(12, 28, 27\)"),
         ("t10k-images", images(TEST_ROWS, 28, 28).float(), r"unsigned bytes .* got torch\.float32"),
-        (
-            "t10k-labels",
-            images(TEST_ROWS, 28, 28),
-            r"shape \(rows,\), got torch\.uint8 of shape \(5, 28, 28\)",
-        ),
         ("t10k-labels", labels(TEST_ROWS).int(), r"unsigned bytes .* got torch\.int32"),
-        (
-            "train-labels",
-            labels(TRAIN_ROWS - 1),
-            "each image of train-images-idx3-ubyte, .* got 11 labels and 12",
-        ),
+        ("train-labels", labels(TRAIN_ROWS - 1), "each image of train-images.*, .* got 11 labels and 12"),
         ("t10k-labels", labels(0), "got 0 labels and 5"),
         ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
     ],

@@ -156,87 +156,56 @@ QWEN_MOE = LLAMA | {
 LABELS3 = {"num_labels": 3}
 MEL = {"input_features": _floats(ROWS, 4, 16), "labels": NEXT["labels"]}
 
+#: Classes and variants, the settings of their tiny configs, and batches.
+_TABLE: list[tuple[str, str, Mapping[str, Any], Batch]] = [
+    ("GPT2LMHeadModel", "", GPT2, {**TEXT, **NEXT}),
+    ("GPT2ForTokenClassification", "", GPT2 | LABELS3, {**TEXT, **TAGS}),
+    ("GPT2ForSequenceClassification", "", GPT2 | LABELS3, {**TEXT, **CLASS}),
+    ("LlamaForCausalLM", "", LLAMA, {**TEXT, **NEXT}),
+    ("LlamaForSequenceClassification", "", LLAMA | LABELS3, {**TEXT, **CLASS}),
+    ("LlamaForSequenceClassification", "several labels", LLAMA | LABELS3, {**TEXT, **SEVERAL}),
+    ("LlamaForSequenceClassification", "regression", LLAMA | {"num_labels": 1}, {**TEXT, **NUMBER}),
+    ("DebertaForSequenceClassification", "", BERT | LABELS3, {**TEXT, **CLASS}),
+    ("LlamaForQuestionAnswering", "", LLAMA, {**TEXT, **SPAN}),
+    ("LlamaForTokenClassification", "", LLAMA | LABELS3 | {"classifier_dropout": 0.0}, {**TEXT, **TAGS}),
+    ("BertForMaskedLM", "", BERT, {**TEXT, **MASKED}),
+    ("BertLMHeadModel", "", BERT | {"is_decoder": True}, {**TEXT, **NEXT}),
+    ("BertForNextSentencePrediction", "", BERT, {**TEXT, "labels": OTHER["next_sentence_label"]}),
+    ("BertForPreTraining", "", BERT, {**TEXT, **MASKED, **OTHER}),
+    ("BertForMultipleChoice", "", BERT, CHOICES),
+    ("BertForTokenClassification", "", BERT | LABELS3, {**TEXT, **TAGS}),
+    ("BertForSequenceClassification", "", BERT | LABELS3, {**TEXT, **CLASS}),
+    ("BertForSequenceClassification", "several labels", BERT | LABELS3, {**TEXT, **SEVERAL}),
+    ("BertForSequenceClassification", "regression", BERT | {"num_labels": 1}, {**TEXT, **NUMBER}),
+    ("BertForQuestionAnswering", "", BERT, {**TEXT, **SPAN}),
+    ("RobertaForMaskedLM", "", ROBERTA, {**TEXT, **MASKED}),
+    ("RobertaForSequenceClassification", "", ROBERTA | LABELS3, {**TEXT, **CLASS}),
+    ("AlbertForMaskedLM", "", ALBERT, {**TEXT, **MASKED}),
+    (
+        "AlbertForPreTraining",
+        "",
+        ALBERT,
+        {**TEXT, **MASKED, "sentence_order_label": OTHER["next_sentence_label"]},
+    ),
+    ("DistilBertForMaskedLM", "", DISTILBERT, {**TEXT, **MASKED}),
+    ("DistilBertForQuestionAnswering", "", DISTILBERT, {**TEXT, **SPAN}),
+    ("ElectraForPreTraining", "", ELECTRA, {**TEXT, "labels": _ints(0, 2, ROWS, LENGTH, seed=8)}),
+    ("ElectraForTokenClassification", "", ELECTRA | LABELS3, {**TEXT, **TAGS}),
+    ("T5ForConditionalGeneration", "", T5, {**TEXT, **NEXT}),
+    ("T5ForTokenClassification", "", T5 | LABELS3, {**TEXT, **TAGS}),
+    ("BartForConditionalGeneration", "", BART, {**TEXT, **NEXT}),
+    ("ViTForImageClassification", "", VIT, {**IMAGES, **CLASS}),
+    ("ResNetForImageClassification", "", RESNET, {**IMAGES, **CLASS}),
+    ("SegformerForSemanticSegmentation", "", SEGFORMER, {**IMAGES, **MAP}),
+    ("Wav2Vec2ForCTC", "sum", WAV2VEC2 | {"ctc_loss_reduction": "sum"}, SOUND),
+    ("Wav2Vec2ForCTC", "mean", WAV2VEC2 | {"ctc_loss_reduction": "mean"}, SOUND),
+    ("WhisperForConditionalGeneration", "", WHISPER, MEL),
+    ("MixtralForCausalLM", "", EXPERTS, {**TEXT, **NEXT}),
+    ("Qwen2MoeForCausalLM", "", QWEN_MOE, {**TEXT, **NEXT}),
+    ("OlmoeForCausalLM", "", QWEN_MOE, {**TEXT, **NEXT}),
+]
+_EVALUATING = ("ResNetForImageClassification", "SegformerForSemanticSegmentation")  # for their BatchNorms
 HEADS = [
-    Head(name="GPT2LMHeadModel", settings=GPT2, batch={**TEXT, **NEXT}),
-    Head(name="GPT2ForTokenClassification", settings=GPT2 | LABELS3, batch={**TEXT, **TAGS}),
-    Head(name="GPT2ForSequenceClassification", settings=GPT2 | LABELS3, batch={**TEXT, **CLASS}),
-    Head(name="LlamaForCausalLM", settings=LLAMA, batch={**TEXT, **NEXT}),
-    Head(name="LlamaForSequenceClassification", settings=LLAMA | LABELS3, batch={**TEXT, **CLASS}),
-    Head(
-        name="LlamaForSequenceClassification",
-        settings=LLAMA | LABELS3,
-        batch={**TEXT, **SEVERAL},
-        variant="several labels",
-    ),
-    Head(
-        name="LlamaForSequenceClassification",
-        settings=LLAMA | {"num_labels": 1},
-        batch={**TEXT, **NUMBER},
-        variant="regression",
-    ),
-    Head(name="DebertaForSequenceClassification", settings=BERT | LABELS3, batch={**TEXT, **CLASS}),
-    Head(name="LlamaForQuestionAnswering", settings=LLAMA, batch={**TEXT, **SPAN}),
-    Head(
-        name="LlamaForTokenClassification",
-        settings=LLAMA | LABELS3 | {"classifier_dropout": 0.0},
-        batch={**TEXT, **TAGS},
-    ),
-    Head(name="BertForMaskedLM", settings=BERT, batch={**TEXT, **MASKED}),
-    Head(name="BertLMHeadModel", settings=BERT | {"is_decoder": True}, batch={**TEXT, **NEXT}),
-    Head(
-        name="BertForNextSentencePrediction",
-        settings=BERT,
-        batch={**TEXT, "labels": OTHER["next_sentence_label"]},
-    ),
-    Head(name="BertForPreTraining", settings=BERT, batch={**TEXT, **MASKED, **OTHER}),
-    Head(name="BertForMultipleChoice", settings=BERT, batch=CHOICES),
-    Head(name="BertForTokenClassification", settings=BERT | LABELS3, batch={**TEXT, **TAGS}),
-    Head(name="BertForSequenceClassification", settings=BERT | LABELS3, batch={**TEXT, **CLASS}),
-    Head(
-        name="BertForSequenceClassification",
-        settings=BERT | LABELS3,
-        batch={**TEXT, **SEVERAL},
-        variant="several labels",
-    ),
-    Head(
-        name="BertForSequenceClassification",
-        settings=BERT | {"num_labels": 1},
-        batch={**TEXT, **NUMBER},
-        variant="regression",
-    ),
-    Head(name="BertForQuestionAnswering", settings=BERT, batch={**TEXT, **SPAN}),
-    Head(name="RobertaForMaskedLM", settings=ROBERTA, batch={**TEXT, **MASKED}),
-    Head(name="RobertaForSequenceClassification", settings=ROBERTA | LABELS3, batch={**TEXT, **CLASS}),
-    Head(name="AlbertForMaskedLM", settings=ALBERT, batch={**TEXT, **MASKED}),
-    Head(
-        name="AlbertForPreTraining",
-        settings=ALBERT,
-        batch={**TEXT, **MASKED, "sentence_order_label": OTHER["next_sentence_label"]},
-    ),
-    Head(name="DistilBertForMaskedLM", settings=DISTILBERT, batch={**TEXT, **MASKED}),
-    Head(name="DistilBertForQuestionAnswering", settings=DISTILBERT, batch={**TEXT, **SPAN}),
-    Head(
-        name="ElectraForPreTraining",
-        settings=ELECTRA,
-        batch={**TEXT, "labels": _ints(0, 2, ROWS, LENGTH, seed=8)},
-    ),
-    Head(name="ElectraForTokenClassification", settings=ELECTRA | LABELS3, batch={**TEXT, **TAGS}),
-    Head(name="T5ForConditionalGeneration", settings=T5, batch={**TEXT, **NEXT}),
-    Head(name="T5ForTokenClassification", settings=T5 | LABELS3, batch={**TEXT, **TAGS}),
-    Head(name="BartForConditionalGeneration", settings=BART, batch={**TEXT, **NEXT}),
-    Head(name="ViTForImageClassification", settings=VIT, batch={**IMAGES, **CLASS}),
-    Head(name="ResNetForImageClassification", settings=RESNET, batch={**IMAGES, **CLASS}, training=False),
-    Head(
-        name="SegformerForSemanticSegmentation", settings=SEGFORMER, batch={**IMAGES, **MAP}, training=False
-    ),
-    Head(
-        name="Wav2Vec2ForCTC", settings=WAV2VEC2 | {"ctc_loss_reduction": "sum"}, batch=SOUND, variant="sum"
-    ),
-    Head(
-        name="Wav2Vec2ForCTC", settings=WAV2VEC2 | {"ctc_loss_reduction": "mean"}, batch=SOUND, variant="mean"
-    ),
-    Head(name="WhisperForConditionalGeneration", settings=WHISPER, batch=MEL),
-    Head(name="MixtralForCausalLM", settings=EXPERTS, batch={**TEXT, **NEXT}),
-    Head(name="Qwen2MoeForCausalLM", settings=QWEN_MOE, batch={**TEXT, **NEXT}),
-    Head(name="OlmoeForCausalLM", settings=QWEN_MOE, batch={**TEXT, **NEXT}),
+    Head(name=name, variant=variant, settings=settings, batch=batch, training=name not in _EVALUATING)
+    for name, variant, settings, batch in _TABLE
 ]

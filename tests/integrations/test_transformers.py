@@ -14,14 +14,11 @@ from transformers.models.mixtral import modeling_mixtral
 import anybatch as ab
 from anybatch.core.errors import LossError, PlanError
 from anybatch.integrations.transformers import (
-    RouterLoss,
-    WholeRouterLoss,
     homes,
     recorded,
     with_empty_cache,
     with_own_cache,
 )
-from anybatch.losses.model import targets as origin
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
@@ -54,12 +51,9 @@ def cut(
 
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Samples of unequal lengths, padded as far as this micro-batch needs."""
-    longest = max(len(sample["labels"]) for sample in samples)
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
     return {
-        name: torch.stack(
-            [nn.functional.pad(s[name], (0, longest - len(s[name])), value=value) for s in samples]
-        )
+        name: nn.utils.rnn.pad_sequence([one[name] for one in samples], batch_first=True, padding_value=value)
         for name, value in fill.items()
     }
 
@@ -111,68 +105,36 @@ def test_uncut_is_the_models_own_to_the_bit(head: Head) -> None:
     assert all(torch.equal(found[name], gradients[name]) for name in gradients)
 
 
-def test_counting_before_the_shift_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = HEADS[0]
-    monkeypatch.setattr(
-        origin, "TRANSFORMS", {name: (lambda labels, ignored: labels) for name in origin.TRANSFORMS}
-    )
-    monkeypatch.setattr(origin, "_is_same", lambda labels, target: labels.shape == (2, LENGTH))
-    with pytest.raises(LossError, match="35 in all for 'loss', got 27"):
-        cut(head.build(), dict(head.batch), 2)
-
-
 def test_every_head_stands_in_the_docs() -> None:
     page = (ROOT / "docs/heads.md").read_text(encoding="utf-8")
     assert [head.name for head in HEADS if f"`{head.name}`" not in page] == []
 
 
-# ---- lists of samples and windows
-
-
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForTokenClassification"])
-def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [
+        ("BertForMaskedLM", LIMIT),
+        ("BertForTokenClassification", LIMIT),
+        ("MixtralForCausalLM", LIMIT),  # its first pass has weighed all
+        ("GPT2LMHeadModel", FLOAT32),  # its loss is in float32, and the division comes late
+    ],
+)
+def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str, limit: float) -> None:
     head = next(head for head in HEADS if head.name == name)
     _, gradients = whole(head.build(), head.batch)
     _, found = cut(head.build(), samples_of(head), 3, collate=collate)
-    assert relative_error(found, gradients) <= LIMIT
-
-
-@pytest.mark.parametrize("name", ["BertForMaskedLM", "BertForPreTraining", "ViTForImageClassification"])
-def test_windows(name: str) -> None:
-    head = next(head for head in HEADS if head.name == name)
-    model = head.build()
-    _, gradients = whole(model, head.batch)
-    recorder = GradientRecorder(model)
-    with ab.Step(model, ModelLoss(), recorder).window() as window:
-        for start, stop in ((0, 3), (3, 5), (5, ROWS)):
-            window.add({key: value[start:stop] for key, value in head.batch.items()})
-    assert relative_error(recorder.gradients, gradients) <= LIMIT
-
-
-def test_a_head_in_float32_divides_late_to_a_rounding_of_float32() -> None:
-    head = HEADS[0]
-    _, gradients = whole(head.build(), head.batch)
-    _, found = cut(head.build(), samples_of(head), 3, collate=collate)
-    assert relative_error(found, gradients) <= FLOAT32
+    assert relative_error(found, gradients) <= limit
 
 
 # ---- router losses
 
 
-@pytest.mark.parametrize("with_mask", [True, False])
-def test_router_loss_without_mask(with_mask: bool) -> None:
-    batch = {name: value for name, value in MIXTRAL.batch.items() if with_mask or name != "attention_mask"}
+def test_router_loss_without_mask() -> None:
+    batch = {name: value for name, value in MIXTRAL.batch.items() if name != "attention_mask"}
     model = MIXTRAL.build()
     _, gradients = whole(model, batch)
     _, found = cut(model, batch, 3)
     assert relative_error(found, gradients) <= LIMIT
-
-
-def test_router_loss_of_samples_padded_micro_batch_by_micro_batch() -> None:
-    model = MIXTRAL.build()
-    _, gradients = whole(model, MIXTRAL.batch)
-    _, found = cut(model, samples_of(MIXTRAL), 3, collate=collate)
-    assert relative_error(found, gradients) <= LIMIT  # the first pass has weighed all
 
 
 def test_router_loss_has_its_value_and_its_share() -> None:
@@ -182,23 +144,6 @@ def test_router_loss_has_its_value_and_its_share() -> None:
     assert report.weights["router"] == 1
     coefficient = model.config.router_aux_loss_coef
     assert relative_error(report.terms["router"], coefficient * own.aux_loss.item()) <= FLOAT32
-
-
-def test_both_passes_draw_the_same_dropout() -> None:
-    settings = {**MIXTRAL.settings, "attention_dropout": 0.3}
-    model = Head(name=MIXTRAL.name, settings=settings, batch=MIXTRAL.batch).build()
-    seen: list[Tensor] = []
-    model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, out: seen.append(out[0]))
-    torch.manual_seed(3)
-    with torch.no_grad():
-        for start in range(0, ROWS, 2):
-            model(**{name: value[start : start + 2] for name, value in MIXTRAL.batch.items()})
-    after = torch.get_rng_state()
-    torch.manual_seed(3)
-    cut(model, dict(MIXTRAL.batch), 2, check=False)
-    assert torch.equal(torch.get_rng_state(), after)
-    once, first, second = (seen[at : at + MICRO_BATCHES] for at in (0, MICRO_BATCHES, 2 * MICRO_BATCHES))
-    assert all(torch.equal(a, b) for a, b in zip(once + once, first + second, strict=True))
 
 
 def test_window_and_late_router_loss_are_refused_by_name() -> None:
@@ -217,29 +162,15 @@ def plain_router_loss() -> Tensor:
 def test_outside_a_block_the_modeling_file_does_what_it_did_even_after_a_failure() -> None:
     before = plain_router_loss()
     with recorded(homes(MIXTRAL.build())) as first:
-        pass
+        thread = threading.Thread(target=plain_router_loss)  # another thread's is not recorded
+        thread.start()
+        thread.join()
     function = modeling_mixtral.load_balancing_loss_func
     with pytest.raises(RuntimeError), recorded(homes(MIXTRAL.build())) as second:
         raise RuntimeError
     assert modeling_mixtral.load_balancing_loss_func is function  # replaced once
     assert torch.equal(plain_router_loss(), before)
     assert (first, second) == ([], [])
-
-
-def test_another_thread_records_for_itself() -> None:
-    seen: list[int] = []
-
-    def work() -> None:
-        plain_router_loss()
-        with recorded(homes(MIXTRAL.build())) as calls:
-            plain_router_loss()
-        seen.append(len(calls))
-
-    with recorded(homes(MIXTRAL.build())) as calls:
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert (seen, calls) == ([1], [])
 
 
 def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
@@ -268,23 +199,6 @@ def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
         assert relative_error(found, gradients) <= LIMIT
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "message"),
-    [
-        ({}, {"settings": {"top_k": 1}}, "same router loss"),
-        ({"mask": torch.ones(1, 2)}, {}, "attention mask in every micro-batch"),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(first: Any, second: Any, message: str) -> None:
-    def call(**changes: Any) -> RouterLoss:
-        value = torch.zeros(())
-        fields = {"gates": (torch.zeros(2, 3),), "mask": None, "settings": {"top_k": 2}}
-        return RouterLoss(function=print, value=value, node=None, **{**fields, **changes})
-
-    with pytest.raises(LossError, match=message):
-        WholeRouterLoss([call(**first), call(**second)])
-
-
 def test_switch_transformers_are_refused_by_name() -> None:
     """Their router's z-loss is a sum over tokens that the model itself divides."""
     settings = {
@@ -300,7 +214,7 @@ def test_switch_transformers_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "rows meet")]
+    ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "Rows meet")]
 )
 def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
     tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -128,6 +128,13 @@ EXACT: dict[str, Callable[..., Any]] = {
         scores, torch.full_like(scores, 0.25), weight=(labels >= 0)[..., None].expand_as(scores).double()
     ),
     "next token": lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:]),
+    "means and sums as they are written": lambda scores, labels: (
+        torch.mean(input=scores.square())
+        + torch.mean(scores.sin())
+        + scores.cos().mean(dim=(0, 1, 2))
+        + torch.sum(scores.sin())
+        + scores.square().sum((0, 1, 2))
+    ),
 }
 
 MET = "elements from . rows .* rows have met before it"
@@ -143,16 +150,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "product": (lambda scores, labels: size(scores) * tokens(scores, labels), "constant factors"),
     "scaled sum": (lambda scores, labels: summed(scores, labels) / len(labels), "a sum that is divided"),
     "factor of the rows": (lambda scores, labels: size(scores) * (1 + labels.sum()), "same factors"),
-    "factor of one over the rows": (
-        lambda scores, labels: summed(scores, labels) * (1 / len(labels)),
-        "same factors",
-    ),
     "folded rows": (
         lambda scores, labels: scores.mean(0).square().mean(),
-        MET,
-    ),
-    "mean of means": (
-        lambda scores, labels: scores.square().mean(0).mean(),
         MET,
     ),
     "mean loss of folded rows": (
@@ -161,11 +160,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "sum of folded rows": (
         lambda scores, labels: scores.mean(0).square().sum(),
-        "from Own in every cut",
-    ),
-    "loss of folded rows summed": (
-        lambda scores, labels: F.mse_loss(scores.sum(0), torch.ones_like(scores[0]), reduction="sum"),
-        "from Own in every cut",
+        "loss and gradient from Own in every cut",
     ),
     "balance": (
         lambda scores, labels: tokens(scores, labels) + scores.softmax(-1).mean((0, 1)).square().mean(),
@@ -209,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "contrast by pairs": (
         lambda scores, labels: -F.logsigmoid(scores.flatten(1) @ scores.flatten(1).T).sum(-1).mean(),
-        "from Own in every cut",
+        "loss and gradient from Own in every cut",
     ),
     "nothing": (lambda scores, labels: {"scores": scores}, "Own to return its loss"),
     "no scalar": (

@@ -22,7 +22,7 @@ from anybatch.losses.reductions import FUNCTIONS, MODULES
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own
 from tests.losses.torch_zoo import CLASS, TORCH, WEIGHTS, Inside, Scores, X
-from tests.losses.whole_losses import CASES
+from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
 
 LIMIT = 1e-12  # relative, float64
 
@@ -91,6 +91,14 @@ def variants() -> Iterator[tuple[str, Variant]]:
         for rows in (1, 5, 11) if case.by_rows else ():
             loss = WholeBatch(case.by_rows, loss_rows=rows)
             yield f"whole {name} by {rows}", Variant(loss=loss, model=model, batch=batch, meets=True)
+
+    named = WholeBatch(clip, outputs=lambda model, micro: model(micro["a"], micro["b"]))
+    batch = dict(zip("ab", images_and_texts(11), strict=True))
+    batch = {name: leaf.double() for name, leaf in batch.items()}
+    yield (
+        "whole clip of outputs",
+        Variant(loss=named, model=lambda: Towers().double(), batch=batch, meets=True),
+    )
 
 
 VARIANTS = dict(variants())

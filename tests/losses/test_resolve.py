@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import ModelLoss, Step, Terms, Total
+from anybatch import Step, Terms, Total
 from anybatch.core.errors import LossError
 from anybatch.losses.resolve import check_loss, resolve
 
@@ -55,25 +55,14 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "a loss with its own forward": (Focal(), "got Focal, a module of your own", TWO_LINES),
     "a loss with another forward": (patched(), "got MSELoss, a module of torch", TWO_LINES),
     "another function": (F.softplus, "got F.softplus", TWO_LINES),
-    "another function with settings": (partial(F.normalize, dim=0), "got F.normalize", TWO_LINES),
     "no function": (3, "got int", "nn.CrossEntropyLoss()"),
-    "nothing": (None, "got NoneType", "nn.CrossEntropyLoss()"),
-    "its name": ("ce", "got str", "nn.CrossEntropyLoss()"),
     "a class": (nn.CrossEntropyLoss, "got the class CrossEntropyLoss", "as in nn.CrossEntropyLoss()"),
     "a class with settings": (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
-    "a class of ours": (ModelLoss, "got the class ModelLoss", "Call it to make one"),
-    "a class of your own": (OwnModule, "got the class OwnModule", "Call it to make one"),
     "no reduction": (nn.MSELoss(reduction="none"), "got 'none'", "one number to minimise"),
-    "no reduction, function": (partial(F.mse_loss, reduction="none"), "got 'none'", "one number to minimise"),
     "a reduction of another loss": (
         partial(F.mse_loss, reduction="batchmean"),
         "got 'batchmean'",
         "Choose one",
-    ),
-    "deprecated": (
-        partial(F.mse_loss, size_average=False),
-        "the deprecated size_average",
-        "Write reduction=",
     ),
     "deprecated, both": (
         partial(F.cross_entropy, reduce=True, size_average=True),

@@ -87,9 +87,6 @@ def test_a_bare_mean_is_refused_with_the_two_lines(returned: Any, got: str) -> N
     assert "return ab.Total(losses.sum(), losses.numel())" in message
 
 
-# ---- promised weights
-
-
 @pytest.mark.parametrize("weight", [ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2], ids=str)
 def test_a_promise_is_kept(weight: Any) -> None:
     def rows(model: nn.Module, micro: Tensor) -> Total:
@@ -156,10 +153,8 @@ def test_nothing_in_the_first_micro_batch_is_no_loss_of_digits() -> None:
 
 OTHERWISE = {
     "minus": lambda a, b: (a - b).mean(),
-    "size": lambda a, b: a.size(),
     "torch": lambda a, b: nn.functional.mse_loss(a, b),
     "one argument": lambda a: a.mean(),
-    "by its names": lambda out, y: y.long(out),
     "by its second name": lambda x, target: target.long(x),
     "by its first name": lambda logits, micro: micro.long(logits),
 }

@@ -112,14 +112,10 @@ def test_a_weight_is_cut_where_it_reaches_the_rows(shape: tuple[int, ...], micro
         nn.MultiLabelSoftMarginLoss(weight=weight),
     ):
         assert Trial(loss, (X, Z), micro_batch=micro_batch).is_exact()
-
-
-def test_a_square_weight_is_one_of_rows() -> None:
-    """As many classes as rows: a weight of classes has one axis, one of rows has two."""
-    model, target = Perceptron(3, ROWS), torch.rand(ROWS, ROWS, dtype=torch.float64)
-    for shape in ((ROWS,), (ROWS, 1), (ROWS, ROWS)):
-        loss = nn.BCEWithLogitsLoss(weight=torch.rand(shape, dtype=torch.float64))
-        assert Trial(loss, (X, target), model).is_exact()
+    # As many classes as rows: a weight of classes has one axis, one of rows has two.
+    target, shape = torch.rand(ROWS, ROWS, dtype=torch.float64), [ROWS if n > 1 else n for n in shape]
+    loss = nn.BCEWithLogitsLoss(weight=torch.rand(shape, dtype=torch.float64))
+    assert Trial(loss, (X, target), Perceptron(3, ROWS), micro_batch=micro_batch).is_exact()
 
 
 PER_ROW: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -168,8 +164,6 @@ class Outputs(nn.Module):
 COUNTS: list[tuple[Any, int, Any, str]] = [
     (F.cross_entropy, 2, (X, Y), "2 tensors for cross_entropy, got 2 from the model and 1 as target"),
     (nn.MSELoss(), 1, (X, (Z, Z)), "2 tensors for MSELoss, got 1 from the model and 2 as target"),
-    (nn.MSELoss(), 1, (X,), "2 tensors for MSELoss, got 1 from the model and 0 as target"),
-    (nn.GaussianNLLLoss(), 1, (X, Z), "3 tensors for GaussianNLLLoss, got 1 from the model"),
     (F.ctc_loss, 1, (X, Y), "4 tensors for ctc_loss, got 1 from the model and 1 as target"),
     (F.triplet_margin_loss, 2, (X, X, X), "3 tensors for triplet_margin_loss, got 2 from the model and 0"),
 ]
@@ -219,43 +213,33 @@ class Shaped(nn.Module):
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-ELEMENTWISE: dict[str, Any] = {
-    "mse": nn.MSELoss(),
-    "mse, weighted": partial(F.mse_loss, weight=torch.ones(())),
-    "l1": F.l1_loss,
-    "smooth l1": partial(F.smooth_l1_loss, beta=0.3),
-    "huber": nn.HuberLoss(),
-    "huber function": F.huber_loss,
-    "binary": F.binary_cross_entropy,
-    "binary of logits": nn.BCEWithLogitsLoss(),
-    "poisson": nn.PoissonNLLLoss(),
-    "gaussian": partial(F.gaussian_nll_loss, var=0.3),
-    "soft margin": F.soft_margin_loss,
-    "hinge": nn.HingeEmbeddingLoss(),
-    "divergence": nn.KLDivLoss(reduction="batchmean"),
-    "multilabel": nn.MultiLabelSoftMarginLoss(),
-}
+ELEMENTWISE = [
+    *(nn.MSELoss(), F.l1_loss, F.smooth_l1_loss, nn.HuberLoss(), F.binary_cross_entropy, F.soft_margin_loss),
+    *(nn.BCEWithLogitsLoss(), nn.PoissonNLLLoss(), partial(F.gaussian_nll_loss, var=0.3)),
+    *(nn.HingeEmbeddingLoss(), nn.KLDivLoss(reduction="batchmean"), nn.MultiLabelSoftMarginLoss()),
+    partial(F.mse_loss, weight=torch.ones(())),
+]
 
 
 def rows_of(rows: int, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     return tuple(torch.rand(rows, *shape, dtype=torch.float64) for shape in shapes)
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("loss", ELEMENTWISE, ids=str)
 @pytest.mark.parametrize(
     ("output", "target"), [((1,), ()), ((), (1,)), ((3, 1), (3,)), ((3,), (3, 1)), ((4,), ())], ids=str
 )
 @pytest.mark.parametrize("rows", [1, 4])
-def test_another_number_of_axes_is_refused(name: str, output: Any, target: Any, rows: int) -> None:
-    trial = Trial(ELEMENTWISE[name], (), Shaped(output))
+def test_another_number_of_axes_is_refused(loss: Any, output: Any, target: Any, rows: int) -> None:
+    trial = Trial(loss, (), Shaped(output))
     with pytest.raises(LossError, match="axes"):
         trial.step(rows_of(rows, (3,), target))
 
 
-@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("loss", ELEMENTWISE, ids=str)
 @pytest.mark.parametrize(("output", "target"), [((3,), (3,)), ((1,), (3,)), ((1,), (1,)), ((), ())], ids=str)
-def test_an_output_without_rows_is_refused(name: str, output: Any, target: Any) -> None:
-    trial = Trial(ELEMENTWISE[name], (), Shaped(output, mixes=True, squeezes=not output))
+def test_an_output_without_rows_is_refused(loss: Any, output: Any, target: Any) -> None:
+    trial = Trial(loss, (), Shaped(output, mixes=True, squeezes=not output))
     with pytest.raises(LossError, match="axes"):
         trial.step(rows_of(4, (3,), target))
 

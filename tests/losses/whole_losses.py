@@ -54,22 +54,6 @@ def clip_by_rows(image: Tensor, text: Tensor, scale: Tensor, rows: Tensor) -> To
     return Total((there + back) / 2, len(rows))
 
 
-def nt_xent(one: Tensor, other: Tensor) -> Tensor:
-    """Chen et al. 2020, "A simple framework for contrastive learning", equation 1."""
-    views = F.normalize(torch.cat([one, other]))
-    logits = (views @ views.T / 0.5).fill_diagonal_(-torch.inf)
-    count = len(one)
-    return F.cross_entropy(logits, torch.arange(2 * count).roll(count))
-
-
-def nt_xent_by_rows(one: Tensor, other: Tensor, rows: Tensor) -> Total:
-    views = F.normalize(torch.cat([one, other]))
-    anchors = torch.cat([rows, rows + len(one)])
-    logits = (views[anchors] @ views.T / 0.5).scatter(1, anchors[:, None], -torch.inf)
-    losses = F.cross_entropy(logits, anchors.roll(len(rows)), reduction="sum")
-    return Total(losses, len(anchors))
-
-
 def triplets(outputs: Tensor, labels: Tensor) -> Total:
     """All triplets within the batch that violate the margin (Schroff et al. 2015, "FaceNet", section 3.2)."""
     distances = (outputs[:, None] - outputs[None]).square().sum(-1)
@@ -102,16 +86,6 @@ def barlow_twins(one: Tensor, other: Tensor) -> Tensor:
     """Zbontar et al. 2021, "Barlow Twins", section 2.1."""
     correlation = ((one - one.mean(0)) / one.std(0)).T @ ((other - other.mean(0)) / other.std(0)) / len(one)
     return (correlation - torch.eye(len(correlation))).square().sum()
-
-
-def vic_reg(one: Tensor, other: Tensor) -> Tensor:
-    """Bardes et al. 2022, "VICReg", section 4.1."""
-    loss = 25 * F.mse_loss(one, other)
-    for view in (one, other):
-        covariance = view.T.cov()
-        spread = (1 - (view.var(0) + 1e-4).sqrt()).clamp(min=0).mean()
-        loss = loss + 25 * spread + (covariance - covariance.diag().diag()).square().sum() / view.shape[1]
-    return loss
 
 
 def rank(scores: Tensor, relevance: Tensor) -> Tensor:
@@ -162,11 +136,9 @@ class Case:
 
 CASES = {
     "clip": Case(function=clip, model=Towers, batch=images_and_texts, by_rows=clip_by_rows),
-    "nt-xent": Case(function=nt_xent, model=Views, batch=pairs, by_rows=nt_xent_by_rows),
     "triplets": Case(function=triplets, model=encoder, batch=labelled, by_rows=triplets_by_rows),
     "sup-con": Case(function=sup_con, model=encoder, batch=labelled),
     "barlow twins": Case(function=barlow_twins, model=Views, batch=pairs),
-    "vic-reg": Case(function=vic_reg, model=Views, batch=pairs),
     "rank": Case(function=rank, model=lambda dropout: encoder(dropout, 1), batch=ranked),
     "prototypes": Case(function=Prototypes().double(), model=encoder, batch=labelled),
 }

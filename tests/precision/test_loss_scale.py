@@ -44,19 +44,15 @@ def test_a_fixed_one_never_grows_and_begins_anew(setting: float | None, value: f
     assert scale.value == value
 
 
-def test_a_loaded_one_goes_on_where_it_was() -> None:
-    scale, other = dynamic(), dynamic()
-    scale.give_way()
-    grown(scale, PATIENCE - 1)
-    other.load(scale.state())
-    assert grown(scale, 1) == grown(other, 1) == FIRST_SCALE
-
-
 def test_updates_are_counted_by_steps() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     step = Step(model, nn.MSELoss(), optimizer, precision="fp16-mixed", micro_batch=2)
-    step.scale.load({"value": 4.0, "clean": PATIENCE - 1})
+    before = dynamic()
+    for _ in range(14):
+        before.give_way()
+    grown(before, PATIENCE - 1)
+    step.scale.load(before.state())  # it goes on where it was
     batch = torch.randn(6, 2), torch.randn(6, 1)
     assert step(batch).scale == 8.0
     assert step(batch).scale == 8.0

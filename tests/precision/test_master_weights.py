@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Precision, Step, Total
-from anybatch.precision.master_weights import Masters
+from anybatch import Step, Total
 from tests.snapshots import changes, snapshot
 
 SHORT = {"fp16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -174,15 +173,17 @@ def test_the_backup_follows_who_writes_to_the_weights(
     assert_follows(short, full)
 
 
+def test_the_backup_follows_weights_that_get_another_shape() -> None:
+    short, _ = steps()
+    weight = short.model.first.weight
+    weight.data = torch.full((4, 3), 0.75, dtype=torch.float16)
+    assert torch.equal(short.masters.of(weight), torch.full((4, 3), 0.75))
+
+
 def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
     short, _ = steps()
-    other = Step(
-        short.model,
-        mean,
-        torch.optim.SGD(short.model.parameters(), lr=0.25),
-        precision="fp16-true",
-        check=False,
-    )
+    optimizer = torch.optim.SGD(short.model.parameters(), lr=0.25)
+    other = Step(short.model, mean, optimizer, precision="fp16-true", check=False)
     other((X,))
     for parameter in short.model.parameters():
         assert short.masters.of(parameter) is other.masters.of(parameter)
@@ -221,7 +222,8 @@ def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -
 
 
 @pytest.mark.parametrize("precision", SHORT)
-def test_states_hold_the_float32_weights(precision: str) -> None:
+def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: str) -> None:
+    """In part, as that of adapters."""
     short, full = steps(precision=precision)
     for step in (short, full):
         step((X,))
@@ -229,15 +231,9 @@ def test_states_hold_the_float32_weights(precision: str) -> None:
     assert changes(dict(full.model.state_dict()), saved) == []
     again, _ = steps(precision=precision)
     again.masters.load_state_dict(again.model, saved)
-    again.optimizers[0].zero_grad()
     for mine, theirs in zip(again.model.parameters(), full.model.parameters(), strict=True):
         assert torch.equal(again.masters.of(mine), theirs)
         assert torch.equal(mine, theirs.to(mine.dtype))
-
-
-def test_a_part_of_a_state_may_be_loaded() -> None:
-    """As that of adapters."""
-    short, full = steps()
     weights = {"first.weight": full.model.first.weight.detach() + 1e-5}
     bias = short.masters.of(short.model.first.bias).clone()
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -289,45 +285,3 @@ def test_gradients_in_a_window_are_to_be_looked_at_before_they_are_cleared() -> 
     for step in (short, full):
         step.open_window.clear()
     assert_follows(short, full)
-
-
-# ---- by themselves
-
-
-def test_the_backup_is_the_memory_that_the_weights_had() -> None:
-    model = Line()
-    found = [p.data_ptr() for p in model.parameters()]
-    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision="bf16-true", check=False)
-    assert [one.data_ptr() for one in step.masters.tensors] == found
-    step((X,))
-    assert [one.data_ptr() for one in step.masters.tensors] == found
-
-
-@pytest.mark.parametrize("kept", ["first", "Linear"])
-def test_float32_parts_have_no_backup(kept: str) -> None:
-    model = Line()
-    precision = Precision(store="bfloat16", keep_float32=(kept,))
-    step = Step(model, mean, torch.optim.SGD(model.parameters(), lr=1e-4), precision=precision, check=False)
-    assert step.masters.of(model.first.weight) is None
-    assert len(step.masters.tensors) == (1 if kept == "first" else 0)
-    assert step((X,)).updated
-
-
-def test_what_nobody_wrote_to_keeps_its_digits() -> None:
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    masters = Masters()
-    masters.hold(weight, torch.tensor([1.0 - 1e-4, 1.0]))
-    with torch.no_grad():
-        weight[1] = 1.5
-    assert masters.of(weight) is not None
-    assert [f"{one:.4f}" for one in masters.of(weight).tolist()] == ["0.9999", "1.5000"]
-
-
-def test_weights_that_come_later_are_held_where_none_was() -> None:
-    later = nn.Parameter(torch.ones(1, dtype=torch.float16))
-    frozen = nn.Parameter(torch.ones(1, dtype=torch.float16), requires_grad=False)
-    needed, idle = Masters(is_needed=True), Masters()
-    for masters in (needed, idle):
-        with masters.raised([later, frozen]):
-            assert later.dtype == (torch.float32 if masters is needed else torch.float16)
-    assert (len(needed.tensors), len(idle.tensors)) == (1, 0)

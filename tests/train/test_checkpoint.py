@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -86,12 +85,6 @@ def test_special_bits_and_complex_views_come_back(folder: Path) -> None:
     assert torch.equal(found["view"].resolve_conj(), view.resolve_conj())
 
 
-def test_values_of_the_same_path_are_kept_apart(folder: Path) -> None:
-    one, two, three, four = torch.arange(4).view(4, 1).unbind()
-    value = {"a/b": one, "a": {"b": two}, "c": {1: three, "1": four}}
-    assert same(trip(folder, value=value)["value"], value)
-
-
 def test_one_tensor_in_two_places_stays_one(folder: Path) -> None:
     value = torch.arange(3)
     found = trip(folder, one=[value], two={"three": value, "equal": value.clone()})
@@ -111,11 +104,7 @@ def test_what_is_loaded_does_not_hang_on_the_file(folder: Path) -> None:
     ("value", "path"),
     [
         ({"deep": [1, {"er": {2, 3}}]}, "progress/deep/1/er"),
-        ({"f": print}, "progress/f"),
-        ({"f": b"bytes"}, "progress/f"),
-        ({"f": 1 + 2j}, "progress/f"),
         ({"f": np.arange(3)}, "progress/f"),
-        ({"f": {(1, 2): 3}}, "progress/f"),
         ({"f": {True: 3}}, "progress/f"),
         ({"f": torch.empty(2, device="meta")}, "progress/f"),
         ({"f": torch.eye(2).to_sparse()}, "progress/f"),
@@ -158,13 +147,8 @@ def test_a_model_comes_back_in_place_with_its_ties(tmp_path: Path) -> None:
     assert same(dict(other.state_dict()), dict(model.state_dict()))
     assert other.first.weight is weight is other.last.weight
     assert other.extra == 7
-
-
-def test_tied_weights_are_stored_once_under_a_name_others_can_read(tmp_path: Path) -> None:
-    model = Tied()
-    save(tmp_path / "a", model=model)
-    found = load_file(tmp_path / "a")
-    assert torch.equal(found["model/first.weight"], model.first.weight)
+    found = load_file(tmp_path / "a")  # as another program reads it: one weight is stored once
+    assert torch.equal(found["model/first.weight"], weight)
     assert sum(value.shape == (4, 4) for value in found.values()) == 1
 
 
@@ -194,18 +178,15 @@ def two_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
 
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "SGD": lambda m: optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True),
     "SGD of two groups": lambda m: optim.SGD(two_groups(m, lr=0.2, momentum=0.5), lr=0.1, momentum=0.9),
     "SGD without state": lambda m: optim.SGD(m.parameters(), lr=0.1),
-    "AdamW": lambda m: optim.AdamW(m.parameters(), lr=0.01, amsgrad=True),
-    "AdamW, fused": lambda m: optim.AdamW(m.parameters(), lr=0.01, fused=True),
+    "AdamW, fused": lambda m: optim.AdamW(m.parameters(), lr=0.01, amsgrad=True, fused=True),
     "AdamW, lr as tensor": lambda m: optim.AdamW(two_groups(m), lr=torch.tensor(0.01)),
     "NAdam": lambda m: optim.NAdam(m.parameters(), lr=0.01),
     "Adafactor": lambda m: optim.Adafactor(m.parameters(), lr=0.01),
 }
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda update: 0.9**update),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, milestones=[3, 3, 7], gamma=0.5),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o, [warm_up(o, updates=3), lr_scheduler.MultiStepLR(o, [2, 4])], milestones=[3]
@@ -235,9 +216,26 @@ def state(parts: Parts) -> list[Any]:
     return [dict(parts[0].state_dict()), *[part.state_dict() for part in (*parts[1], *parts[2])]]
 
 
-def check_going_on(path: Path, make: Callable[[int], Parts]) -> None:
+PAIRS = [
+    *[(name, "LambdaLR") for name in OPTIMIZERS],
+    *[("NAdam", name) for name in [*SCHEDULERS][1:]],
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*capturable.*")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
+def test_every_optimizer_and_scheduler_goes_on(
+    tmp_path: Path, optimizer: str, scheduler: str, dtype: torch.dtype
+) -> None:
     """Ten updates, against five, a checkpoint, new objects from another seed, and five more."""
-    parts = make(0)
+
+    def make(seed: int) -> Parts:
+        model = build(seed, dtype)
+        one, two = OPTIMIZERS[optimizer](model[:3]), optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
+        return model, [one, two], [SCHEDULERS[scheduler](one), SCHEDULERS["LambdaLR"](two)]
+
+    parts, path = make(0), tmp_path / "a"
     train(parts, range(5))
     model, optimizers, schedulers = parts
     save(path, model=model, optimizers=optimizers, schedulers=schedulers, random=rng.capture_process())
@@ -249,41 +247,3 @@ def check_going_on(path: Path, make: Callable[[int], Parts]) -> None:
         rng.restore_process(found.random)
         train(other, range(5, 10))
         assert same(state(other), state(parts))
-
-
-@pytest.mark.filterwarnings("ignore:.*capturable.*")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
-    def make(seed: int) -> Parts:
-        model = build(seed, dtype)
-        return model, [OPTIMIZERS[name](model)], []
-
-    check_going_on(tmp_path / "a", make)
-
-
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "AdamW, lr as tensor"])
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_every_scheduler_goes_on(tmp_path: Path, name: str, optimizer: str) -> None:
-    if torch.__version__ < "2.7" and name == "SequentialLR" and "tensor" in optimizer:
-        pytest.skip("torch 2.6 writes to the tensors in base_lrs")
-
-    def make(seed: int) -> Parts:
-        model = build(seed)
-        one, two = OPTIMIZERS[optimizer](model[:3]), optim.SGD(model[4].parameters(), lr=0.1, momentum=0.9)
-        return model, [one, two], [SCHEDULERS[name](one), SCHEDULERS["LambdaLR"](two)]
-
-    check_going_on(tmp_path / "a", make)
-
-
-def test_all_random_streams_go_on(tmp_path: Path) -> None:
-    def draw() -> list[Tensor | float]:
-        numpys = [float(np.random.rand()), float(np.random.randn())]
-        return [torch.rand(3), random.random(), random.gauss(), *numpys]
-
-    random.gauss()  # Python and NumPy keep the second of two normal numbers
-    np.random.randn()
-    save(tmp_path / "a", model=nn.Linear(1, 1), random=rng.capture_process())
-    expected = draw()
-    rng.restore_process(load(tmp_path / "a").random)
-    assert same(draw(), expected)

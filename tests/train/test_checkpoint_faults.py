@@ -1,11 +1,10 @@
 """A checkpoint that is damaged or foreign is refused; one that cannot be written leaves the earlier one."""
 
-import hashlib
 import json
 import os
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,17 +115,10 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path, bit: int) -> None:
         (lambda document: document.update(more=1), True),
         *[
             (lambda document, number=number: document["progress"].update(number=number), True)
-            for number in (
-                {"$": "tensor", "of": "nowhere"},
-                {"$": "tensor"},
-                {"$": "dict", "of": 3},
-                {"$": "tuple", "of": None},
-                {"$": "float", "of": "x"},
-                {"$": "function", "of": "print"},
-            )
+            for number in ({"$": "tensor", "of": "nowhere"}, {"$": "dict", "of": 3}, {"$": "function"})
         ],
     ],
-    ids=map(str, range(10)),
+    ids=map(str, range(7)),
 )
 def test_other_json_is_refused_and_so_is_what_means_nothing_with_the_right_digest(
     tmp_path: Path, change: Callable[[dict[str, Any]], object], signed: bool
@@ -145,17 +137,6 @@ def test_other_json_is_refused_and_so_is_what_means_nothing_with_the_right_diges
     path.write_bytes(change_header(data, apply))
     with pytest.raises(CheckpointError, match="what `save` writes" if signed else "SHA-256 differs"):
         load(path)
-
-
-def test_the_digest_is_of_all_names_types_shapes_and_bytes(tmp_path: Path) -> None:
-    """Written out once more, from the description."""
-    path = write(tmp_path / "a")
-    data = path.read_bytes()
-    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    digest = hashlib.sha256(metadata["document"].encode())
-    for name, value in sorted(parse(data).items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode() + value.numpy().tobytes())
-    assert digest.hexdigest() == metadata["sha256"]
 
 
 # ---- writing
@@ -239,39 +220,28 @@ def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> 
     assert {path.name for path in tmp_path.iterdir()} == {"a[1]", ".a1.123.tmp"}
 
 
-@pytest.mark.parametrize("hops", [1, 2])
 @pytest.mark.parametrize("fault", [None, "full disk", "killed before it counts"])
 def test_a_link_stays_a_link_and_its_target_is_written_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None, hops: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str | None
 ) -> None:
-    (tmp_path / "disk").mkdir()
-    links = [tmp_path / "link", tmp_path / "disk" / "a"]
-    if hops == 2:
-        links.insert(1, tmp_path / "between")
-    for link, target in pairwise(links):
-        link.symlink_to(target.relative_to(tmp_path))
-    write(links[-1], 1.0)
-    if fault is None:
-        write(links[0], 2.0)
-    else:
-        monkeypatch.setattr(*FAULTS[fault])
-        with pytest.raises((CheckpointError, Killed, KeyboardInterrupt)):
-            write(links[0], 2.0)
-    assert all(link.is_symlink() for link in links[:-1])
-    assert not links[-1].is_symlink()
-    assert number_in(links[0]) == number_in(links[-1]) == (2.0 if fault is None else 1.0)
-    assert list((tmp_path / "disk").iterdir()) == [links[-1]]
-    assert len(list(tmp_path.iterdir())) == len(links)
-
-
-def test_a_link_without_a_file_makes_one_and_a_circle_of_links_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("new")
+    link, between, target = tmp_path / "link", tmp_path / "between", tmp_path / "disk" / "a"
+    target.parent.mkdir()
+    link.symlink_to("between")
+    between.symlink_to("disk/a")
+    write(link, 1.0)  # a link without a file makes one
+    with monkeypatch.context() as patched:
+        if fault:
+            patched.setattr(*FAULTS[fault])
+        with pytest.raises((CheckpointError, Killed)) if fault else nullcontext():
+            write(link, 2.0)
+    assert link.is_symlink()
+    assert between.is_symlink()
+    assert not target.is_symlink()
+    assert number_in(link) == number_in(target) == (1.0 if fault else 2.0)
+    assert list(target.parent.iterdir()) == [target]
     (tmp_path / "circle").symlink_to("circle")
-    assert number_in(write(tmp_path / "link")) == number_in(tmp_path / "new") == 1.0
     with pytest.raises(CheckpointError, match="expected a file that can be written"):
         write(tmp_path / "circle")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "circle").is_symlink()
 
 
 def test_others_may_read_a_checkpoint_as_they_may_read_any_file(tmp_path: Path) -> None:

@@ -79,21 +79,11 @@ def prepare(parts: Parts) -> tuple[nn.Module, Optimizers, Schedulers]:
     return model, optimizers, schedulers
 
 
-def linear() -> nn.Module:
-    return nn.Linear(3, 3)
-
-
 @pytest.mark.parametrize(
     ("there", "here", "message"),
     [
-        ({}, {"model": linear}, "checkpoint of this Linear, .*bias: nothing there, float32"),
-        ({"model": linear}, {}, "checkpoint of this Net, .*one.bias: nothing there"),
+        ({"model": lambda: nn.Linear(3, 3)}, {}, "checkpoint of this Net, .*one.bias: nothing there"),
         ({"model": partial(Net, width=4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
-        (
-            {"model": partial(Net, dtype=torch.bfloat16)},
-            {},
-            r"two.bias: bfloat16 \(3,\) there, float32 \(3,\) here",
-        ),
         (
             {},
             {"model": partial(Net, tied=True)},
@@ -104,7 +94,6 @@ def linear() -> nn.Module:
             {},
             r"optimizers \['SGD'\], got \['AdamW'\]",
         ),
-        ({"optimizers": lambda m: []}, {}, r"optimizers \['SGD'\], got \[\]"),
         ({"optimizers": groups("one", "two")}, {}, r"groups of \[4\] parameters, got \[2, 2\]"),
         (
             {"optimizers": groups("one", "two")},
@@ -112,7 +101,6 @@ def linear() -> nn.Module:
             "two.weight where it has one.weight",
         ),
         ({"schedulers": sequence(2, 3)}, {}, r"schedulers \['StepLR'\], got \['SequentialLR'\]"),
-        ({"schedulers": lambda optimizers: []}, {}, r"schedulers \['StepLR'\], got \[\]"),
         (
             {"schedulers": sequence(2, 3, 4)},
             {"schedulers": sequence(2, 3)},
@@ -121,7 +109,7 @@ def linear() -> nn.Module:
         # Too late for its own parameters, but optimizers and schedulers go back.
         ({"model": Refusing}, {"model": Refusing}, "RuntimeError: refused"),
     ],
-    ids=map(str, range(13)),
+    ids=map(str, range(9)),
 )
 def test_another_model_optimizer_or_scheduler_is_refused(
     tmp_path: Path, there: Parts, here: Parts, message: str

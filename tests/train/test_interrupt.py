@@ -51,10 +51,7 @@ def test_termination_ends_with_the_code_a_shell_gives_for_it() -> None:
 
 def test_own_handlers_come_back_after_the_first_signal_and_after_an_error() -> None:
     heard: list[int] = []
-
-    def own(number: int, frame: object) -> None:
-        heard.append(number)
-
+    own = lambda number, frame: heard.append(number)  # noqa: E731
     for number in SIGNALS:
         signal.signal(number, own)
     with deferred():

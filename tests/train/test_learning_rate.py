@@ -31,9 +31,6 @@ def test_what_is_not_positive_is_refused(name: str, value: float) -> None:
     values: dict[str, Any] = {"lr": 0.1, "batch_size": 64, "base_batch_size": 32, name: value}
     with pytest.raises(PlanError, match=f"{name} .*got {value}"):
         scale(values.pop("lr"), **values)
-
-
-def test_an_unknown_rule_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PlanError, match=r"got 'sqrt'.*linear.*square-root"):
         scale(0.1, batch_size=64, base_batch_size=32, rule="sqrt")
 

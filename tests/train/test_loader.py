@@ -1,7 +1,7 @@
 """Rows: each one once per epoch, in an order that seed and epoch alone determine."""
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -70,25 +70,6 @@ def test_order_is_the_same_in_every_version() -> None:
     assert epoch(make_rows(torch.arange(7)), 3, seed=1, epoch=1) == [[1, 3, 4], [6, 0, 5], [2]]
 
 
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def test_nested_tensors_stay_together() -> None:
-    number = torch.arange(9)
-    rows = make_rows({"a": number, "b": Pair([number * 2, None], (number.float()[:, None].expand(9, 2),))})
-    seen: list[int] = []
-    for batch in rows.batches(batch_size=4, seed=0, epoch=0):
-        a, (twice, nothing), (wide,) = batch["a"], batch["b"].first, batch["b"].second
-        assert isinstance(batch["b"], Pair)
-        assert nothing is None
-        assert torch.equal(twice, a * 2)
-        assert torch.equal(wide, a.float()[:, None].expand(-1, 2))
-        seen += a.tolist()
-    assert sorted(seen) == list(range(9))
-
-
 def test_samples_come_uncollated_so_that_the_step_may_cut_first() -> None:
     class Squares:
         def __len__(self) -> int:
@@ -102,14 +83,6 @@ def test_samples_come_uncollated_so_that_the_step_may_cut_first() -> None:
     batches = list(rows.batches(batch_size=2, seed=0, epoch=0))
     assert sorted(chain(*batches)) == [(0, 0), (1, 1), (2, 4), (3, 9), (4, 16)]
     assert list(rows.in_order(2)) == [[(0, 0), (1, 1)], [(2, 4), (3, 9)], [(4, 16)]]
-
-
-def test_tensors_come_on_the_models_device() -> None:
-    model = nn.Linear(1, 1, device="meta")
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    rows = Rows((torch.zeros(3, 1), torch.zeros(3, 1)), step)
-    for batch in (*rows.batches(batch_size=2, seed=0, epoch=0), *rows.in_order(2), *rows.in_order(3)):
-        assert [leaf.device.type for leaf in batch] == ["meta", "meta"]
 
 
 @pytest.mark.parametrize(

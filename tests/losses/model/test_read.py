@@ -1,7 +1,6 @@
 """A model's own loss read from the graph: as exact as watched, and watched again where it has changed."""
 
 import copy
-import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import ModelLoss, Step
-from anybatch.core import LossError, TensorBatch
-from anybatch.losses import EvaluateAgain
+from anybatch.core import LossError
 from anybatch.losses.model import read
 from anybatch.losses.model.intercept import Watch
 from anybatch.testing import GradientRecorder, relative_error
-from tests.losses.own_losses import BATCH, CLASSES, LABELS, ROWS, Own, X, size, tokens
+from tests.losses.own_losses import BATCH, CLASSES, LABELS, Own, X, size, tokens
+from tests.snapshots import same
 
 LIMIT = 1e-12
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
@@ -45,19 +44,6 @@ READ: dict[str, Callable[..., Any]] = {
         scores[labels >= 0], labels[labels >= 0], reduction="none"
     ).mean(),
     "mapping": lambda scores, labels: {"loss": tokens(scores, labels), "scores": scores},
-}
-
-#: Losses that it does not show, or not all of it.
-WATCHED: dict[str, Callable[..., Any]] = {
-    "smoothed": lambda scores, labels: tokens(scores, labels, label_smoothing=0.1),
-    "soft": lambda scores, labels: F.cross_entropy(scores, torch.full_like(scores, 0.25)),
-    "sum": lambda scores, labels: tokens(scores, labels, reduction="sum"),
-    "half": lambda scores, labels: tokens(scores, labels) / 2,
-    "two": lambda scores, labels: tokens(scores, labels) + size(scores),
-    "no weight for a class": lambda scores, labels: tokens(scores, labels, weight=WEIGHTS - 0.5),
-    "in a checkpoint": lambda scores, labels: checkpoint(tokens, scores, labels, use_reentrant=False),
-    "mean in a checkpoint": lambda scores, labels: checkpoint(size, scores, use_reentrant=False),
-    "in float32": lambda scores, labels: tokens(scores.float(), labels),
 }
 
 BATCHES = {
@@ -136,56 +122,25 @@ def test_as_exact_as_watched_and_not_watched(name: str, watched: list[int]) -> N
         assert report.terms.keys() == first.terms.keys()
 
 
-@pytest.mark.parametrize("name", WATCHED)
-def test_what_the_graph_does_not_show_is_watched_each_time(name: str, watched: list[int]) -> None:
-    model = Own(WATCHED[name])
-    _, gradients = whole(model, BATCH)
-    step, recorder = stepped(model, 2)
-    reports = [step(BATCH) for _ in range(3)]
-    assert len(watched) == sum(report.micro_batches for report in reports)
-    assert relative_error(recorder.gradients, gradients) <= LIMIT
-    assert reports[0].redone == reports[2].redone == 0
-
-
-@pytest.mark.parametrize("name", ["tokens", "class weights", "squares", "mean"])
-def test_a_batch_that_is_not_cut_is_torchs_own_to_the_bit(name: str, watched: list[int]) -> None:
-    model = Own(READ[name])
-    value, gradients = whole(model, BATCH)
-    step, recorder = stepped(model, None)
-    reports = [step(BATCH) for _ in range(3)]
-    assert len(watched) == 1
-    assert all(torch.equal(recorder.gradients[key], gradients[key]) for key in gradients)
-    assert [(report.loss, report.weights) for report in reports] == [(value, reports[0].weights)] * 3
-
-
-def test_windows_are_read(watched: list[int]) -> None:
-    model = Own(tokens)
-    _, gradients = whole(model, BATCH)
-    step, recorder = stepped(model, None)
-    for _ in range(2):
-        with step.window() as window:
-            for start, stop in ((0, 4), (4, 5), (5, ROWS)):
-                window.add({key: value[start:stop] for key, value in BATCH.items()})
-        assert relative_error(recorder.gradients, gradients) <= LIMIT
-    assert len(watched) == 3
-
-
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "reduction": (tokens, lambda scores, labels: tokens(scores, labels, reduction="sum")),
     "ignored": (tokens, lambda scores, labels: tokens(scores, labels.clamp(min=0), ignore_index=1)),
     "class weights": (tokens, lambda scores, labels: tokens(scores, labels, weight=WEIGHTS)),
     "other class weights": (READ["class weights"], lambda s, y: tokens(s, y, weight=WEIGHTS.flip(0))),
-    "smoothing": (tokens, WATCHED["smoothed"]),
+    "smoothing": (tokens, lambda scores, labels: tokens(scores, labels, label_smoothing=0.1)),
     "head": (tokens, READ["squares"]),
-    "factor": (tokens, WATCHED["half"]),
-    "another term": (tokens, WATCHED["two"]),
+    "factor": (tokens, lambda scores, labels: tokens(scores, labels) / 2),
+    "another term": (tokens, lambda scores, labels: tokens(scores, labels) + size(scores)),
     "beta": (READ["smooth"], lambda s, y: F.smooth_l1_loss(s, s.detach().cos(), beta=0.1)),
     "positive weight": (
         READ["binary"],
         lambda s, y: F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()),
     ),
     "what is averaged": (READ["mean"], lambda s, y: torch.stack([size(s), 2 * size(s)]).mean()),
-    "in a checkpoint": (tokens, WATCHED["in a checkpoint"]),
+    "in a checkpoint": (
+        tokens,
+        lambda scores, labels: checkpoint(tokens, scores, labels, use_reentrant=False),
+    ),
     "dtype": (tokens, lambda scores, labels: tokens(scores.bfloat16(), labels)),
 }
 
@@ -209,32 +164,21 @@ def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[int]) -
     assert relative_error(recorder.gradients, gradients) <= (1e-2 if name == "dtype" else LIMIT)
 
 
-@pytest.mark.parametrize("micro_batch", [2, None])
-def test_an_evaluation_again_leaves_no_trace(micro_batch: int | None) -> None:
-    """Buffers and random numbers are those of a model whose loss was always this one."""
+def test_an_evaluation_again_leaves_no_trace() -> None:
+    """Buffers, random numbers and the loss are those of a model whose loss was always this one."""
     found: list[Any] = []
-    for at in (0, 1):  # with and without a change
-        model = Changing(READ["squares"], READ["squares"] if at == 0 else tokens)
-        model.losses = (tokens, READ["squares"])
-        step, recorder = stepped(model, micro_batch)
+    for changes in (False, True):
+        model = Changing(tokens if changes else READ["squares"])
+        step, recorder = stepped(model, 2)
+        step(BATCH)
+        calls, model.losses = model.calls, (READ["squares"],)
         torch.manual_seed(0)
-        if at:
-            step(BATCH)
-            calls = model.calls
-        else:
-            with torch.no_grad():  # as many forwards, outside of a step
-                calls = 4 if micro_batch else 1
-                for rows in X.split(micro_batch or ROWS):
-                    model(rows, LABELS[: len(rows)])
-        model.at, model.calls = 1, 1
-        model.losses = (tokens, READ["squares"])
         report = step(BATCH)
-        assert model.calls == 1 + calls  # the forward that was undone does not count
+        assert model.calls == 2 * calls  # a forward that was undone does not count
         found.append((recorder.gradients, model.count.item(), torch.get_rng_state(), report.loss))
-    assert found[0][1] == found[1][1]
-    assert torch.equal(found[0][2], found[1][2])
-    assert found[0][3] == found[1][3]
-    assert all(torch.equal(found[0][0][key], found[1][0][key]) for key in found[0][0])
+    (gradients, *rest), (expected, *others) = found
+    assert same(rest, others)
+    assert relative_error(gradients, expected) <= LIMIT
 
 
 def test_settings_that_change_within_a_step_are_refused_by_name() -> None:
@@ -280,10 +224,9 @@ def test_some_steps_are_watched_again(watched: list[int]) -> None:
     assert len(watched) == 2 * 3
 
 
-def test_a_loss_that_changes_all_the_time_is_watched_all_the_time(watched: list[int]) -> None:
-    model = Own(tokens)
+def test_a_loss_that_changes_all_the_time_is_watched_all_the_time() -> None:
+    model, calls = Own(tokens), []
     step, _ = stepped(model, 4)
-    calls: list[int] = []
     model.scores.register_forward_hook(lambda *args: calls.append(1))
     for number in range(12):
         model.loss = (tokens, READ["mean"])[number % 2]
@@ -292,42 +235,13 @@ def test_a_loss_that_changes_all_the_time_is_watched_all_the_time(watched: list[
 
 
 def test_copies_and_pickles_know_nothing(watched: list[int]) -> None:
-    model, loss = Changing(tokens, tokens), ModelLoss()
-    model.losses = ()  # functions without a name cannot be pickled
-    model.forward = lambda x, labels: tokens(model.own(x, labels), labels)
+    model, loss = Own(tokens), ModelLoss()  # a function of this module can be pickled
     step, _ = stepped(model, 4)
     step(BATCH)
     step(BATCH)
     assert len(watched) == 2
-    del model.forward
-    model.own.loss = None
-    assert pickle.loads(pickle.dumps(model)).state_dict().keys() == model.state_dict().keys()
     assert (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)) == (loss, loss)
-    other = copy.deepcopy(model)
-    other.losses, other.own.loss = (tokens,), lambda scores, labels: scores
-    stepped(other, 4)[0](BATCH)
-    assert len(watched) == 4
-
-
-def test_a_loss_says_that_it_is_to_be_evaluated_again() -> None:
-    model, batch = Own(tokens), TensorBatch(BATCH)
-    step, _ = stepped(model, 4)
-    step(BATCH)
-    model.loss = READ["mean"]
-    for loss in (ModelLoss().begin(), ModelLoss().begin().uncut()):
-        step(BATCH)  # learned again
-        model.loss = READ["mean"] if model.loss is tokens else tokens
-        with loss.along(batch, [ROWS], model, lambda: None) as share:
-            with pytest.raises(EvaluateAgain):
-                share(0, ROWS).evaluate(model, BATCH)
-            assert share(0, ROWS).evaluate(model, BATCH).sums.keys() == {"loss"}
-
-
-@pytest.mark.parametrize("weight", [0, 3, torch.tensor(0.0), torch.tensor(3.0)])
-def test_the_sum_behind_a_mean(weight: Any) -> None:
-    scores = torch.zeros(3, 2, requires_grad=True)
-    loss = F.cross_entropy(scores, torch.full((3,), 1 if weight else -100))
-    total = read.sum_of(loss, weight)
-    assert total.item() == pytest.approx(3 * math.log(2) if weight else 0)
-    (gradient,) = torch.autograd.grad(total, scores)
-    assert gradient.abs().sum().item() == pytest.approx(3 if weight else 0)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        watched.clear()
+        stepped(other, 4)[0](BATCH)
+        assert len(watched) == 2
