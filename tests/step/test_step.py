@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch import Plan, Step, Total
+from anybatch import Plan, Step, Terms, Total
 from anybatch.core.errors import LossError
 from anybatch.testing import (
     GradientRecorder,
@@ -168,3 +168,34 @@ def test_parts_that_change_count_from_the_next_step() -> None:
     step.optimizers[0].add_param_group({"params": [other]})
     step(batch)
     assert not torch.equal(other, torch.ones(2))
+
+
+def test_settings_of_the_loss_may_change_between_steps() -> None:
+    loss = nn.CrossEntropyLoss()
+    step = make_step(loss, micro_batch=3)
+    step(make_batch())
+    loss.label_smoothing = 0.3
+    twin = make_step(nn.CrossEntropyLoss(), micro_batch=3)
+    twin(make_batch())
+    twin.loss.label_smoothing = 0.3  # type: ignore[attr-defined]
+    torch.manual_seed(3)
+    report = step(make_batch())
+    torch.manual_seed(3)
+    assert report == twin(make_batch())
+
+
+def test_loss_may_have_parameters_of_its_own() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, model: nn.Module, micro: Any) -> Total:
+            return Total((self.scale * model(micro[0])).square().sum(), len(micro[0]))
+
+    model, loss = nn.Linear(3, 1), Learned()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    step = Step(model, Terms(loss), optimizer, micro_batch=3)
+    step(make_batch())
+    assert loss.scale.item() != 2.0
+    assert loss.scale.grad is None

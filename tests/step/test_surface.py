@@ -185,6 +185,49 @@ def test_a_list_of_dicts_is_no_rows_without_a_collate(batch: Any) -> None:
     step.open_window.discard()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (X, in_a_list(4)[:2]),  # a pair of what all rows have, as of sentences
+        (X, [{"a": Y}, {"b": Y}, {"c": Y}, {"d": Y}]),
+        (X[:1], in_a_list(1)),
+    ],
+)
+def test_a_list_of_dicts_that_are_no_samples_is_taken(batch: Any) -> None:
+    model = nn.Linear(3, 2)
+    assert Step(model, count, torch.optim.SGD(model.parameters(), lr=0.5))(batch).updated
+
+
+def test_samples_with_labels_go_through_a_collate() -> None:
+    met: list[int] = []
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        met.append(len(micro[1]))
+        assert all(torch.equal(label["boxes"], torch.ones(4, 4)) for label in micro[1])
+        return count(model, micro)
+
+    def collate(samples: list[Any]) -> Any:
+        return torch.stack([x for x, _ in samples]), [label for _, label in samples]
+
+    model = nn.Linear(3, 2)
+    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), collate=collate, micro_batch=3)
+    step(list(zip(X, in_a_list(4), strict=True)))
+    assert met[-2:] == [3, 1]
+
+
+def test_a_grad_scaler_around_a_window_is_not_silent() -> None:
+    step = make()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    window = step.window()
+    window.add((X, Y))
+    window.close()
+    weight = step.model.weight.detach().clone()
+    with pytest.raises(AssertionError, match="inf checks"):
+        scaler.step(step.optimizers[0])
+    assert torch.equal(step.model.weight, weight)
+
+
 def by_accelerate(model: nn.Module, optimizer: Any) -> Any:
     accelerate = pytest.importorskip("accelerate")
     return accelerate.Accelerator(cpu=True).prepare(optimizer)

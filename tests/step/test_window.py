@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import BudgetError, OutOfMemoryError
@@ -104,6 +104,24 @@ def test_a_window_whose_result_depends_on_the_cut_is_cut_only_if_need_be() -> No
     assert len(window.close().cut) > 1
 
 
+def test_gradients_that_are_there_from_the_start_have_a_plan_of_their_own() -> None:
+    batch, model = (torch.randn(16, 100), torch.randn(16, 100)), nn.Linear(100, 100, bias=False)
+
+    def make(memory: int) -> Step:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        return Step(model, nn.MSELoss(), optimizer, memory=memory, check=False)
+
+    step = make(120_000)
+    step(batch)
+    without = step.foresee(batch)
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.raises(BudgetError) as refused:
+        step(batch)
+    assert make(2**30).foresee(batch).peak > without.peak
+    step = make(refused.value.smallest)
+    assert metered(step, lambda: step(batch), batch) <= refused.value.smallest
+
+
 def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
     batch = torch.randn(16, 100), torch.randn(16, 100)
     net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
@@ -125,3 +143,23 @@ def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
         peak(180_000)
     assert peak(refused.value.smallest) <= refused.value.smallest
     assert net[1].weight.grad is gradient
+
+
+def test_a_sparse_gradient_of_somebody_elses_is_in_nobodys_way() -> None:
+    table, layer = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 1)
+    rows = torch.randint(50, (8,))
+    table(rows).sum().backward()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = table, layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.table(x).detach())
+
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    step = Step(Model(), nn.MSELoss(), optimizer, memory=2**30, check=False)
+    assert step((rows, torch.randn(8, 1))).updated
+    assert table.weight.grad is not None
+    assert table.weight.grad.is_sparse
