@@ -204,7 +204,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train"], "Expected a recipe, got none"),
         (["train", "lenet5", "--data", "no/such/folder"], "no/such/folder"),
         (["train", "lenet5", "--data", "{mnist}", "--micro-batch", "0"], "to be at least 1, got 0"),
-        (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "the smallest budget"),
+        (["train", "lenet5", "--data", "{mnist}", "--memory", "100kB"], "The smallest budget"),
         (["train", "lenet5", "--data", "{mnist}", "--epochs", "0"], "--epochs"),
         (["train", "lenet5", "--data", "{mnist}", "--validation", "1.5"], "1.5"),
         (["train", "lenet5", "--data", "{mnist}", "--lr", "-1"], "--lr"),
@@ -234,7 +234,7 @@ def test_refusals_are_one_message_and_leave_nothing(
     assert printed == ""
     assert error.startswith(f"anybatch {arguments[0]}: ")
     assert words in error
-    assert len(error.replace(str(mnist), "")) <= 300 or words == "the smallest budget"
+    assert len(error.replace(str(mnist), "")) <= 300 or words == "The smallest budget"
     assert "Traceback" not in error
     assert list(tmp_path.iterdir()) == []  # not even an empty folder of a run
 
@@ -297,7 +297,7 @@ def test_check_says_exact_and_only_then_returns_0(targets: str, capsys: pytest.C
         (["plan", "{}:sound", "--memory", "much"], "'much'"),
         (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
         (["plan", "{}:failing", "--memory", "1MB"], "Error"),
-        (["plan", "{}:sound", "--memory", "10", "--estimate"], "the smallest budget"),
+        (["plan", "{}:sound", "--memory", "10", "--estimate"], "The smallest budget"),
         (["check", "{}:failing"], "could not check: RuntimeError"),
     ],
 )

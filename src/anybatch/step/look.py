@@ -17,6 +17,7 @@ from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ModelLoss, ModelTerms, SummedLoss, Terms
 from anybatch.planner import reached_by
+from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels, rng
 
 ROWS = 8
@@ -146,6 +147,7 @@ class _Outcome(Observer):
             task,
             loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,
             effects=effects,
+            scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             observers=(self,),
             listeners=(),
             schedulers=(),
