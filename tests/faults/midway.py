@@ -28,10 +28,9 @@ def live(home: Path, name: str, saved: bool) -> None:
     """One life to its end, from the beginning or from what was saved."""
     step = build(**CASES[name])
     window = step.window(restore(home / SAVED, step)["window"]) if saved else start(step)
-    reports = [
-        {field: getattr(one, field) for field in one.__slots__ if field != "seconds"}
-        for one in ended(step, window)
-    ]
+    reports = [{field: getattr(one, field) for field in one.__slots__} for one in ended(step, window)]
+    for report in reports:  # each process counts its own updates and seconds
+        del report["seconds"], report["update"]
     end = home / ("resumed" if saved else "undisturbed")
     save(end, step, reports=reports, scale=step.scale.state(), short=dict(step.model.state_dict()))
 
