@@ -344,3 +344,41 @@ def test_it_keeps_little() -> None:
             step(batch)
         peaks.append(meter.peak - meter.held)
     assert peaks[0] < 1.2 * peaks[1]
+
+
+def test_pairs_by_place_in_a_whole_batch_loss_are_left_together() -> None:
+    def nearest(out: Tensor) -> Tensor:
+        """The positive of row i is row i + N, as in SimCLR."""
+        scores = (out @ out.T).fill_diagonal_(-torch.inf)
+        return F.cross_entropy(scores, (torch.arange(len(out)) + len(out) // 2) % len(out))
+
+    look(ab.WholeBatch(nearest), batch=(torch.randn(16, 4),), micro_batch=8)
+
+
+def test_lazy_parameters_become_what_they_are_in_the_step() -> None:
+    model = nn.Sequential(nn.LazyLinear(5), nn.Linear(5, 3))
+    step, _ = step_on(model, nn.CrossEntropyLoss(), make_batch())
+    assert step(make_batch()).updated
+
+
+def test_a_model_stays_compiled() -> None:
+    compiled: list[int] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        return lambda *args: compiled.append(1) or module(*args)
+
+    model = torch.compile(nn.Sequential(nn.Linear(4, 3)), backend=backend)
+    step_on(model, nn.CrossEntropyLoss(), make_batch(16))
+    assert len(compiled) == 4  # of the step; the look runs it as it is written
+    torch.compiler.reset()
+
+
+def test_a_models_own_loss_is_read_as_if_nobody_had_looked() -> None:
+    found = []
+    for check in (True, False):
+        torch.manual_seed(0)
+        model, (x, y) = OwnLoss(lambda scores, x, y: F.cross_entropy(scores, y)), make_batch()
+        step, report = step_on(model, ab.ModelLoss(), {"x": x, "y": y}, check=check)
+        found.append((report.loss, step({"x": x, "y": y}).loss, model.body.weight.detach().clone()))
+    assert found[0][:2] == found[1][:2]
+    assert torch.equal(found[0][2], found[1][2])

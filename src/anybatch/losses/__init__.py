@@ -4,6 +4,7 @@ from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
 from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
+from anybatch.losses.model.read import read_afresh
 from anybatch.losses.resolve import check_loss, module_of, resolve
 from anybatch.losses.terms import Terms, call_loss
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
@@ -25,6 +26,7 @@ __all__ = [
     "check_loss",
     "linear_cross_entropy",
     "module_of",
+    "read_afresh",
     "resolve",
     "split_batch",
     "summed_loss",

@@ -1,7 +1,7 @@
 """Random draws seen: every operation of torch goes by, and those that draw can be answered otherwise."""
 
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, Self
 
@@ -91,11 +91,16 @@ def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
 
 @contextmanager
 def plain_kernels() -> Generator[None]:
-    """On a GPU, attention and recurrent layers draw inside one kernel, unseen; here they do not."""
-    if not torch.cuda.is_initialized():
-        yield
-        return
-    with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+    """Without kernels that draw unseen: compiled code, and on a GPU attention and recurrent layers.
+
+    Torch's compiler would never again compile a function that it has met while a dispatch mode was entered.
+    """
+    with ExitStack() as stack:
+        if private.is_compiler_loaded():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if torch.cuda.is_initialized():
+            stack.enter_context(torch.backends.cudnn.flags(enabled=False))
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         yield
 
 

@@ -1,6 +1,7 @@
 """A model's loss read from autograd's graph: torch keeps there what a mean was divided by."""
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -147,6 +148,18 @@ def reading_of(model: nn.Module) -> Reading:
     """How the loss of a model is read; while only shapes are computed, one that learns nothing from them."""
     shapes_only = type(torch.empty(0)) is not Tensor
     return Reading(learns=False) if shapes_only else _READINGS.setdefault(model, Reading())
+
+
+@contextmanager
+def read_afresh(model: nn.Module) -> Generator[None]:
+    """What is learned meanwhile of how a model's loss is read is forgotten afterwards."""
+    known = _READINGS.pop(model, None)
+    try:
+        yield
+    finally:
+        _READINGS.pop(model, None)
+        if known is not None:
+            _READINGS[model] = known
 
 
 # By the model, not in it: copies and pickles of a model, and of the caller's loss, know nothing of it.
