@@ -13,6 +13,7 @@ from torch import nn
 from tests.laws.draw import Draw
 
 Make = Callable[[Draw], Any]
+REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,21 +72,27 @@ class Case:
 
 def cases_of(
     name: str,
+    losses: Sequence[Callable[..., Any]],
     model: Callable[[], nn.Module],
     batch: Make,
     *,
-    function: Callable[..., Any] | None = None,
-    module: Callable[..., nn.Module] | None = None,
+    reductions: Sequence[str] = REDUCTIONS,
     **options: Sequence[Any],
 ) -> Iterator[Case]:
-    """One case for every combination of options; `None` leaves one out."""
-    forms: dict[str, Callable[..., Any]] = {} if module is None else {"module": module}
-    if function is not None:
-        forms["function"] = lambda **chosen: partial(function, **chosen) if chosen else function
+    """One case for every combination of options; `None` leaves one out. A loss is a module or a function."""
+    forms: dict[str, Callable[..., Any]] = {}
+    for loss in losses:
+        is_module = isinstance(loss, type)
+        forms["module" if is_module else "function"] = loss if is_module else partial(_bound, loss)
+    options = {**options, "reduction": reductions}
     for values in itertools.product(*options.values()):
         chosen = {key: value for key, value in zip(options, values, strict=True) if value is not None}
         words = [name, *[f"{key}={_word(value)}" for key, value in chosen.items()]]
         yield Case(name="-".join(words), forms=forms, options=chosen, model=model, batch=batch)
+
+
+def _bound(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return partial(function, **options) if options else function
 
 
 def _word(value: object) -> str:

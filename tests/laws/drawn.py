@@ -7,7 +7,6 @@ import gc
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +36,11 @@ from tests.faults.faulty import (
     weights,
 )
 from tests.faults.scarce import scarce_in_passes
-from tests.laws import test_uncut
 from tests.laws.cases import Case
 from tests.laws.check import check, collated, cut, reference, windowed
 from tests.laws.draw import MASKS
 from tests.laws.losses import CASES
+from tests.laws.test_uncut import test_uncut_is_torch_to_the_bit as uncut_is_torch_to_the_bit
 from tests.laws.totals import TOTALS
 from tests.snapshots import DRAWN, assert_same, changes, snapshot
 from tests.train.runs import EPOCHS, KINDS, UPDATES, make_trainer, state, undisturbed
@@ -105,18 +104,10 @@ CUT = {
 }
 
 
-# ---- uncut is torch, to the bit
-
-
-def uncut_is_torch(case: Case) -> None:
-    test_uncut.test_uncut_is_torch_to_the_bit(case)
-
-
 # ---- with a fault is the same cut without
 
 
-@dataclass(frozen=True)
-class Planted:
+class Planted(NamedTuple):
     """A fault, and how often its place is passed before."""
 
     place: str
@@ -124,49 +115,42 @@ class Planted:
     what: Any
 
 
-ERRORS = [NO_MEMORY, NO_MEMORY, NO_MEMORY, ValueError("no"), KeyboardInterrupt()]
+def planted(places: list[str], most: int, *faults: Any) -> st.SearchStrategy[Planted]:
+    return st.builds(Planted, st.sampled_from(places), st.integers(0, most), st.sampled_from(faults))
+
+
+NO = ValueError("no")
 PLANTED = st.one_of(
-    st.builds(
-        Planted, st.sampled_from(["forward", "mid", "end"]), st.integers(0, 12), st.sampled_from(ERRORS)
-    ),
-    st.builds(Planted, st.sampled_from(["mid", "end"]), st.integers(0, 12), st.just(math.inf)),
-    st.builds(Planted, st.just("MicroBatchDone"), st.integers(0, 6), st.just(ValueError("no"))),
-    st.builds(Planted, st.just("row"), st.integers(0, ROWS - 1), st.just(math.nan)),
-    st.builds(Planted, st.just("allocation"), st.integers(0, 400), st.just(NO_MEMORY)),
-    st.builds(Planted, st.just("allocation"), st.integers(0, 400), st.just(NO_MEMORY)),
+    planted(["forward", "mid", "end"], 12, NO_MEMORY, NO_MEMORY, NO_MEMORY, NO, KeyboardInterrupt()),
+    planted(["mid", "end"], 12, math.inf),
+    planted(["MicroBatchDone"], 6, NO),
+    planted(["row"], ROWS - 1, math.nan),
+    *[planted(["allocation"], 400, NO_MEMORY)] * 2,
 )
+PRECISIONS = ["float32", "float32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"]
 FAULTED = {
     "kind": st.sampled_from(["plain", "dropout", "counting", "drawing", "tied", "frozen BatchNorm"]),
     "variant": st.sampled_from([*VARIANTS]),
-    "precision": st.sampled_from(
-        ["float32", "float32", "bf16-mixed", "bf16-true", "fp16-mixed", "fp16-true"]
-    ),
+    "precision": st.sampled_from(PRECISIONS),
     "way": st.sampled_from(["step", "step", "window"]),
     "micro_batch": st.sampled_from([None, 3, 4, 5, 8]),
-    "policy": st.sampled_from(["raise", "raise", "drop", "skip"]),
+    "non_finite": st.sampled_from(["raise", "raise", "drop", "skip"]),
     "warm": st.sampled_from([0, 1, 4]),
     "faults": st.lists(PLANTED, min_size=1, max_size=3),
 }
 
 
 def a_fault_changes_no_update(
-    kind: str,
-    variant: str,
-    precision: str,
-    way: str,
-    micro_batch: int | None,
-    policy: str,
-    warm: int,
-    faults: list[Planted],
+    kind: str, variant: str, precision: str, way: str, warm: int, faults: list[Planted], **options: Any
 ) -> None:
     """It comes to what the same cut comes to without the fault, or raises or skips and changes nothing."""
     way = "step" if variant == "whole batch" else way  # no window takes it
-    options = VARIANTS[variant] | {"precision": precision, "micro_batch": micro_batch, "non_finite": policy}
+    options |= VARIANTS[variant] | {"precision": precision}
     if kind == "frozen BatchNorm":
         options["batch_norm"] = "frozen"
     step, twin = (build(kind, warm=warm, momentum=0.5, lr=2.0**-6, **options) for _ in range(2))
     fault, batch = step.model.fault, make_batch()
-    fault.planted = [(one.place, one.at, one.what, 1) for one in faults]
+    fault.planted = [(*one, 1) for one in faults]
     for one in faults:
         if one.place == "row":
             batch[0][one.at, 0] = one.what
@@ -188,8 +172,7 @@ def a_fault_changes_no_update(
             assert all(one.isfinite().all() for one in weights(step).values())
         else:
             is_exact = not precision.startswith("fp16") and not (way == "window" and report.redone)
-            short = torch.bfloat16 if precision.startswith("bf16") else torch.float16
-            dtype = torch.float32 if precision == "float32" else short
+            dtype = {"fl": torch.float32, "bf": torch.bfloat16, "fp": torch.float16}[precision[:2]]
             bound = 0.0 if is_exact else tolerance(dtype, ROWS)
             assert_as_unfaulted(step, report, twin, batch, way=way, bound=bound)
     assert step.open_window is None
@@ -273,14 +256,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any]]] = {
     "dropout": (lambda: budgets.Net(0.5), budgets.rows_of),
     "images": (budgets.ConvNet, budgets.images),
 }
+CHOICES = [{}, {"clip_norm": 1.0}, {"compensated": True}, {"accumulate": torch.float64}]
 PEAKS = {
     "model": st.sampled_from([*MODELS]),
     "optimizer": st.sampled_from(["sgd", "adamw", "foreach"]),
     "rows": st.integers(1, 24),
     "micro_batch": st.integers(1, 24),
-    "options": st.sampled_from(
-        [{}, {"clip_norm": 1.0}, {"compensated": True}, {"accumulate": torch.float64}]
-    ),
+    "options": st.sampled_from(CHOICES),
 }
 
 
@@ -288,7 +270,7 @@ LAWS = {
     "any cut is the whole": Law(
         {"case": st.sampled_from([*CASES, *TOTALS])} | CUT, any_cut_is_the_whole, few=30, share=4
     ),
-    "uncut is torch": Law({"case": st.sampled_from(CASES)}, uncut_is_torch, few=5, share=1),
+    "uncut is torch": Law({"case": st.sampled_from(CASES)}, uncut_is_torch_to_the_bit, few=5, share=1),
     "a fault changes no update": Law(FAULTED, a_fault_changes_no_update, few=120, share=12),
     "a window saved and resumed": Law(
         {"name": st.sampled_from([*halves.CASES]), "adds": st.integers(1, 4)},

@@ -1,6 +1,6 @@
 """Every loss of torch whose whole-batch value is a ratio of sums, in every combination of its options."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.testing import ConvNet, Perceptron, Transformer
-from tests.laws.cases import Case, Made, cases_of
+from tests.laws.cases import REDUCTIONS, Case, Made, cases_of
 from tests.laws.draw import CLASSES, FEATURES, Draw
 
-REDUCTIONS = ("mean", "sum")
 IMAGE = (3, 2)
 LENGTH = 4
 
@@ -74,12 +73,20 @@ def conv_net(*then: nn.Module) -> Callable[[], nn.Module]:
 # ---- what it is trained on
 
 
-def indices(draw: Draw) -> Any:
-    return draw.normal(FEATURES), draw.classes()
+def rows_and(target: Callable[[Draw], Any], *shape: int) -> Callable[[Draw], Any]:
+    return lambda draw: (draw.normal(*(shape or (FEATURES,))), target(draw))
 
 
-def dense_indices(draw: Draw) -> Any:
-    return draw.normal(1, *IMAGE), draw.classes(*IMAGE)
+INDICES = rows_and(lambda draw: draw.classes())
+PIXELS = rows_and(lambda draw: draw.classes(*IMAGE), 1, *IMAGE)
+SHARES = rows_and(lambda draw: draw.probabilities(CLASSES))
+PIXEL_SHARES = rows_and(lambda draw: draw.probabilities(CLASSES, *IMAGE), 1, *IMAGE)
+NUMBERS = rows_and(lambda draw: draw.normal(CLASSES))
+CHANCES = rows_and(lambda draw: draw.uniform(CLASSES))
+COUNTS = rows_and(lambda draw: draw.counts(CLASSES))
+SIGNS = rows_and(lambda draw: draw.signs(CLASSES))
+ZERO_OR_ONE = rows_and(lambda draw: draw.uniform(CLASSES).round())
+ONE_CLASS = rows_and(lambda draw: draw.integers(0, CLASSES))
 
 
 def tokens(draw: Draw) -> Any:
@@ -90,21 +97,10 @@ def tokens(draw: Draw) -> Any:
     return {"tokens": inputs.masked_fill(padding, 0), "labels": labels.masked_fill(padding, 0)}
 
 
-def probabilities(draw: Draw) -> Any:
-    return draw.normal(FEATURES), draw.probabilities(CLASSES)
-
-
-def dense_probabilities(draw: Draw) -> Any:
-    return draw.normal(1, *IMAGE), draw.probabilities(CLASSES, *IMAGE)
-
-
-def like_outputs(target: Callable[[Draw, int], Tensor], outputs: int = CLASSES) -> Callable[[Draw], Any]:
-    return lambda draw: (draw.normal(FEATURES), target(draw, outputs))
-
-
-def log_probabilities(draw: Draw) -> Any:
+@rows_and
+def log_probabilities(draw: Draw) -> Tensor:
     target = draw.probabilities(CLASSES)
-    return draw.normal(FEATURES), target.log() if draw.options.get("log_target") else target
+    return target.log() if draw.options.get("log_target") else target
 
 
 def sequences(draw: Draw) -> Any:
@@ -130,201 +126,111 @@ def many_negatives(draw: Draw) -> Any:
     return draw.normal(1, FEATURES), draw.normal(1, FEATURES), draw.normal(3, FEATURES)
 
 
-def labels(draw: Draw) -> Any:
+@rows_and
+def labels(draw: Draw) -> Tensor:
     """Indices of some classes, then -1."""
     order = draw.uniform(CLASSES).argsort(1)
-    return draw.normal(FEATURES), order.masked_fill(
-        torch.arange(CLASSES) >= draw.integers(0, CLASSES + 1, 1), -1
-    )
-
-
-# ---- options
-
-
-def per_class(draw: Draw) -> Tensor:
-    return draw.per_class()
-
-
-def for_each(draw: Draw) -> Tensor:
-    return draw.uniform(CLASSES)
-
-
-def for_row(draw: Draw) -> Tensor:
-    return draw.uniform(1)
+    return order.masked_fill(torch.arange(CLASSES) >= draw.integers(0, CLASSES + 1, 1), -1)
 
 
 def manhattan(x: Tensor, y: Tensor) -> Tensor:
     return (x - y).abs().sum(-1)
 
 
-CLASS_WEIGHT = (None, Made(per_class))
-ANY_WEIGHT = (None, Made(per_class), Made(for_row, per_row=True), Made(for_each, per_row=True))
-SMOOTHING = (None, 0.1)
+CLASS_WEIGHT = {"weight": (None, Made(Draw.per_class))}
+FOR_ROW, FOR_EACH = Made(Draw.for_row, per_row=True), Made(Draw.for_each, per_row=True)
+ANY_WEIGHT = (None, Made(Draw.per_class), FOR_ROW, FOR_EACH)
+IGNORED = {"ignore_index": (None, 2)}
+SMOOTH = {"label_smoothing": (None, 0.1), **CLASS_WEIGHT}
+MARGIN, FULL = {"margin": (None, 0.5)}, {"full": (None, True)}
+NEAR = {**MARGIN, "swap": (None, True)}
 
 
-def classifications() -> list[Case]:
-    log_softmax = nn.LogSoftmax(1)
-    choices = {"weight": CLASS_WEIGHT, "reduction": REDUCTIONS}
-    indexed = {**choices, "ignore_index": (None, 2)}
-    cross = {"function": F.cross_entropy, "module": nn.CrossEntropyLoss, "label_smoothing": SMOOTHING}
-    likely = {"function": F.nll_loss, "module": nn.NLLLoss}
-    return [
-        *cases_of("cross_entropy", perceptron(CLASSES), indices, **cross, **indexed),
-        *cases_of("cross_entropy-dense", conv_net(), dense_indices, **cross, **indexed),
-        *cases_of("cross_entropy-soft", perceptron(CLASSES), probabilities, **cross, **choices),
-        *cases_of("cross_entropy-soft-dense", conv_net(), dense_probabilities, **cross, **choices),
-        *cases_of(
-            "cross_entropy-tokens",
-            lambda: Transformer(CLASSES),
-            tokens,
-            ignore_index=(0,),
-            **cross,
-            **choices,
-        ),
-        *cases_of("nll", perceptron(CLASSES, log_softmax), indices, **likely, **indexed),
-        *cases_of("nll-dense", conv_net(log_softmax), dense_indices, **likely, **indexed),
-    ]
+# ---- the losses, and what their module and their function are
 
 
-def linear_classifications() -> list[Case]:
+def classifications() -> Iterator[Case]:
+    log_softmax, score = nn.LogSoftmax(1), perceptron(CLASSES)
+    cross, likely = (nn.CrossEntropyLoss, F.cross_entropy), (nn.NLLLoss, F.nll_loss)
+    yield from cases_of("cross_entropy", cross, score, INDICES, **SMOOTH, **IGNORED)
+    yield from cases_of("cross_entropy-dense", cross, conv_net(), PIXELS, **SMOOTH, **IGNORED)
+    yield from cases_of("cross_entropy-soft", cross, score, SHARES, **SMOOTH)
+    yield from cases_of("cross_entropy-soft-dense", cross, conv_net(), PIXEL_SHARES, **SMOOTH)
+    yield from cases_of(
+        "cross_entropy-tokens", cross, lambda: Transformer(CLASSES), tokens, ignore_index=(0,), **SMOOTH
+    )
+    yield from cases_of("nll", likely, perceptron(CLASSES, log_softmax), INDICES, **CLASS_WEIGHT, **IGNORED)
+    yield from cases_of("nll-dense", likely, conv_net(log_softmax), PIXELS, **CLASS_WEIGHT, **IGNORED)
+
+
+def linear_classifications() -> Iterator[Case]:
     """New in torch 2.12: the scores' layer belongs to the loss, or comes from the model."""
     if not hasattr(F, "linear_cross_entropy"):
-        return []
+        return
+    own, hidden = (nn.LinearCrossEntropyLoss,), perceptron(4)
     sizes = {"in_features": (4,), "num_classes": (CLASSES,), "bias": (False, True)}
-    choices = {"weight": CLASS_WEIGHT, "reduction": REDUCTIONS, "label_smoothing": SMOOTHING}
-    indexed = {**choices, "ignore_index": (None, 2)}
-    pieces = {**choices, "label_smoothing": (None,), "options": (nn.LinearCrossEntropyOptions(),)}
-    own, given = {"module": nn.LinearCrossEntropyLoss}, {"function": F.linear_cross_entropy}
-    return [
-        *cases_of("linear", perceptron(4), indices, **own, **sizes, **indexed),
-        *cases_of("linear-soft", perceptron(4), probabilities, **own, **sizes, **choices),
-        *cases_of("linear-pieces", perceptron(4), indices, **own, **sizes, **pieces),
-        *cases_of("linear-given", WithHead, indices, **given, **indexed),
-    ]
+    pieces = {**CLASS_WEIGHT, "options": (nn.LinearCrossEntropyOptions(),)}
+    yield from cases_of("linear", own, hidden, INDICES, **sizes, **SMOOTH, **IGNORED)
+    yield from cases_of("linear-soft", own, hidden, SHARES, **sizes, **SMOOTH)
+    yield from cases_of("linear-pieces", own, hidden, INDICES, **sizes, **pieces)
+    yield from cases_of("linear-given", (F.linear_cross_entropy,), WithHead, INDICES, **SMOOTH, **IGNORED)
 
 
-def binary() -> list[Case]:
-    model, batch = perceptron(CLASSES), like_outputs(Draw.uniform)
-    weights = {"weight": ANY_WEIGHT, "reduction": REDUCTIONS}
-    logits = {"function": F.binary_cross_entropy_with_logits, "module": nn.BCEWithLogitsLoss}
-    chances = {"function": F.binary_cross_entropy, "module": nn.BCELoss}
-    return [
-        *cases_of("bce", perceptron(CLASSES, nn.Sigmoid()), batch, **chances, **weights),
-        *cases_of("bce_logits", model, batch, pos_weight=ANY_WEIGHT, **logits, **weights),
-    ]
+def regressions() -> Iterator[Case]:
+    score, chance = perceptron(CLASSES), perceptron(CLASSES, nn.Sigmoid())
+    bce = nn.BCELoss, F.binary_cross_entropy
+    logits = nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits
+    poisson, gauss = (nn.PoissonNLLLoss, F.poisson_nll_loss), (nn.GaussianNLLLoss, F.gaussian_nll_loss)
+    rate, log_input = perceptron(CLASSES, nn.Softplus()), {"log_input": (None, False)}
+    yield from cases_of("bce", bce, chance, CHANCES, weight=ANY_WEIGHT)
+    yield from cases_of("bce_logits", logits, score, CHANCES, pos_weight=ANY_WEIGHT, weight=ANY_WEIGHT)
+    yield from cases_of("mse", (nn.MSELoss, F.mse_loss), score, NUMBERS)
+    yield from cases_of("mse", (F.mse_loss,), score, NUMBERS, weight=(FOR_EACH,))
+    yield from cases_of("l1", (nn.L1Loss, F.l1_loss), score, NUMBERS)
+    yield from cases_of("l1", (F.l1_loss,), score, NUMBERS, weight=(FOR_EACH,))
+    yield from cases_of("smooth_l1", (nn.SmoothL1Loss, F.smooth_l1_loss), score, NUMBERS, beta=(None, 0.3))
+    yield from cases_of("huber", (nn.HuberLoss, F.huber_loss), score, NUMBERS, delta=(None, 0.3))
+    yield from cases_of("huber", (F.huber_loss,), score, NUMBERS, weight=(FOR_EACH,))
+    yield from cases_of("poisson", poisson, rate, COUNTS, **log_input, **FULL)
+    yield from cases_of("gaussian", gauss, lambda: Gaussian(CLASSES, CLASSES), NUMBERS, **FULL)
+    yield from cases_of("gaussian-one-variance", gauss, lambda: Gaussian(CLASSES, 1), NUMBERS, **FULL)
+    yield from cases_of("gaussian-many-targets", gauss, lambda: Gaussian(1, 1), NUMBERS, **FULL)
 
 
-def regressions() -> list[Case]:
-    model, batch = perceptron(CLASSES), like_outputs(Draw.normal)
-    reduction = {"reduction": REDUCTIONS}
-    each = {"weight": (Made(for_each, per_row=True),), **reduction}
-    counted = like_outputs(Draw.counts)
-    poisson = {"log_input": (None, False), "full": (None, True), **reduction}
-    gauss = {"function": F.gaussian_nll_loss, "module": nn.GaussianNLLLoss, "full": (None, True), **reduction}
-    return [
-        *cases_of("mse", model, batch, function=F.mse_loss, module=nn.MSELoss, **reduction),
-        *cases_of("mse", model, batch, function=F.mse_loss, **each),
-        *cases_of("l1", model, batch, function=F.l1_loss, module=nn.L1Loss, **reduction),
-        *cases_of("l1", model, batch, function=F.l1_loss, **each),
-        *cases_of(
-            "smooth_l1",
-            model,
-            batch,
-            function=F.smooth_l1_loss,
-            module=nn.SmoothL1Loss,
-            beta=(None, 0.3),
-            **reduction,
-        ),
-        *cases_of(
-            "huber", model, batch, function=F.huber_loss, module=nn.HuberLoss, delta=(None, 0.3), **reduction
-        ),
-        *cases_of("huber", model, batch, function=F.huber_loss, **each),
-        *cases_of(
-            "poisson",
-            perceptron(CLASSES, nn.Softplus()),
-            counted,
-            function=F.poisson_nll_loss,
-            module=nn.PoissonNLLLoss,
-            **poisson,
-        ),
-        *cases_of("gaussian", lambda: Gaussian(CLASSES, CLASSES), batch, **gauss),
-        *cases_of("gaussian-one-variance", lambda: Gaussian(CLASSES, 1), batch, **gauss),
-        *cases_of("gaussian-many-targets", lambda: Gaussian(1, 1), batch, **gauss),
-    ]
+def divergences() -> Iterator[Case]:
+    kl, ctc = (nn.KLDivLoss, F.kl_div), (nn.CTCLoss, F.ctc_loss)
+    reductions, log_target = (*REDUCTIONS, "batchmean"), {"log_target": (None, True)}
+    likely, infinite = perceptron(CLASSES, nn.LogSoftmax(1)), {"zero_infinity": (None, True)}
+    yield from cases_of("kl_div", kl, likely, log_probabilities, reductions=reductions, **log_target)
+    yield from cases_of("ctc", ctc, TimeFirst, sequences, **infinite, blank=(None, 2))
 
 
-def divergences() -> list[Case]:
-    reductions = (*REDUCTIONS, "batchmean")
-    kl = {"function": F.kl_div, "module": nn.KLDivLoss, "reduction": reductions, "log_target": (None, True)}
-    ctc = {"function": F.ctc_loss, "module": nn.CTCLoss, "reduction": REDUCTIONS}
-    return [
-        *cases_of("kl_div", perceptron(CLASSES, nn.LogSoftmax(1)), log_probabilities, **kl),
-        *cases_of("ctc", TimeFirst, sequences, zero_infinity=(None, True), blank=(None, 2), **ctc),
-    ]
+def margins() -> Iterator[Case]:
+    score = perceptron(CLASSES)
+    ranking = nn.MarginRankingLoss, F.margin_ranking_loss
+    cosine = nn.CosineEmbeddingLoss, F.cosine_embedding_loss
+    hinge, soft = (nn.HingeEmbeddingLoss, F.hinge_embedding_loss), (nn.SoftMarginLoss, F.soft_margin_loss)
+    multi = nn.MultiMarginLoss, F.multi_margin_loss
+    many = nn.MultiLabelMarginLoss, F.multilabel_margin_loss
+    many_soft = nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss
+    yield from cases_of("soft_margin", soft, score, SIGNS)
+    yield from cases_of("hinge", hinge, score, SIGNS, **MARGIN)
+    yield from cases_of("margin_ranking", ranking, lambda: Twins(1), pairs, **MARGIN)
+    yield from cases_of("cosine", cosine, lambda: Twins(4), pairs, **MARGIN)
+    yield from cases_of("multi_margin", multi, score, ONE_CLASS, p=(None, 2), **CLASS_WEIGHT, **MARGIN)
+    yield from cases_of("multilabel_margin", many, score, labels)
+    yield from cases_of("multilabel_soft_margin", many_soft, score, ZERO_OR_ONE, weight=ANY_WEIGHT)
 
 
-def margins() -> list[Case]:
-    model, reduction = perceptron(CLASSES), {"reduction": REDUCTIONS}
-    margin = {"margin": (None, 0.5), **reduction}
-    signs, zero_one = like_outputs(Draw.signs), like_outputs(lambda draw, size: draw.uniform(size).round())
-    multi = {"p": (None, 2), "weight": CLASS_WEIGHT, **margin}
-    many = {"weight": ANY_WEIGHT, **reduction}
-    ranks = {"function": F.margin_ranking_loss, "module": nn.MarginRankingLoss, **margin}
-    cosines = {"function": F.cosine_embedding_loss, "module": nn.CosineEmbeddingLoss, **margin}
-    hinges = {"function": F.hinge_embedding_loss, "module": nn.HingeEmbeddingLoss, **margin}
-    return [
-        *cases_of(
-            "soft_margin", model, signs, function=F.soft_margin_loss, module=nn.SoftMarginLoss, **reduction
-        ),
-        *cases_of("hinge", model, signs, **hinges),
-        *cases_of("margin_ranking", lambda: Twins(1), pairs, **ranks),
-        *cases_of("cosine", lambda: Twins(4), pairs, **cosines),
-        *cases_of(
-            "multi_margin",
-            model,
-            lambda draw: (draw.normal(FEATURES), draw.integers(0, CLASSES)),
-            function=F.multi_margin_loss,
-            module=nn.MultiMarginLoss,
-            **multi,
-        ),
-        *cases_of(
-            "multilabel_margin",
-            model,
-            labels,
-            function=F.multilabel_margin_loss,
-            module=nn.MultiLabelMarginLoss,
-            **reduction,
-        ),
-        *cases_of(
-            "multilabel_soft_margin",
-            model,
-            zero_one,
-            function=F.multilabel_soft_margin_loss,
-            module=nn.MultiLabelSoftMarginLoss,
-            **many,
-        ),
-    ]
+def distances() -> Iterator[Case]:
+    plain, twins = (nn.TripletMarginLoss, F.triplet_margin_loss), lambda: Twins(4)
+    free = nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss
+    own = {"distance_function": (None, manhattan)}
+    yield from cases_of("triplet", plain, twins, triplets, p=(None, 1), **NEAR)
+    yield from cases_of("triplet-many", plain, twins, many_negatives, **NEAR)
+    yield from cases_of("triplet_distance", free, twins, triplets, **own, **NEAR)
+    yield from cases_of("triplet_distance-many", free, twins, many_negatives, **own, **NEAR)
 
 
-def distances() -> list[Case]:
-    near = {"margin": (None, 0.5), "swap": (None, True), "reduction": REDUCTIONS}
-    own = {"distance_function": (None, manhattan), **near}
-    plain = {"function": F.triplet_margin_loss, "module": nn.TripletMarginLoss}
-    free = {"function": F.triplet_margin_with_distance_loss, "module": nn.TripletMarginWithDistanceLoss}
-    return [
-        *cases_of("triplet", lambda: Twins(4), triplets, p=(None, 1), **plain, **near),
-        *cases_of("triplet-many", lambda: Twins(4), many_negatives, **plain, **near),
-        *cases_of("triplet_distance", lambda: Twins(4), triplets, **free, **own),
-        *cases_of("triplet_distance-many", lambda: Twins(4), many_negatives, **free, **own),
-    ]
-
-
-CASES = [
-    *classifications(),
-    *linear_classifications(),
-    *binary(),
-    *regressions(),
-    *divergences(),
-    *margins(),
-    *distances(),
-]
+KINDS = classifications, linear_classifications, regressions, divergences, margins, distances
+CASES = [case for kind in KINDS for case in kind()]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(ADVICE)
 
 ROWS = 5  # cut into 2, 2, 1
 BY_NAME = {case.name: case for case in [*CASES, *TOTALS]}
-WEIGHTED = "cross_entropy-label_smoothing=0.1-weight=per_class-reduction=mean-ignore_index=2"
+WEIGHTED = "cross_entropy-label_smoothing=0.1-weight=per_class-ignore_index=2-reduction=mean"
 TOKENS = "cross_entropy-tokens-ignore_index=0-reduction=mean"
 SOFT = "cross_entropy-soft-dense-reduction=mean"
 FORWARD = "out of memory in forward"

@@ -18,7 +18,7 @@ from tests.laws.losses import CASES
 
 ROWS, UPDATES, CLIP = 7, 4, 0.05
 NAMES = (
-    "cross_entropy-label_smoothing=0.1-weight=per_class-reduction=mean-ignore_index=2",
+    "cross_entropy-label_smoothing=0.1-weight=per_class-ignore_index=2-reduction=mean",
     "mse-reduction=mean",
     "ctc-reduction=mean",
 )
