@@ -18,6 +18,7 @@ LABELS = torch.randint(CLASSES, (ROWS, LENGTH), generator=GENERATOR)
 LABELS[torch.rand(ROWS, LENGTH, generator=GENERATOR) < 0.4] = -100
 LABELS[2:4] = -100  # a micro-batch of two without a single valid target
 BATCH = {"x": X, "labels": LABELS}
+WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 
 class Own(nn.Module):
@@ -54,20 +55,8 @@ def stacked(scores: Tensor, labels: Tensor) -> Tensor:
 
 def selected(scores: Tensor, labels: Tensor) -> Tensor:
     valid = labels >= 0
-    return (
-        F.cross_entropy(scores[valid], labels[valid], reduction="none").mean()
-        if valid.any()
-        else size(scores)
-    )
-
-
-def masked_mean(scores: Tensor, labels: Tensor) -> Tensor:
-    return (scores.square().sum(-1) * (labels >= 0)).mean()
-
-
-def statistics_aside(scores: Tensor, labels: Tensor) -> Tensor:
-    """A mean in the body whose value flows into the loss only behind another."""
-    return tokens(scores - scores.detach().mean() * 0, labels)
+    losses = F.cross_entropy(scores[valid], labels[valid], reduction="none")
+    return losses.mean() if valid.any() else size(scores)
 
 
 def checkpointed(scores: Tensor, labels: Tensor) -> Tensor:
@@ -81,12 +70,7 @@ def summed(scores: Tensor, labels: Tensor) -> Tensor:
 
 
 def sum_and_mean(scores: Tensor, labels: Tensor) -> Tensor:
-    return tokens(scores, labels, reduction="sum") + size(scores)
-
-
-def in_checkpoint(scores: Tensor, labels: Tensor) -> Tensor:
-    """The loss itself runs again in the backward, also that of a micro-batch without a valid target."""
-    return checkpoint(tokens, scores, labels, use_reentrant=False)
+    return summed(scores, labels) + size(scores)
 
 
 def or_nothing(scores: Tensor, labels: Tensor) -> Tensor:
@@ -94,125 +78,100 @@ def or_nothing(scores: Tensor, labels: Tensor) -> Tensor:
     return tokens(scores, labels) if (labels >= 0).any() else torch.tensor(0.0)
 
 
+def binary(scores: Tensor, **settings: Any) -> Tensor:
+    return F.binary_cross_entropy_with_logits(scores, torch.full_like(scores, 0.25), **settings)
+
+
+def error(outputs: Tensor) -> Tensor:
+    return F.mse_loss(outputs, torch.ones_like(outputs))
+
+
+def pairs(scores: Tensor) -> Tensor:
+    return scores.flatten(1) @ scores.flatten(1).T
+
+
 #: Losses that are exact in every cut, by how they are returned.
 EXACT: dict[str, Callable[..., Any]] = {
     "scalar": tokens,
-    "mapping": lambda scores, labels: {"loss": tokens(scores, labels), "scores": scores},
-    "attribute": lambda scores, labels: SimpleNamespace(loss=tokens(scores, labels)),
-    "list": lambda scores, labels: [tokens(scores, labels)],
-    "tuple with the loss last": lambda scores, labels: (scores, tokens(scores, labels)),
+    "mapping": lambda s, y: {"loss": tokens(s, y), "scores": s},
+    "attribute": lambda s, y: SimpleNamespace(loss=tokens(s, y)),
+    "list": lambda s, y: [tokens(s, y)],
+    "tuple with the loss last": lambda s, y: (s, tokens(s, y)),
     "in place": in_place,
     "stack": stacked,
-    "masked mean": masked_mean,
-    "statistics aside": statistics_aside,
+    "masked mean": lambda s, y: (s.square().sum(-1) * (y >= 0)).mean(),
+    "a mean in the body": lambda s, y: tokens(s - s.detach().mean() * 0, y),
     "checkpointed": checkpointed,
-    "in a checkpoint": in_checkpoint,
+    "in a checkpoint, even without a valid target": lambda s, y: checkpoint(
+        tokens, s, y, use_reentrant=False
+    ),
     "or nothing": or_nothing,
     "sum": summed,
     "sum and mean": sum_and_mean,
-    "half of two": lambda scores, labels: (tokens(scores, labels) + tokens(2 * scores, labels)) / 2,
-    "factor 0.4": lambda scores, labels: tokens(scores, labels) + 0.4 * tokens(scores.sin(), labels),
-    "class weights": lambda scores, labels: tokens(
-        scores, labels, weight=torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64), label_smoothing=0.1
+    "half of two": lambda s, y: (tokens(s, y) + tokens(2 * s, y)) / 2,
+    "factor 0.4": lambda s, y: tokens(s, y) + 0.4 * tokens(s.sin(), y),
+    "class weights": lambda s, y: tokens(s, y, weight=WEIGHTS, label_smoothing=0.1),
+    "labels made inside": lambda s, y: tokens(s, (y + 1).clamp(0, CLASSES - 1)),
+    "axes in another order": lambda s, y: s.movedim(0, 2).square().mean(),
+    "one of each row": lambda s, y: error(s[torch.arange(len(s)), y.argmax(1)]),
+    "sum of a constant factor": lambda s, y: 0.01 * summed(s, y),
+    "sums": lambda s, y: F.mse_loss(s, s.detach() + 1, reduction="sum") - 0.5 * torch.sum(1 - s.square()),
+    "weight for every element": lambda s, y: binary(s, weight=(y >= 0)[..., None].expand_as(s).double()),
+    "next token": lambda s, y: tokens(s[:, :-1], y[:, 1:]),
+    "means as they are written": lambda s, y: (
+        torch.mean(input=s.square()) + torch.mean(s.sin()) + s.cos().mean(dim=(0, 1, 2))
     ),
-    "labels made inside": lambda scores, labels: tokens(scores, (labels + 1).clamp(0, CLASSES - 1)),
-    "axes in another order": lambda scores, labels: scores.movedim(0, 2).square().mean(),
-    "one of each row": lambda scores, labels: F.mse_loss(
-        scores[torch.arange(len(scores)), labels.argmax(1)], torch.ones(len(scores), CLASSES).double()
-    ),
-    "sum of a constant factor": lambda scores, labels: 0.01 * summed(scores, labels),
-    "sums": lambda scores, labels: (
-        F.mse_loss(scores, scores.detach() + 1, reduction="sum") - 0.5 * torch.sum(1 - scores.square())
-    ),
-    "weight for every element": lambda scores, labels: F.binary_cross_entropy_with_logits(
-        scores, torch.full_like(scores, 0.25), weight=(labels >= 0)[..., None].expand_as(scores).double()
-    ),
-    "next token": lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:]),
-    "means and sums as they are written": lambda scores, labels: (
-        torch.mean(input=scores.square())
-        + torch.mean(scores.sin())
-        + scores.cos().mean(dim=(0, 1, 2))
-        + torch.sum(scores.sin())
-        + scores.square().sum((0, 1, 2))
-    ),
+    "sums as they are written": lambda s, y: torch.sum(s.sin()) + s.square().sum((0, 1, 2)),
 }
 
 MET = "elements from . rows .* rows have met before it"
+EVERY_CUT = "loss and gradient from Own in every cut"
+LOOP = "A mean for every row, as of a loop over rows"
 
 #: Losses that are refused, with what the message names.
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "own division": (
-        lambda scores, labels: (scores.square().sum(-1) * (labels >= 0)).sum() / (labels >= 0).sum(),
+        lambda s, y: (s.square().sum(-1) * (y >= 0)).sum() / (y >= 0).sum(),
         "Own to be made of means .* a sum that is divided afterwards, .* in sum",
     ),
-    "own norm": (lambda scores, labels: scores.norm(), "Own to reach its parameters only .* 'scores.layers"),
-    "root": (lambda scores, labels: size(scores).sqrt(), "a sum of means with constant factors"),
-    "product": (lambda scores, labels: size(scores) * tokens(scores, labels), "constant factors"),
-    "scaled sum": (lambda scores, labels: summed(scores, labels) / len(labels), "a sum that is divided"),
-    "factor of the rows": (lambda scores, labels: size(scores) * (1 + labels.sum()), "same factors"),
-    "folded rows": (
-        lambda scores, labels: scores.mean(0).square().mean(),
-        MET,
-    ),
-    "mean loss of folded rows": (
-        lambda scores, labels: F.mse_loss(scores.mean(0), torch.ones_like(scores[0])),
-        MET,
-    ),
-    "sum of folded rows": (
-        lambda scores, labels: scores.mean(0).square().sum(),
-        "loss and gradient from Own in every cut",
-    ),
-    "balance": (
-        lambda scores, labels: tokens(scores, labels) + scores.softmax(-1).mean((0, 1)).square().mean(),
-        MET,
-    ),
+    "own norm": (lambda s, y: s.norm(), "Own to reach its parameters only .* 'scores.layers"),
+    "root": (lambda s, y: size(s).sqrt(), "a sum of means with constant factors"),
+    "product": (lambda s, y: size(s) * tokens(s, y), "constant factors"),
+    "scaled sum": (lambda s, y: summed(s, y) / len(y), "a sum that is divided"),
+    "factor of the rows": (lambda s, y: size(s) * (1 + y.sum()), "same factors"),
+    "folded rows": (lambda s, y: s.mean(0).square().mean(), MET),
+    "mean loss of folded rows": (lambda s, y: error(s.mean(0)), MET),
+    "sum of folded rows": (lambda s, y: s.mean(0).square().sum(), EVERY_CUT),
+    "balance": (lambda s, y: tokens(s, y) + s.softmax(-1).mean((0, 1)).square().mean(), MET),
     "loop over rows": (
-        lambda scores, labels: torch.stack(
-            [F.cross_entropy(*row) for row in zip(scores, labels.clamp(min=0), strict=True)]
-        ).mean(),
-        "A mean for every row, as of a loop over rows",
+        lambda s, y: torch.stack([*map(F.cross_entropy, s, y.clamp(min=0))]).mean(),
+        LOOP,
     ),
-    "loop over rows, added": (
-        lambda scores, labels: sum(F.mse_loss(row, torch.ones_like(row)) for row in scores),
-        "A mean for every row, as of a loop over rows",
-    ),
+    "loop over rows, added": (lambda s, y: sum(map(error, s)), LOOP),
     "weights of the rows at hand": (
-        lambda scores, labels: tokens(
-            scores, labels, weight=torch.bincount(labels.clamp(min=0).flatten(), minlength=CLASSES).double()
+        lambda s, y: tokens(
+            s, y, weight=torch.bincount(y.clamp(min=0).flatten(), minlength=CLASSES).double()
         ),
         "settings of cross_entropy in Own to be the same .* weight = ",
     ),
     "positive weight of the rows at hand": (
-        lambda scores, labels: F.binary_cross_entropy_with_logits(
-            scores[..., 0], (labels > 1).double(), pos_weight=(labels < 2).sum() / (labels > 1).sum()
-        ),
+        lambda s, y: binary(s[..., 0], pos_weight=(y < 2).sum() / (y > 1).sum()),
         "settings of binary_cross_entropy_with_logits in Own .* pos_weight = ",
     ),
     "threshold of the rows at hand": (
-        lambda scores, labels: F.huber_loss(scores, -scores.detach(), delta=scores.detach().std().item()),
+        lambda s, y: F.huber_loss(s, -s.detach(), delta=s.detach().std().item()),
         "settings of huber_loss in Own .* delta = ",
     ),
     "labels masked inside": (
-        lambda scores, labels: tokens(scores, labels.masked_fill(labels == 1, -100)),
+        lambda s, y: tokens(s, y.masked_fill(y == 1, -100)),
         "Own to make its targets from the batch as in the first",
     ),
-    "contrast": (
-        lambda scores, labels: F.cross_entropy(
-            scores.flatten(1) @ scores.flatten(1).T, torch.arange(len(scores))
-        ),
-        "contrastive",
-    ),
-    "contrast by pairs": (
-        lambda scores, labels: -F.logsigmoid(scores.flatten(1) @ scores.flatten(1).T).sum(-1).mean(),
-        "loss and gradient from Own in every cut",
-    ),
-    "nothing": (lambda scores, labels: {"scores": scores}, "Own to return its loss"),
-    "no scalar": (
-        lambda scores, labels: F.mse_loss(scores, scores * 0, reduction="none"),
-        r"shape \(\d, 3, 4\)",
-    ),
-    "two scalars": (lambda scores, labels: (size(scores), tokens(scores, labels)), "2 scalars with gradient"),
-    "no gradient": (lambda scores, labels: size(scores.detach()), "without gradient"),
+    "contrast": (lambda s, y: F.cross_entropy(pairs(s), torch.arange(len(s))), "contrastive"),
+    "contrast by pairs": (lambda s, y: -F.logsigmoid(pairs(s)).sum(-1).mean(), EVERY_CUT),
+    "nothing": (lambda s, y: {"scores": s}, "Own to return its loss"),
+    "no scalar": (lambda s, y: F.mse_loss(s, s * 0, reduction="none"), r"shape \(\d, 3, 4\)"),
+    "two scalars": (lambda s, y: (size(s), tokens(s, y)), "2 scalars with gradient"),
+    "no gradient": (lambda s, y: size(s.detach()), "without gradient"),
 }
 
 
@@ -229,20 +188,12 @@ class Layer(nn.Module):
         return self.loss(self.layer.weight, self.layer(x), x, labels)
 
 
-def _error(outputs: Tensor) -> Tensor:
-    return F.mse_loss(outputs, torch.ones_like(outputs))
-
-
 #: Losses with parameters in them that are exact: what looks like rows that meet is none.
 WITH_PARAMETERS: dict[str, Callable[..., Tensor]] = {
-    "mean of parameters": lambda weight, scores, x, labels: (
-        tokens(scores, labels) + 0.1 * weight.square().mean()
-    ),
-    "mean loss of parameters": lambda weight, scores, x, labels: (
-        tokens(scores, labels) + 0.1 * F.mse_loss(weight, torch.zeros_like(weight))
-    ),
-    "columns of one length": lambda weight, scores, x, labels: _error(x @ (weight / weight.norm(dim=0)).T),
-    "centred prototypes": lambda weight, scores, x, labels: _error(x @ (weight - weight.mean(0)).T),
-    "merged weights": lambda weight, scores, x, labels: _error(x @ (weight.T @ weight)),
-    "time first": lambda weight, scores, x, labels: _error(scores.transpose(0, 1).mean(0)),
+    "mean of parameters": lambda weight, s, x, y: tokens(s, y) + 0.1 * size(weight),
+    "mean loss of parameters": lambda weight, s, x, y: tokens(s, y) + 0.1 * error(weight),
+    "columns of one length": lambda weight, s, x, y: error(x @ (weight / weight.norm(dim=0)).T),
+    "centred prototypes": lambda weight, s, x, y: error(x @ (weight - weight.mean(0)).T),
+    "merged weights": lambda weight, s, x, y: error(x @ (weight.T @ weight)),
+    "time first": lambda weight, s, x, y: error(s.transpose(0, 1).mean(0)),
 }

@@ -1,12 +1,15 @@
 """What every loss keeps: any cut and any window are the whole batch, and uncut it is torch's to the bit.
 
-A new loss is one line: in `torch_zoo`, `own_losses`, `whole_losses`, or here.
+A new loss is one line: in `own_losses`, `whole_losses`, or here. Torch's own are in the laws; here models compute
+them.
 """
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,14 +20,19 @@ from torch import Tensor, nn
 from anybatch import ModelLoss, Step, Terms, Total, WholeBatch
 from anybatch.core import tree
 from anybatch.core.errors import LossError
+from anybatch.losses import call_model, split_batch, summed_loss
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.reductions import FUNCTIONS, MODULES
-from anybatch.testing import GradientRecorder, reference_step, relative_error
+from anybatch.testing import GradientRecorder, Perceptron, reference_step, relative_error
+from tests.laws.cases import Problem
+from tests.laws.losses import CASES as TORCH
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own
-from tests.losses.torch_zoo import CLASS, TORCH, WEIGHTS, Inside, Scores, X
 from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
 
 LIMIT = 1e-12  # relative, float64
+X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+CLASS = torch.tensor([0, 2, -100, 1, 1, -100, 2])
+WEIGHTS = torch.tensor([1.0, 3.0, 0.5], dtype=torch.float64)
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
 
@@ -71,15 +79,29 @@ OWN = {
 }
 
 
+class Inside(nn.Module):
+    """A model with one of torch's losses inside."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__()
+        self.model, self.loss = problem.model, problem.loss
+
+    def forward(self, *batch: Any, **named: Any) -> Tensor:
+        kind = summed_loss(self.loss).kind
+        inputs, targets = split_batch(named or batch, has_target=kind.has_target)
+        return self.loss(*kind.arrange(call_model(self.model, inputs), targets))
+
+
 def variants() -> Iterator[tuple[str, Variant]]:
-    for name, (loss, make, targets) in TORCH.items():
-        target = targets[0] if len(targets) == 1 else targets
-        batch = (X, target) if targets else (X,)
-        yield name, Variant(loss=loss, model=lambda make=make: Scores(make), batch=batch)
-        inside = lambda loss=loss, make=make: Inside(loss, make)  # noqa: E731
-        yield f"{name} inside", Variant(loss=ModelLoss(), model=inside, batch=(X, *targets))
+    # Of each loss of torch the case with most options; and a sum.
+    means = [case for case in TORCH if not case.is_per_row and "reduction=sum" not in case.name]
+    most = {re.split(r"-\w+=", case.name)[0]: case for case in means if "linear" not in case.name}
+    for case in (*most.values(), *[case for case in TORCH if case.name == "cross_entropy-reduction=sum"]):
+        make = partial(case.problem, [*case.forms][-1], 7)
+        model = lambda make=make: Inside(make())  # noqa: E731
+        yield f"inside {case.name}", Variant(loss=ModelLoss(), model=model, batch=make().batch)
     for name, loss in OWN.items():
-        yield name, Variant(loss=loss, model=lambda: Scores(torch.sin), batch=(X, CLASS))
+        yield name, Variant(loss=loss, model=lambda: Perceptron(3, 3).double(), batch=(X, CLASS))
     for name, loss in EXACT.items():
         yield f"own {name}", Variant(loss=ModelLoss(), model=lambda loss=loss: Own(loss), batch=BATCH)
     for name, loss in WITH_PARAMETERS.items():
@@ -174,12 +196,12 @@ def test_any_window_is_the_whole_batch(name: str) -> None:
         )
 
 
-def test_every_loss_of_torch_is_here() -> None:
+def test_every_loss_of_torch_is_in_the_laws() -> None:
     """But for one that is no sum over rows: its head is chosen by the targets."""
     losses = {value for name, value in vars(nn).items() if name.endswith("Loss") and inspect.isclass(value)}
     assert losses - {nn.AdaptiveLogSoftmaxWithLoss} == set(MODULES)
-    newer = {"linear_cross_entropy"}  # than the oldest torch we support; of the kind of cross_entropy
-    assert {name.split(",")[0] for name in TORCH} | newer >= {function.__name__ for function in FUNCTIONS}
+    tried = {getattr(form, "args", [form])[0] for case in TORCH for form in case.forms.values()}
+    assert tried == {*FUNCTIONS, *MODULES}
     for module, kind in MODULES.items():
         source = inspect.getsource(module.forward)
         (name,) = [one.__name__ for one in FUNCTIONS if f"F.{one.__name__}(" in source]
@@ -198,13 +220,12 @@ def test_short_class_weights_are_summed_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("loss", "weight"),
-    [(TORCH["cross_entropy, weighted"][0], 8), (F.cross_entropy, 5), (total, 5), (nn.KLDivLoss(), 21)],
+    [(nn.CrossEntropyLoss(WEIGHTS), 8), (F.cross_entropy, 5), (total, 5), (nn.KLDivLoss(), 21)],
     ids=["weighted", "function", "own", "module"],
 )
 def test_the_weight_is_what_torch_divides_by(loss: Any, weight: float) -> None:
-    assert WEIGHTS.tolist() == [1.0, 3.0, 0.5]
     target = torch.rand_like(X) if isinstance(loss, nn.KLDivLoss) else CLASS
-    model = Scores(torch.sin)
+    model = Perceptron(3, 3)
     for micro_batch in (None, 1, 4):
         report = Step(model, loss, GradientRecorder(model), micro_batch=micro_batch)((X, target))
         assert {name: float(one) for name, one in report.weights.items()} == {"loss": weight}

@@ -17,15 +17,13 @@ LIMIT = 1e-12  # relative, float64
 TOKENS, WIDTH, WORDS = 14, 5, 11
 
 IGNORED = torch.tensor([3, -100, 0, 10, -100, 2, 2, 7, -100, 9, 1, 4, -100, 0])
+CLASS_WEIGHT = torch.linspace(0, 2, WORDS, dtype=torch.float64)
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothed": {"label_smoothing": 0.2},
     "all smooth": {"label_smoothing": 1.0},
-    "weighted": {"class_weight": torch.linspace(0, 2, WORDS, dtype=torch.float64)},
-    "weighted and smoothed": {
-        "class_weight": torch.linspace(0, 2, WORDS, dtype=torch.float64),
-        "label_smoothing": 0.1,
-    },
+    "weighted": {"class_weight": CLASS_WEIGHT},
+    "weighted and smoothed": {"class_weight": CLASS_WEIGHT, "label_smoothing": 0.1},
     "one class ignored": {"ignore_index": 2},
 }
 
@@ -106,8 +104,18 @@ def in_place(into: tuple[int, ...], a: tuple[int, ...], b: tuple[int, ...], **_:
     return 2 * a[0] * a[1] * b[1]
 
 
-def products(*needs: bool, gradient: bool = True) -> float:
-    """Matrix products of the layer's size in forward and backward."""
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ((True, True, True), 3),
+        ((True, False, False), 2),  # a frozen head
+        ((False, True, False), 2),  # a frozen body
+        ((False, False, True), 1),
+        ((False, False, False), 1),
+    ],
+)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_no_product_is_made_that_nobody_needs(needs: Any, expected: float, gradient: bool) -> None:
     values = [value.requires_grad_(need) for value, need in zip(layer(), needs, strict=True)]
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
     with counter, torch.set_grad_enabled(gradient):
@@ -116,16 +124,8 @@ def products(*needs: bool, gradient: bool = True) -> float:
         if total.sum.requires_grad:
             total.sum.backward()
     assert [value.grad is not None for value in values] == [gradient and need for need in needs]
-    return counter.get_total_flops() / (2 * TOKENS * WIDTH * WORDS)
-
-
-def test_no_product_is_made_that_nobody_needs() -> None:
-    assert products(True, True, True) == 3
-    assert products(True, False, False) == 2  # a frozen head
-    assert products(False, True, False) == 2  # a frozen body
-    assert products(False, False, True) == 1
-    assert products(False, False, False) == 1
-    assert products(True, True, True, gradient=False) == 1
+    products = counter.get_total_flops() / (2 * TOKENS * WIDTH * WORDS)
+    assert products == (expected if gradient else 1)
 
 
 def test_backward_may_be_repeated() -> None:
@@ -162,9 +162,7 @@ def test_short_dtypes_are_as_exact_as_with_all_logits(dtype: torch.dtype) -> Non
     assert [value.dtype for value in gradients(values, total.sum / 600)] == [dtype] * 3
     ours = errors_against_float64(values, target, blocks(values, target, rows=1).mean())
     assert max(ours) <= tolerance(dtype, 600)
-    if (
-        dtype != torch.float32
-    ):  # the gradient of the weight, added up 600 times in bfloat16, is six times worse
+    if dtype != torch.float32:  # a weight's gradient, added up 600 times in bfloat16, is six times worse
         at_once = errors_against_float64(values, target, head(values, target, reduction="mean"))
         assert all(a <= 1.5 * b for a, b in zip(ours, at_once, strict=True))
 
@@ -189,21 +187,21 @@ def test_autocast_is_that_of_a_linear_layer(short: torch.dtype, body: str) -> No
 # ---- refused
 
 H, W, Y = torch.zeros(4, 3), torch.zeros(6, 3), torch.zeros(4, dtype=torch.int64)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "width": ({"hidden": torch.zeros(4, 2)}, r"'hidden': \(4, 2\), 'weight': \(6, 3\)"),
-    "rows of target": ({"target": Y[:3]}, r"'target': \(3,\)"),
-    "weight": ({"weight": torch.zeros(3)}, r"'weight': \(3,\)"),
-    "bias": ({"bias": torch.zeros(5)}, r"\[\(5,\)\]"),
-    "class weight": ({"class_weight": torch.zeros(5)}, r"\[\(5,\)\]"),
-    "probabilities": ({"target": torch.zeros(4)}, r"int64, got torch\.float32"),
-    "dtypes": ({"hidden": H.bfloat16()}, r"'torch\.bfloat16', 'torch\.float32'"),
-    "smoothing": ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
-    "rows": ({"rows": 0}, "at least 1, got 0"),
-    "class weight that trains": ({"class_weight": torch.ones(6, requires_grad=True)}, "without gradient"),
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.zeros(4, 2)}, r"'hidden': \(4, 2\), 'weight': \(6, 3\)"),
+    ({"target": Y[:3]}, r"'target': \(3,\)"),
+    ({"weight": torch.zeros(3)}, r"'weight': \(3,\)"),
+    ({"bias": torch.zeros(5)}, r"\[\(5,\)\]"),
+    ({"class_weight": torch.zeros(5)}, r"\[\(5,\)\]"),
+    ({"target": torch.zeros(4)}, r"int64, got torch\.float32"),
+    ({"hidden": H.bfloat16()}, r"'torch\.bfloat16', 'torch\.float32'"),
+    ({"label_smoothing": 1.5}, "from 0 to 1, got 1.5"),
+    ({"rows": 0}, "at least 1, got 0"),
+    ({"class_weight": torch.ones(6, requires_grad=True)}, "without gradient"),
+]
 
 
-@pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("changed", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(LossError, match=message):
         linear_cross_entropy(**{"hidden": H, "weight": W, "target": Y} | changed)

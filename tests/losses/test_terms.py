@@ -18,10 +18,16 @@ X = torch.randn(ROWS, 2, dtype=torch.float64, generator=torch.Generator().manual
 
 def rows_and_size(model: nn.Module, micro: Tensor) -> dict[str, Total]:
     """Mean of the outputs, and the squared weights."""
-    return {
-        "mean": Total(model(micro).sum(), len(micro)),
-        "size": Total(model.weight.square().sum(), 0.0 + 1),
-    }
+    return {"mean": Total(model(micro).sum(), len(micro)), "size": Total(model.weight.square().sum(), 1.0)}
+
+
+def rows(model: nn.Module, micro: Tensor) -> Total:
+    return Total(model(micro).sum(), len(micro))
+
+
+def forgetful(model: nn.Module, micro: Tensor) -> dict[str, Total]:
+    terms = rows_and_size(model, micro)
+    return terms if len(micro) == 2 else {"mean": terms["mean"]}
 
 
 def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -62,11 +68,6 @@ def test_terms_that_do_not_fit_are_refused(make: Any, got: str) -> None:
     assert got in str(caught.value)
 
 
-def forgetful(model: nn.Module, micro: Tensor) -> dict[str, Total]:
-    terms = rows_and_size(model, micro)
-    return terms if len(micro) == 2 else {"mean": terms["mean"]}
-
-
 @pytest.mark.parametrize(
     ("returned", "got"),
     [
@@ -89,9 +90,6 @@ def test_a_bare_mean_is_refused_with_the_two_lines(returned: Any, got: str) -> N
 
 @pytest.mark.parametrize("weight", [ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2], ids=str)
 def test_a_promise_is_kept(weight: Any) -> None:
-    def rows(model: nn.Module, micro: Tensor) -> Total:
-        return Total(model(micro).sum(), len(micro))
-
     message = refusal(Terms(rows, weight=lambda batch: weight))
     assert f"add up to the batch's {int(weight)} for 'loss', got {ROWS}" in message
 
@@ -119,9 +117,6 @@ def test_the_promise_is_asked_with_the_batch_as_it_was_given() -> None:
     def weigh(batch: Any) -> int:
         given.append(batch)
         return len(batch)
-
-    def rows(model: nn.Module, micro: Tensor) -> Total:
-        return Total(model(micro).sum(), len(micro))
 
     samples = list(X)
     take(Terms(rows, weight=weigh), samples, collate=torch.stack)
