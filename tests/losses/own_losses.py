@@ -1,6 +1,6 @@
 """Small models that compute their own loss, in the ways people write them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +32,18 @@ class Own(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         return self.loss(self.scores(x), labels)
+
+
+def whole_of(model: nn.Module, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the whole batch at once; the model has no gradient before and after."""
+    model.zero_grad()
+    output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    output = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)
+    value = output[-1] if isinstance(output, tuple | list) else output
+    value.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return value.item(), gradients
 
 
 def tokens(scores: Tensor, labels: Tensor, **settings: Any) -> Tensor:

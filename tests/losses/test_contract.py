@@ -1,7 +1,7 @@
 """What every loss keeps: any cut and any window are the whole batch, and uncut it is torch's to the bit.
 
-A new loss is one line: in `own_losses`, `whole_losses`, or here. Torch's own are in the laws; here models compute
-them.
+A new loss is one line: in `own_losses`, `whole_losses`, or here. Torch's own are in the laws, and here inside
+of models.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from anybatch.losses.reductions import FUNCTIONS, MODULES
 from anybatch.testing import GradientRecorder, Perceptron, reference_step, relative_error
 from tests.laws.cases import Problem
 from tests.laws.losses import CASES as TORCH
-from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own
+from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own, whole_of
 from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
 
 LIMIT = 1e-12  # relative, float64
@@ -131,13 +131,7 @@ def stepped(variant: Variant, **options: Any) -> tuple[Step, GradientRecorder, f
     torch.manual_seed(0)
     model = variant.model()
     if isinstance(variant.loss, ModelLoss):
-        named = isinstance(variant.batch, Mapping)
-        output = model(**variant.batch) if named else model(*variant.batch)
-        output = output["loss"] if isinstance(output, dict) else getattr(output, "loss", output)
-        value = output[-1] if isinstance(output, tuple | list) else output
-        value.backward()
-        expected = value.item(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
+        expected = whole_of(model, variant.batch)
     else:
         whole = reference_step(model, variant.loss, variant.batch)
         expected = whole.loss, whole.gradients

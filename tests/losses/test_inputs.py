@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core.errors import LossError
 from anybatch.losses.inputs import TARGET_KEYS, call_model, split_batch
@@ -67,36 +67,25 @@ class Echo(nn.Module):
     """Returns what it was called with."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        return inputs + tuple(named.values())
-
-
-class One(nn.Module):
-    """Returns the one thing it was called with."""
-
-    def forward(self, x: Any) -> Any:
-        return x
+        return inputs + tuple(named.values()) if named or len(inputs) > 1 else inputs[0]
 
 
 A, B = torch.zeros(1), torch.ones(1)
 
 
-@pytest.mark.parametrize(
-    ("model", "inputs", "outputs"),
-    [
-        (Echo(), A, (A,)),
-        (Echo(), (A, B), (A, B)),
-        (Echo(), [A, B], (A, B)),
-        (Echo(), {"b": B}, (B,)),
-        (One(), A, (A,)),
-        (One(), ((A, None),), (A,)),
-        (One(), ([A],), (A,)),
-    ],
-    ids=range(7),
-)
-def test_a_model_is_called(model: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
-    assert call_model(model, inputs) == outputs
+def test_a_model_is_called() -> None:
+    calls = [
+        (A, (A,)),
+        ((A, B), (A, B)),
+        ([A, B], (A, B)),
+        ({"b": B}, (B,)),
+        (((A, None),), (A,)),
+        (([A],), (A,)),
+    ]
+    for inputs, outputs in calls:
+        assert call_model(Echo(), inputs) == outputs
 
 
 def test_other_outputs_are_refused() -> None:
     with pytest.raises(LossError, match=r"got dict(.|\n)*def loss\(model, micro\)"):
-        call_model(One(), ({"logits": A},))
+        call_model(Echo(), ({"logits": A},))

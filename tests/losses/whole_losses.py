@@ -54,17 +54,9 @@ def clip_by_rows(image: Tensor, text: Tensor, scale: Tensor, rows: Tensor) -> To
     return Total((there + back) / 2, len(rows))
 
 
-def triplets(outputs: Tensor, labels: Tensor) -> Total:
+def triplets(outputs: Tensor, labels: Tensor, rows: Tensor | None = None) -> Total:
     """All triplets within the batch that violate the margin (Schroff et al. 2015, "FaceNet", section 3.2)."""
-    distances = (outputs[:, None] - outputs[None]).square().sum(-1)
-    same = labels[:, None] == labels[None]
-    apart = ~torch.eye(len(labels), dtype=torch.bool)
-    losses = distances[:, :, None] - distances[:, None, :] + 0.5
-    violated = (same & apart)[:, :, None] & ~same[:, None, :] & (losses > 0)
-    return Total(losses[violated].sum(), violated.sum())
-
-
-def triplets_by_rows(outputs: Tensor, labels: Tensor, rows: Tensor) -> Total:
+    rows = torch.arange(len(labels)) if rows is None else rows
     distances = (outputs[rows][:, None] - outputs[None]).square().sum(-1)
     same = labels[rows][:, None] == labels[None]
     apart = rows[:, None] != torch.arange(len(labels))
@@ -136,7 +128,7 @@ class Case:
 
 CASES = {
     "clip": Case(function=clip, model=Towers, batch=images_and_texts, by_rows=clip_by_rows),
-    "triplets": Case(function=triplets, model=encoder, batch=labelled, by_rows=triplets_by_rows),
+    "triplets": Case(function=triplets, model=encoder, batch=labelled, by_rows=triplets),
     "sup-con": Case(function=sup_con, model=encoder, batch=labelled),
     "barlow twins": Case(function=barlow_twins, model=Views, batch=pairs),
     "rank": Case(function=rank, model=lambda dropout: encoder(dropout, 1), batch=ranked),

@@ -31,22 +31,22 @@ from tests.losses.own_losses import (
     stacked,
     sum_and_mean,
     tokens,
+    whole_of,
 )
 
 LIMIT = 1e-12
 
 
-def loss_in(output: Any) -> Tensor:
-    if isinstance(output, dict):
-        return output["loss"]
-    return output[-1] if isinstance(output, tuple) else output
-
-
 def whole(loss: Callable[..., Any], batch: Any = None) -> tuple[float, dict[str, Tensor]]:
-    model = Own(loss)
-    value = loss_in(model(**(BATCH if batch is None else batch)))
-    value.backward()
-    return value.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return whole_of(Own(loss), BATCH if batch is None else batch)
+
+
+def assert_exact(loss: Callable[..., Any], batch: Any, given: Any = None, **options: Any) -> Any:
+    """Gradients of the batch cut are those of the whole; `given` is the same batch in another form."""
+    _, gradients = whole(loss, batch)
+    report, found = take(loss, batch if given is None else given, **options)
+    assert relative_error(found, gradients) <= LIMIT
+    return report
 
 
 def take(loss: Callable[..., Any], batch: Any = None, **options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -66,9 +66,7 @@ class Rows:
 
 @pytest.mark.parametrize("batch", [(X, LABELS), [X, LABELS], Rows(X, LABELS)], ids=range(3))
 def test_batches_of_other_forms(batch: Any) -> None:
-    _, gradients = whole(tokens)
-    _, found = take(tokens, batch)
-    assert relative_error(found, gradients) <= LIMIT
+    assert_exact(tokens, BATCH, batch)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
@@ -113,37 +111,25 @@ def test_targets_of_eight_bits() -> None:
     def loss(scores: Tensor, labels: Tensor) -> Tensor:
         return tokens(scores, labels, ignore_index=255)
 
-    batch = {"x": X, "labels": LABELS.where(LABELS >= 0, 255).to(torch.uint8)}
-    _, gradients = whole(loss, batch)
-    _, found = take(loss, batch)
-    assert relative_error(found, gradients) <= LIMIT
-    batch = {"x": X, "labels": LABELS.clamp(min=0).to(torch.uint8)}
-    _, gradients = whole(tokens, batch)
-    report, found = take(tokens, batch)
+    assert_exact(loss, {"x": X, "labels": LABELS.where(LABELS >= 0, 255).to(torch.uint8)})
+    report = assert_exact(tokens, {"x": X, "labels": LABELS.clamp(min=0).to(torch.uint8)})
     assert report.weights == {"loss": ROWS * LENGTH}
-    assert relative_error(found, gradients) <= LIMIT
 
 
 @pytest.mark.parametrize("made_inside", [True, False])
-def test_evaluation_in_inference_mode(made_inside: bool) -> None:
+def test_evaluation_in_inference_mode_keeps_no_graph(made_inside: bool) -> None:
     value, _ = whole(stacked)
-    terms, model = ModelLoss().begin(), Own(stacked)
+    terms, model, seen = ModelLoss().begin(), Own(stacked), list[Any]()
+    model.scores.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     with torch.inference_mode():
         batch = {name: one.clone() for name, one in BATCH.items()} if made_inside else BATCH
         evaluated = terms.evaluate(model, batch)
     means = [float(evaluated.sums[name]) / float(weight) for name, weight in evaluated.weigh().items()]
     assert relative_error(math.fsum(means), value) <= LIMIT
     assert not any(one.requires_grad for one in evaluated.sums.values())
-
-
-def test_graphs_are_not_kept() -> None:
-    terms = ModelLoss().begin()
-    model = Own(stacked)
-    seen: list[weakref.ref[Tensor]] = []
-    model.scores.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     terms.evaluate(model, BATCH)
     gc.collect()
-    assert [one() for one in seen] == [None]
+    assert [one() for one in seen] == [None, None]
 
 
 @pytest.mark.parametrize("name", ["own division", "root", "product", "folded rows"])
@@ -162,10 +148,7 @@ def test_a_model_whose_loss_changes_its_form_is_refused() -> None:
 
 def test_selected_rows_of_any_number() -> None:
     rows = (LABELS >= 0).any(1)
-    batch = {"x": X[rows], "labels": LABELS[rows]}
-    _, gradients = whole(selected, batch)
-    _, found = take(selected, batch)
-    assert relative_error(found, gradients) <= LIMIT
+    assert_exact(selected, {"x": X[rows], "labels": LABELS[rows]})
 
 
 def test_samples_of_unequal_lengths() -> None:
@@ -177,9 +160,7 @@ def test_samples_of_unequal_lengths() -> None:
         pad = nn.utils.rnn.pad_sequence
         return {"x": pad(x, batch_first=True), "labels": pad(labels, batch_first=True, padding_value=-100)}
 
-    _, gradients = whole(tokens, collate(samples))
-    _, found = take(tokens, samples, collate=collate)
-    assert relative_error(found, gradients) <= LIMIT
+    assert_exact(tokens, collate(samples), samples, collate=collate)
 
 
 def test_weights_are_told_by_term() -> None:
@@ -206,9 +187,7 @@ def test_labels_equal_to_the_inputs_in_the_first_micro_batch_only() -> None:
     batch = {"ids": ids, "y": torch.where(torch.tensor([0, 0, 1, 1])[:, None] == 1, -100, ids)}
     batch["y"][2, 0] = 3
     model = Tokens()
-    model(**batch).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
+    _, expected = whole_of(model, batch)
     recorder = GradientRecorder(model)
     report = Step(model, ModelLoss(), recorder, micro_batch=2)(batch)
     assert report.weights == {"loss": 5}

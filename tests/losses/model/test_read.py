@@ -16,34 +16,29 @@ from anybatch.core import LossError
 from anybatch.losses.model import read
 from anybatch.losses.model.intercept import Watch
 from anybatch.testing import GradientRecorder, relative_error
-from tests.losses.own_losses import BATCH, CLASSES, LABELS, Own, X, size, tokens
+from tests.losses.own_losses import BATCH, CLASSES, LABELS, WEIGHTS, Own, X, size, tokens, whole_of
 from tests.snapshots import same
 
 LIMIT = 1e-12
-WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
 
 #: Losses that are one mean which the graph shows.
 READ: dict[str, Callable[..., Any]] = {
     "tokens": tokens,
-    "another ignored": lambda scores, labels: tokens(scores, labels, ignore_index=CLASSES),
-    "class weights": lambda scores, labels: tokens(scores, labels, weight=WEIGHTS),
-    "log-likelihood": lambda scores, labels: F.nll_loss(
-        scores.log_softmax(-1).flatten(0, 1), labels.flatten(), WEIGHTS
+    "another ignored": lambda s, y: tokens(s, y, ignore_index=CLASSES),
+    "class weights": lambda s, y: tokens(s, y, weight=WEIGHTS),
+    "log-likelihood": lambda s, y: F.nll_loss(s.log_softmax(-1).flatten(0, 1), y.flatten(), WEIGHTS),
+    "classes second": lambda s, y: F.cross_entropy(s.transpose(1, 2), y),
+    "images": lambda s, y: F.cross_entropy(s.transpose(1, 2)[..., None], y[..., None]),
+    "next token": lambda s, y: tokens(s[:, :-1], y[:, 1:]),
+    "squares": lambda s, y: F.mse_loss(s, s.detach().cos()),
+    "smooth": lambda s, y: F.smooth_l1_loss(s, s.detach().cos(), beta=0.5),
+    "huber": lambda s, y: F.huber_loss(s, s.detach().cos(), delta=0.5),
+    "binary": lambda s, y: F.binary_cross_entropy_with_logits(
+        s, (y > 1)[..., None].expand_as(s).double(), pos_weight=WEIGHTS
     ),
-    "classes second": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2), labels),
-    "images": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2)[..., None], labels[..., None]),
-    "next token": lambda scores, labels: tokens(scores[:, :-1], labels[:, 1:]),
-    "squares": lambda scores, labels: F.mse_loss(scores, scores.detach().cos()),
-    "smooth": lambda scores, labels: F.smooth_l1_loss(scores, scores.detach().cos(), beta=0.5),
-    "huber": lambda scores, labels: F.huber_loss(scores, scores.detach().cos(), delta=0.5),
-    "binary": lambda scores, labels: F.binary_cross_entropy_with_logits(
-        scores, (labels > 1)[..., None].expand_as(scores).double(), pos_weight=WEIGHTS
-    ),
-    "mean": lambda scores, labels: size(scores),
-    "selected": lambda scores, labels: F.cross_entropy(
-        scores[labels >= 0], labels[labels >= 0], reduction="none"
-    ).mean(),
-    "mapping": lambda scores, labels: {"loss": tokens(scores, labels), "scores": scores},
+    "mean": lambda s, y: size(s),
+    "selected": lambda s, y: F.cross_entropy(s[y >= 0], y[y >= 0], reduction="none").mean(),
+    "mapping": lambda s, y: {"loss": tokens(s, y), "scores": s},
 }
 
 BATCHES = {
@@ -86,20 +81,6 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return entered
 
 
-def loss_in(output: Any) -> Tensor:
-    output = output["loss"] if isinstance(output, dict) else output
-    return output[-1] if isinstance(output, tuple) else output
-
-
-def whole(model: nn.Module, batch: Any) -> tuple[float, dict[str, Tensor]]:
-    model.zero_grad()
-    value = loss_in(model(**batch))
-    value.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    return value.item(), gradients
-
-
 def stepped(model: nn.Module, micro_batch: int | None) -> tuple[Step, GradientRecorder]:
     recorder = GradientRecorder(model)
     return Step(model, ModelLoss(), recorder, micro_batch=micro_batch, check=False), recorder
@@ -109,7 +90,7 @@ def stepped(model: nn.Module, micro_batch: int | None) -> tuple[Step, GradientRe
 def test_as_exact_as_watched_and_not_watched(name: str, watched: list[int]) -> None:
     model = Own(READ[name])
     batch = BATCHES.get(name, BATCH)
-    value, gradients = whole(model, batch)
+    value, gradients = whole_of(model, batch)
     step, recorder = stepped(model, 3)
     first = step(batch)
     assert len(watched) == first.micro_batches
@@ -123,25 +104,22 @@ def test_as_exact_as_watched_and_not_watched(name: str, watched: list[int]) -> N
 
 
 CHANGES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "reduction": (tokens, lambda scores, labels: tokens(scores, labels, reduction="sum")),
-    "ignored": (tokens, lambda scores, labels: tokens(scores, labels.clamp(min=0), ignore_index=1)),
-    "class weights": (tokens, lambda scores, labels: tokens(scores, labels, weight=WEIGHTS)),
+    "reduction": (tokens, lambda s, y: tokens(s, y, reduction="sum")),
+    "ignored": (tokens, lambda s, y: tokens(s, y.clamp(min=0), ignore_index=1)),
+    "class weights": (tokens, lambda s, y: tokens(s, y, weight=WEIGHTS)),
     "other class weights": (READ["class weights"], lambda s, y: tokens(s, y, weight=WEIGHTS.flip(0))),
-    "smoothing": (tokens, lambda scores, labels: tokens(scores, labels, label_smoothing=0.1)),
+    "smoothing": (tokens, lambda s, y: tokens(s, y, label_smoothing=0.1)),
     "head": (tokens, READ["squares"]),
-    "factor": (tokens, lambda scores, labels: tokens(scores, labels) / 2),
-    "another term": (tokens, lambda scores, labels: tokens(scores, labels) + size(scores)),
+    "factor": (tokens, lambda s, y: tokens(s, y) / 2),
+    "another term": (tokens, lambda s, y: tokens(s, y) + size(s)),
     "beta": (READ["smooth"], lambda s, y: F.smooth_l1_loss(s, s.detach().cos(), beta=0.1)),
     "positive weight": (
         READ["binary"],
         lambda s, y: F.binary_cross_entropy_with_logits(s, s.detach().sigmoid()),
     ),
     "what is averaged": (READ["mean"], lambda s, y: torch.stack([size(s), 2 * size(s)]).mean()),
-    "in a checkpoint": (
-        tokens,
-        lambda scores, labels: checkpoint(tokens, scores, labels, use_reentrant=False),
-    ),
-    "dtype": (tokens, lambda scores, labels: tokens(scores.bfloat16(), labels)),
+    "in a checkpoint": (tokens, lambda s, y: checkpoint(tokens, s, y, use_reentrant=False)),
+    "dtype": (tokens, lambda s, y: tokens(s.bfloat16(), y)),
 }
 
 
@@ -155,7 +133,7 @@ def test_a_loss_that_changes_is_evaluated_again(name: str, watched: list[int]) -
     step(BATCH)
     assert len(watched) == 4
     model.loss = then
-    _, gradients = whole(model, BATCH)
+    _, gradients = whole_of(model, BATCH)
     report = step(BATCH)
     # Torch 2.6 does not tell that hooks keep a tensor: what they give back is read, to the same numbers.
     is_read = name == "in a checkpoint" and torch.__version__ < "2.7"
