@@ -91,7 +91,7 @@ def test_memory_that_runs_out_again_while_buffers_are_compared_loses_nothing(
 
 
 def test_where_there_is_no_room_to_note_anything_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model = nn.Linear(2, 2)
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
     made: list[int] = []
 

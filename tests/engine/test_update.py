@@ -35,9 +35,9 @@ def test_one_or_several_optimizers_that_share_nothing(sequence: Any) -> None:
         check_optimizers([two, SGD([a, b], lr=1.0)], [a, b])
     with pytest.raises(OptimizerError, match="Each update would be made twice"):
         check_optimizers([two, two], [a, b])
-    schedulers = [ChainedScheduler([ConstantLR(one), StepLR(one, 2)]), StepLR(one, 2)]
-    assert check_schedulers(schedulers[0], [one]) == (schedulers[0],)
-    assert check_schedulers(sequence(schedulers), [one]) == tuple(schedulers)
+    schedulers = ChainedScheduler([ConstantLR(one), StepLR(one, 2)]), StepLR(one, 2)
+    assert check_schedulers(schedulers[0], [one]) == schedulers[:1]
+    assert check_schedulers(sequence(schedulers), [one]) == schedulers
     for given in (None, "cosine", [math.cos]):
         with pytest.raises(OptimizerError, match=r"^Expected a scheduler that steps once per update, got "):
             check_schedulers(given, [one])

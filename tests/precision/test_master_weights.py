@@ -48,15 +48,19 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 def steps(
-    optimizer: Make = OPTIMIZERS["SGD"], precision: str = "fp16-true", groups: Any = nn.Module.parameters
+    optimizer: Make = OPTIMIZERS["SGD"], precision: str = "fp16-true", of: Any = nn.Module.parameters
 ) -> tuple[Step, Step]:
     """One that stores its weights short, and one in float32."""
-    made: list[Step] = []
-    for one in (precision, "float32"):
-        model = Line()
-        options = {"micro_batch": 4, "precision": one, "check": False}
-        made.append(Step(model, mean, optimizer(groups(model)), **options))
-    return made[0], made[1]
+    models = [(one, Line()) for one in (precision, "float32")]
+    options: Any = {"micro_batch": 4, "check": False}
+    short, full = (Step(m, mean, optimizer(of(m)), precision=one, **options) for one, m in models)
+    return short, full
+
+
+def update(*steps: Step, times: int = 1) -> None:
+    for _ in range(times):
+        for step in steps:
+            assert step((X,)).updated
 
 
 def assert_follows(short: Step, full: Step) -> None:
@@ -75,9 +79,7 @@ def assert_follows(short: Step, full: Step) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_are_those_of_float32(name: str, precision: str) -> None:
     short, full = steps(OPTIMIZERS[name], precision)
-    for _ in range(5):
-        for step in (short, full):
-            assert step((X,)).updated
+    update(short, full, times=5)
     assert_follows(short, full)
 
 
@@ -98,19 +100,17 @@ def test_a_thousand_small_updates_arrive() -> None:
     assert torch.equal(plain.weight, torch.ones_like(plain.weight))
 
 
+def tied(model: Any) -> Any:
+    model.second.weight = model.first.weight
+    return model.parameters()
+
+
 def test_tied_weights_have_one_backup() -> None:
-    short, full = [], []
-    for precision, found in (("fp16-true", short), ("float32", full)):
-        model = Line()
-        model.second.weight = model.first.weight
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        found.append(Step(model, mean, optimizer, precision=precision, check=False))
-    for _ in range(3):
-        for step in (*short, *full):
-            step((X,))
-    assert short[0].model.first.weight is short[0].model.second.weight
-    assert len(short[0].masters.tensors) == 2
-    assert_follows(short[0], full[0])
+    short, full = steps(of=tied)
+    update(short, full, times=3)
+    assert short.model.first.weight is short.model.second.weight
+    assert len(short.masters.tensors) == 2
+    assert_follows(short, full)
 
 
 def test_frozen_weights_stay_and_may_be_freed_later() -> None:
@@ -118,58 +118,54 @@ def test_frozen_weights_stay_and_may_be_freed_later() -> None:
     for step in (short, full):
         step.model.second.requires_grad_(False)
     before = short.model.second.weight.clone()
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     assert torch.equal(short.model.second.weight, before)
     for step in (short, full):
         step.model.second.requires_grad_(True)
-        step((X,))
+    update(short, full)
     assert not torch.equal(short.masters.of(short.model.second.weight), before.float())
     assert_follows(short, full)
 
 
 def test_weights_given_to_the_optimizer_later_are_backed_up() -> None:
-    short, full = steps(groups=lambda model: [{"params": list(model.first.parameters())}])
+    short, full = steps(of=lambda model: [{"params": list(model.first.parameters())}])
     known = len(short.masters.tensors)
     full.model.second.weight.data = short.model.second.weight.detach().float()  # what is left of its digits
+    update(short, full)
     for step in (short, full):
-        step((X,))
         step.optimizers[0].add_param_group({"params": list(step.model.second.parameters())})
-        for _ in range(2):
-            step((X,))
+    update(short, full, times=2)
     assert len(short.masters.tensors) == known + 1
     assert_follows(short, full)
 
 
-def copy_in_place(model: nn.Module, values: list[Tensor]) -> None:
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), values, strict=True):
-            parameter.copy_(value)
+@torch.no_grad()
+def copy_in_place(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.fill_(value)
 
 
-def load(model: nn.Module, values: list[Tensor]) -> None:
-    model.load_state_dict(dict(zip(model.state_dict(), values, strict=True)))
+def load(model: nn.Module, value: float) -> None:
+    model.load_state_dict({name: torch.full_like(one, value) for name, one in model.state_dict().items()})
 
 
-def put_data(model: nn.Module, values: list[Tensor]) -> None:
-    for parameter, value in zip(model.parameters(), values, strict=True):
-        parameter.data = value.to(parameter.dtype)
+def put_data(model: nn.Module, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.data = torch.full_like(parameter.data, value)
 
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["updated", "read, then updated"])
 @pytest.mark.parametrize("write", [copy_in_place, load, put_data])
 def test_the_backup_follows_who_writes_to_the_weights(
-    write: Callable[[nn.Module, list[Tensor]], None], is_read: bool
+    write: Callable[[nn.Module, float], None], is_read: bool
 ) -> None:
     short, full = steps()
-    values = [torch.full_like(p, 0.75) for p in full.model.parameters()]  # 16 bits hold it
+    update(short, full)
     for step in (short, full):
-        step((X,))
-        write(step.model, values)
+        write(step.model, 0.75)  # 16 bits hold it
     for parameter in short.model.parameters() if is_read else ():
         assert torch.equal(short.masters.of(parameter), torch.full_like(parameter, 0.75).float())
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     assert_follows(short, full)
 
 
@@ -192,13 +188,10 @@ def test_a_step_on_the_same_model_is_seen_by_the_other() -> None:
 
 def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
     short, full = steps()
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     left = snapshot(short)
     twin = copy.deepcopy(short)
-    for _ in range(2):
-        twin((X,))
-        full((X,))
+    update(twin, full, times=2)
     assert_follows(twin, full)
     assert changes(left, snapshot(short)) == []
     assert short.masters.tensors[0] is not twin.masters.tensors[0]
@@ -207,8 +200,7 @@ def test_a_copy_of_model_and_step_goes_its_own_way() -> None:
 @pytest.mark.parametrize("precision", SHORT)
 def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -> None:
     short, full = steps(precision=precision)
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     short.model.float()
     saved = short.masters.state_dict(short.model)  # has looked at all weights
     assert changes(dict(full.model.state_dict()), saved) == []
@@ -225,8 +217,7 @@ def test_a_model_made_long_keeps_its_digits_where_nobody_wrote(precision: str) -
 def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: str) -> None:
     """In part, as that of adapters."""
     short, full = steps(precision=precision)
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     saved = copy.deepcopy(short.masters.state_dict(short.model))
     assert changes(dict(full.model.state_dict()), saved) == []
     again, _ = steps(precision=precision)
@@ -247,12 +238,10 @@ def test_states_hold_the_float32_weights_and_may_be_loaded_in_part(precision: st
 @pytest.mark.parametrize("name", ["SGD", "Adam", "Adam fused"])
 def test_an_optimizer_loads_its_state_in_float32(name: str) -> None:
     short, full = steps(OPTIMIZERS[name])
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     saved = copy.deepcopy(short.optimizers[0].state_dict())
     short.optimizers[0].load_state_dict(saved)
-    for step in (short, full):
-        step((X,))
+    update(short, full)
     assert_follows(short, full)
 
 
