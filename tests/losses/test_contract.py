@@ -1,13 +1,13 @@
 """What every loss keeps: any cut and any window are the whole batch, and uncut it is torch's to the bit.
 
-A new loss is one line: in `own_losses`, `whole_losses`, or here. Torch's own are in the laws, and here inside
-of models.
+A new loss is one line: in `own_losses`, `whole_losses`, or here. Torch's own and totals are in the laws; here
+models compute torch's.
 """
 
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,26 +59,6 @@ def total(model: nn.Module, micro: Any) -> Total:
     return Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] != -100).sum())
 
 
-def several(model: nn.Module, micro: Any) -> Mapping[str, Total]:
-    size = sum(p.square().sum() for p in model.parameters()) * len(micro[0])
-    return {"fit": total(model, micro), "size": Total(size, len(micro[0]))}
-
-
-def weigh(batch: Any) -> Tensor:
-    return (batch[1] != -100).sum()
-
-
-OWN = {
-    "total": total,
-    "total, promised": Terms(total, weight=weigh),
-    "blocks of a tied layer": lambda model, micro: linear_cross_entropy(
-        model(micro[0]), next(model.parameters()), micro[1].where(micro[1] > 0, -100), rows=2
-    ),
-    "terms": Terms(several, {"size": 0.01}),
-    "terms, promised": Terms(several, {"size": -0.3}, lambda batch: {"fit": weigh(batch), "size": len(X)}),
-}
-
-
 class Inside(nn.Module):
     """A model with one of torch's losses inside."""
 
@@ -100,8 +80,11 @@ def variants() -> Iterator[tuple[str, Variant]]:
         make = partial(case.problem, [*case.forms][-1], 7)
         model = lambda make=make: Inside(make())  # noqa: E731
         yield f"inside {case.name}", Variant(loss=ModelLoss(), model=model, batch=make().batch)
-    for name, loss in OWN.items():
-        yield name, Variant(loss=loss, model=lambda: Perceptron(3, 3).double(), batch=(X, CLASS))
+    blocks = lambda model, micro: linear_cross_entropy(  # noqa: E731
+        model(micro[0]), next(model.parameters()), micro[1].where(micro[1] > 0, -100), rows=2
+    )
+    tied = Variant(loss=blocks, model=lambda: Perceptron(3, 3).double(), batch=(X, CLASS))
+    yield "blocks of a tied layer", tied
     for name, loss in EXACT.items():
         yield f"own {name}", Variant(loss=ModelLoss(), model=lambda loss=loss: Own(loss), batch=BATCH)
     for name, loss in WITH_PARAMETERS.items():

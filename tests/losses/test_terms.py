@@ -1,6 +1,7 @@
 """Losses of a user's own: totals by name, coefficients, promised weights."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -63,9 +64,8 @@ def test_each_term_is_reported_with_its_weight() -> None:
     ids=range(5),
 )
 def test_terms_that_do_not_fit_are_refused(make: Any, got: str) -> None:
-    with pytest.raises(LossError) as caught:
+    with pytest.raises(LossError, match=re.escape(got)):
         take(make())
-    assert got in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +88,10 @@ def test_a_bare_mean_is_refused_with_the_two_lines(returned: Any, got: str) -> N
     assert "return ab.Total(losses.sum(), losses.numel())" in message
 
 
-@pytest.mark.parametrize("weight", [ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2], ids=str)
-def test_a_promise_is_kept(weight: Any) -> None:
-    message = refusal(Terms(rows, weight=lambda batch: weight))
-    assert f"add up to the batch's {int(weight)} for 'loss', got {ROWS}" in message
+def test_a_promise_is_kept() -> None:
+    for weight in (ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2):
+        message = refusal(Terms(rows, weight=lambda batch, weight=weight: weight))
+        assert f"add up to the batch's {int(weight)} for 'loss', got {ROWS}" in message
 
 
 @pytest.mark.parametrize(
@@ -128,11 +128,8 @@ def test_the_promise_is_asked_with_the_batch_as_it_was_given() -> None:
 
 
 def test_numbers_are_as_exact_as_they_are() -> None:
-    def reported(model: nn.Module, micro: Tensor) -> dict[str, Total]:
-        return {"fit": Total(model(micro).sum(), len(micro)), "tenth": Total(0.1 * len(micro), len(micro))}
-
-    report, _ = take(reported)
-    assert relative_error(report.terms["tenth"], 0.1) <= tolerance(torch.float64, ROWS)
+    tenth = lambda model, micro: {"fit": rows(model, micro), "tenth": Total(0.1 * len(micro), len(micro))}  # noqa: E731
+    assert relative_error(take(tenth)[0].terms["tenth"], 0.1) <= tolerance(torch.float64, ROWS)
 
 
 def test_nothing_in_the_first_micro_batch_is_no_loss_of_digits() -> None:
