@@ -79,29 +79,26 @@ def test_cut_and_json(rows: int, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected", "got"),
+    ("values", "message"),
     [
-        ({"micro_batch": 0}, "at least 1 row", "got 0. Leave it out"),
-        ({"micro_batch": 2.0}, "a whole number of rows", "got 2.0"),
-        ({"micro_batch": True}, "a whole number of rows", "got True"),
-        ({"micro_batch": 9}, "at most the 8 rows", "got 9"),
-        ({"rows": -4, "micro_batch": -4}, "at least 1 row", "got -4"),
-        ({"clip_norm": 0}, "clip_norm to be a positive number", "got 0"),
-        ({"clip_norm": math.nan}, "clip_norm to be a positive number", "got nan"),
-        ({"clip_norm": True}, "clip_norm to be a positive number", "got True"),
-        ({"accumulate": "int64"}, "a floating dtype", "got 'int64'"),
-        ({"accumulate": "float8_e4m3fn"}, "a floating dtype", "got 'float8_e4m3fn'"),
-        ({"non_finite": "stop"}, "non_finite to be one of", "got 'stop'"),
-        ({"cut": (5, 3)}, "parts of 1 to 4 rows, 8 in all", "got (5, 3)"),
-        ({"cut": (4, 0, 4)}, "parts of 1 to 4 rows, 8 in all", "got (4, 0, 4)"),
+        ({"micro_batch": 0}, "at least 1 row, got 0"),
+        ({"micro_batch": 2.0}, "a whole number of rows.* got 2.0"),
+        ({"micro_batch": True}, "a whole number of rows.* got True"),
+        ({"micro_batch": 9}, "at most the 8 rows.* got 9"),
+        ({"rows": -4, "micro_batch": -4}, "at least 1 row.* got -4"),
+        *(
+            ({"clip_norm": one}, f"clip_norm to be a positive number.* got {one}")
+            for one in (0, math.nan, True)
+        ),
+        *(({"accumulate": one}, f"a floating dtype.* got '{one}'") for one in ("int64", "float8_e4m3fn")),
+        ({"non_finite": "stop"}, "non_finite to be one of.* got 'stop'"),
+        *(({"cut": one}, rf"parts of 1 to 4 rows, 8 in all.* got \({one[0]}") for one in ((5, 3), (4, 0, 4))),
     ],
+    ids=str,
 )
-def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], expected: str, got: str) -> None:
-    with pytest.raises(PlanError, match=r"^Expected ") as caught:
+def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=rf"^Expected (.|\n)*{message}(.|\n)*\. "):  # and then what to do
         Plan(**{"rows": 8, "micro_batch": 4} | values)
-    assert expected in str(caught.value)
-    assert got in str(caught.value)
-    assert str(caught.value).count(". ") >= 1  # and then what to do
 
 
 READ = '{"rows": 8, "micro_batch": 4, "clip_norm": null'

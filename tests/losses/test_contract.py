@@ -113,13 +113,12 @@ def stepped(variant: Variant, **options: Any) -> tuple[Step, GradientRecorder, f
     """A step, and what it is to give: the loss and the gradients of the whole batch at once."""
     torch.manual_seed(0)
     model = variant.model()
-    if isinstance(variant.loss, ModelLoss):
-        expected = whole_of(model, variant.batch)
-    else:
-        whole = reference_step(model, variant.loss, variant.batch)
-        expected = whole.loss, whole.gradients
     recorder = GradientRecorder(model, variant.loss)
-    return Step(model, variant.loss, recorder, **options), recorder, *expected
+    step = Step(model, variant.loss, recorder, **options)
+    if isinstance(variant.loss, ModelLoss):
+        return step, recorder, *whole_of(model, variant.batch)
+    whole = reference_step(model, variant.loss, variant.batch)
+    return step, recorder, whole.loss, dict(whole.gradients)
 
 
 def rows_of(batch: Any) -> int:

@@ -61,25 +61,19 @@ def test_blocks_are_exact(settings: dict[str, Any], rows: int | None) -> None:
     assert all(relative_error(a, b) <= LIMIT for a, b in zip(found, expected, strict=True))
 
 
-def test_rows_and_axes_may_lie_anyhow() -> None:
-    hidden, weight, bias = layer()
-    target = IGNORED.reshape(7, 2).T
+def test_rows_and_axes_may_lie_anyhow_and_there_may_be_none() -> None:
+    hidden, weight, bias = values = layer()
     found = hidden.reshape(7, 2, WIDTH).transpose(0, 1)
     assert not found.is_contiguous()
-    total = linear_cross_entropy(found, weight.T.contiguous().T, target, bias=bias, rows=3)
-    values = [hidden, weight, bias]
+    other = weight.T.contiguous().T
+    total = linear_cross_entropy(found, other, IGNORED.reshape(7, 2).T, bias=bias, rows=3)
     whole = head(values, IGNORED)
     assert relative_error(total.sum, whole) <= LIMIT
     assert relative_error(gradients(values, total.sum), gradients(values, whole)) <= LIMIT
     single = linear_cross_entropy(hidden[3], weight, IGNORED[3])
     assert relative_error(single.sum, F.cross_entropy(F.linear(hidden[3], weight), IGNORED[3])) <= LIMIT
-
-
-def test_without_bias_and_without_rows() -> None:
-    hidden, weight, _ = layer()
-    total = linear_cross_entropy(hidden, weight, IGNORED, rows=4)
-    whole = F.cross_entropy(F.linear(hidden, weight), IGNORED, reduction="sum")
     pair = [hidden, weight]
+    total, whole = linear_cross_entropy(*pair, IGNORED, rows=4), head(pair, IGNORED)  # without bias
     assert relative_error(gradients(pair, total.sum), gradients(pair, whole)) <= LIMIT
     empty = linear_cross_entropy(hidden[:0], weight, IGNORED[:0])
     assert (empty.sum.item(), empty.weight.item()) == (0, 0)

@@ -135,28 +135,25 @@ def test_by_hand_it_is_told_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "expected", "got"),
+    ("values", "message"),
     [
-        ({"store": "float32"}, "store to be one of", "got 'float32'"),
-        ({"store": "float16", "compute": "bfloat16"}, "computed with in float16", "got compute='bfloat16'"),
-        ({"accumulate": "int32"}, "accumulate to name a floating dtype", "got 'int32'"),
-        ({"keep_float32": ("LayerNorm",)}, "a shorter dtype beside keep_float32", "got ['LayerNorm']"),
-        ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns", "got 'LayerNorm'"),
-        ({"store": "float16", "keep_float32": [nn.LayerNorm]}, "a list of patterns", "got [<class"),
-        ({"store": "float16", "keep_float32": 5}, "a list of patterns", "got 5"),
+        ({"store": "float32"}, "store to be one of .* got 'float32'"),
+        ({"store": "float16", "compute": "bfloat16"}, "computed with in float16, got compute='bfloat16'"),
+        ({"accumulate": "int32"}, "accumulate to name a floating dtype, got 'int32'"),
+        ({"keep_float32": ("LayerNorm",)}, r"a shorter dtype beside keep_float32, .*got \['LayerNorm'\]"),
+        ({"store": "float16", "keep_float32": "LayerNorm"}, "a list of patterns.* got 'LayerNorm'"),
+        ({"store": "float16", "keep_float32": [nn.LayerNorm]}, r"a list of patterns.* got \[<class"),
+        ({"store": "float16", "keep_float32": 5}, "a list of patterns.* got 5"),
         *(
-            ({"loss_scale": one}, "a power of two", f"got {one!r}")
+            ({"loss_scale": one}, f"a power of two.* got {one!r}")
             for one in (3, 0.5, math.nan, True, "static")
         ),
     ],
     ids=str,
 )
-def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], expected: str, got: str) -> None:
-    with pytest.raises(PlanError, match=r"^Expected ") as caught:
+def test_what_cannot_be_carried_out_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=rf"^Expected (.|\n)*{message}(.|\n)*\. "):  # and then what to do
         Precision(**values)
-    assert expected in str(caught.value)
-    assert got in str(caught.value)
-    assert str(caught.value).count(". ") >= 1  # and then what to do
 
 
 @pytest.mark.parametrize(
