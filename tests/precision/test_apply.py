@@ -36,13 +36,13 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.router, self.leave = nn.Linear(3, 3), Spy(), Spy()
+        self.enter, self.parts, self.leave = nn.Linear(3, 3), nn.ModuleDict({"router": Spy()}), Spy()
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("shift", torch.full((3,), 1.0001))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.leave(self.norm(self.router(self.enter(x + self.shift))))
+        return self.leave(self.norm(self.parts["router"](self.enter(x + self.shift))))
 
 
 def stepped(model: nn.Module, precision: Any, **options: Any) -> Step:
@@ -60,41 +60,35 @@ def test_weights_and_buffers_are_stored_short_but_for_batch_norm(name: str) -> N
     found = list(model.parameters())
     lower(model, find_precision(name), model.parameters())
     assert all(one is other for one, other in zip(model.parameters(), found, strict=True))
-    assert dtypes(model.enter) == dtypes(model.router) == dtypes(model.leave) == {dtype}
+    assert dtypes(model.enter) == dtypes(model.parts) == dtypes(model.leave) == {dtype}
     assert dtypes(model.norm) == {torch.float32}
     assert model.norm.running_mean.dtype == torch.float32
     assert (model.shift.dtype, model.count.dtype) == (dtype, torch.int64)
     assert model(torch.ones(4, 3)).dtype == torch.float32  # also for those who call it without a step
-    assert model.router.seen == [(dtype, dtype, False)]
+    assert model.parts["router"].seen == [(dtype, dtype, False)]
 
 
-@pytest.mark.parametrize("pattern", ["router", "rout*", "Spy"])
-@pytest.mark.parametrize("name", TRUE)
-def test_named_parts_stay_in_float32_where_weights_are_short(name: str, pattern: str) -> None:
-    model, dtype = Net(), TRUE[name]
-    precision = Precision(store=find_precision(name).store, keep_float32=(pattern,))
-    masters = lower(model, precision, model.parameters())
-    model(torch.ones(4, 3))
-    full = (torch.float32, torch.float32, False)
-    assert dtypes(model.router) == {torch.float32}
-    assert model.router.seen == [full]
-    assert model.leave.seen == [full if pattern == "Spy" else (dtype, dtype, False)]
-    assert masters.of(model.router.linear.weight) is None
-    assert masters.of(model.enter.weight) is not None
-
-
-@pytest.mark.parametrize("pattern", ["router", "r?uter", "Spy"])
-@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed"])
-def test_named_parts_stay_in_float32_under_autocast(name: str, pattern: str) -> None:
-    model = Net()
-    dtype = getattr(torch, str(find_precision(name).compute))
-    precision = Precision(compute=find_precision(name).compute, keep_float32=(pattern,))
+@pytest.mark.parametrize("pattern", ["parts.router", "parts.r?ut*", "Spy", "parts"])
+@pytest.mark.parametrize("name", ALL)
+def test_named_parts_stay_in_float32(name: str, pattern: str) -> None:
+    """Nobody calls a container: what it holds is kept."""
+    model, known = Net(), find_precision(name)
+    dtype = getattr(torch, str(known.store or known.compute))
+    precision = Precision(**{**known.to_dict(), "loss_scale": None, "keep_float32": (pattern,)})
     step = stepped(model, precision, batch_norm="micro")
     assert step((torch.ones(4, 3), torch.zeros(4, 3))).updated
     full = (torch.float32, torch.float32, False)
-    assert model.router.seen == [full]
-    assert model.leave.seen[0][1:] == (full[1:] if pattern == "Spy" else (dtype, True))
-    assert dtypes(model) == {torch.float32}
+    assert model.parts["router"].seen == [full]
+    if pattern == "Spy":
+        assert model.leave.seen[0][1:] == full[1:]
+    elif name in TRUE:
+        assert model.leave.seen == [(dtype, dtype, False)]
+    else:
+        assert model.leave.seen[0][1:] == (dtype, True)
+    assert dtypes(model.parts) == {torch.float32}
+    assert dtypes(model.enter) == {dtype if name in TRUE else torch.float32}
+    assert step.masters.of(model.parts["router"].linear.weight) is None
+    assert (step.masters.of(model.enter.weight) is not None) == (name in TRUE)
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -105,20 +99,6 @@ def test_running_statistics_of_instance_norm_stay_in_float32(tracks: bool) -> No
     assert dtypes(model[1]) == {torch.float32 if tracks else torch.float16}
     assert model[1].running_mean is None or model[1].running_mean.dtype == torch.float32
     assert model(torch.ones(2, 1, 4)).dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_all_that_a_container_holds_may_be_named(name: str) -> None:
-    """Nobody calls a container: the parts in it are what is kept."""
-    model: Any = nn.Module()
-    model.enter, model.parts = nn.Linear(3, 3), nn.ModuleDict({"all": nn.ModuleList([Spy(), Spy()])})
-    model.forward = lambda x: model.parts["all"][1](model.parts["all"][0](model.enter(x)))
-    precision = Precision(**{**find_precision(name).to_dict(), "keep_float32": ("parts",)})
-    lower(model, precision, [])
-    with precision.computing(["cpu"]):
-        model(torch.ones(4, 3))
-    assert [one.seen for one in model.parts["all"]] == [[(torch.float32, torch.float32, False)]] * 2
-    assert dtypes(model.parts) == {torch.float32}
 
 
 class Rotary(nn.Module):
@@ -219,7 +199,7 @@ class Shared(nn.Module):
     ("model", "keep", "expected", "got"),
     [
         (Net(), ("nothing.*",), "to name modules of the Net", "nothing.*"),
-        (Net(), ("router", "LayerNorm"), "to name modules of the Net", "['LayerNorm']"),
+        (Net(), ("parts.router", "LayerNorm"), "to name modules of the Net", "['LayerNorm']"),
         (Net(), ("spy",), "to name modules of the Net", "spy"),  # classes as they are written
         (Shared(), ("one",), "share no weight with the others", "weight"),
         (Net(), (), "micro_batch to be at least 1", "got 0"),
