@@ -1,4 +1,4 @@
-"""The window: one update from micro-batches that the caller brings."""
+"""The window: one exact update from micro-batches that the caller provides."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -57,7 +57,7 @@ class Opener(Protocol):
 
 
 class ReadOnly:
-    """Attributes that are only read once all are there: nobody would notice another value."""
+    """Refuses to set attributes once the object is made: a new value would have no effect."""
 
     _is_made = False
 
@@ -71,16 +71,14 @@ class ReadOnly:
 
 
 class Window(ReadOnly):
-    """The stretch from one update to the next, for callers who bring micro-batches themselves.
+    """Gradient accumulation for a loop that provides the micro-batches itself.
 
-    Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last
-    two. As a context manager it closes at the end, and discards when an exception leaves the block.
+    Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
+    context manager, a window closes itself at the end of the block; an exception discards it.
 
-    Between two `add`s the window owns the sums, and every `.grad` is None. The gradients of a micro-batch are
-    held apart until it is done, and then merged into the sums: an `add` that fails loses only itself, and the
-    window is as it was before it. Where memory runs out in an `add`, its rows come again in halves.
-    A torch `GradScaler` has no place around a window: `precision="fp16-mixed"` scales the loss, and
-    `scaler.step(optimizer)` finds no gradients.
+    While it is open, the window keeps the gradient sums, and every `.grad` is None. If an `add` fails, the
+    window is as before that `add`. If memory runs out in an `add`, its rows are processed in halves. Do not
+    use a torch `GradScaler` with a window: `precision="fp16-mixed"` scales the loss.
 
     Attributes:
         rows: rows added so far.
@@ -115,13 +113,13 @@ class Window(ReadOnly):
         self._is_made = True
 
     def add(self, micro: Any) -> None:
-        """Forward, backward, accumulate one micro-batch.
+        """Run forward and backward on one micro-batch, and add its gradient to the sums.
 
         Args:
-            micro: the rows of one micro-batch, of the same form as a batch.
+            micro: the rows of one micro-batch, in the same form as a batch.
 
         Raises:
-            WindowError: the window is not open any more, or a `.grad` that is not zero was found.
+            WindowError: the window is not open, or a `.grad` is not zero.
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
@@ -192,14 +190,14 @@ class Window(ReadOnly):
         clear(self._task.parameters)
 
     def state(self) -> dict[str, Any]:
-        """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
+        """The state of an open window, to continue it in another process with `Step.window(state)`.
 
-        These are the sums, with their rounding errors, counts and weights, and the loss scale. The model,
-        the optimizer and where random streams stand now are none of it:
-        `anybatch.train.checkpoint.save` keeps them, and this as its `progress`. `Step.window` takes it.
+        It holds copies on the CPU of the gradient sums, their counts and weights, and the loss scale. It does
+        not hold the model, the optimizer or the random state: save them with
+        `anybatch.train.checkpoint.save`, and this state as its `progress`.
 
         Raises:
-            WindowError: the window is not open any more.
+            WindowError: the window is not open.
 
         Example:
             >>> import torch
@@ -223,12 +221,12 @@ class Window(ReadOnly):
         )
 
     def update(self) -> StepReport:
-        """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.
+        """Divide and clip the gradient, and step optimizers and schedulers.
 
-        If it fails, the window is discarded.
+        The gradients stay in `.grad` until `clear`. If the update fails, the window is discarded.
 
         Raises:
-            WindowError: nothing was added, the window is not open any more, or gradients were changed.
+            WindowError: nothing was added, the window is not open, or gradients were changed.
             LossError: see `Step.__call__`.
         """
         self._expect("open", "update")
@@ -283,7 +281,7 @@ class Window(ReadOnly):
         )
 
     def clear(self) -> None:
-        """Drop the gradients; the window is over.
+        """Clear the gradients and end the window.
 
         Raises:
             WindowError: no update was made yet.
@@ -305,7 +303,7 @@ class Window(ReadOnly):
                 self.clear()
 
     def discard(self) -> None:
-        """End the window: without an update, model, buffers, gradients and random state are as before it."""
+        """End the window. Without an update, model, gradients and random state are as before it."""
         if self._phase == "closed":
             return
         self._sums.close()
