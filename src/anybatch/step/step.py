@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import BlockError, Collate, Listener, OutOfMemoryError, StepReport, WindowError, counted
+from anybatch.core import (
+    BlockError,
+    Collate,
+    Listener,
+    OutOfMemoryError,
+    ReadOnlyError,
+    StepReport,
+    WindowError,
+    counted,
+)
 from anybatch.engine import (
     Observer,
     Plan,
@@ -34,10 +43,10 @@ from anybatch.recompute import Asked, choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.dry_run import show_gradients
-from anybatch.step.window import ReadOnly, Window
+from anybatch.step.window import Window
 
 
-class Step(ReadOnly):
+class Step:
     """Splits a batch into micro-batches and makes one exact optimizer update.
 
     The update does not depend on the size of the micro-batches: the gradient is that of the whole batch, up
@@ -103,6 +112,8 @@ class Step(ReadOnly):
         >>> report.rows, report.micro_batches, report.updated
         (10, 3, True)
     """
+
+    _is_made = False
 
     def __init__(
         self,
@@ -294,6 +305,15 @@ class Step(ReadOnly):
     @micro_batch.setter
     def micro_batch(self, rows: int | None) -> None:
         self.planning.micro_batch = whole_number(rows)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what would have no effect: attributes are set by `Step(...)`."""
+        if self._is_made and name[0] != "_" and name != "micro_batch":
+            raise ReadOnlyError(
+                f"Expected attributes of a Step to be only read, got a value for {name!r}. Make a new "
+                "Step(...) with what is to be different; only `micro_batch` may be set."
+            )
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         trained = [p for p in owned(self.optimizers) if p.requires_grad and not is_lazy(p)]

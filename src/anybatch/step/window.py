@@ -17,7 +17,6 @@ from anybatch.core import (
     NonFinite,
     NonFiniteLossError,
     OpenBatch,
-    ReadOnlyError,
     StepReport,
     WindowError,
     all_finite,
@@ -56,21 +55,7 @@ class Opener(Protocol):
     loss: object
 
 
-class ReadOnly:
-    """Refuses to set attributes once the object is made: a new value would have no effect."""
-
-    _is_made = False
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if self._is_made and name[0] != "_" and getattr(getattr(type(self), name, 0), "fset", None) is None:
-            raise ReadOnlyError(
-                f"Expected attributes of a {type(self).__name__} to be only read, got a value for {name!r}. "
-                "Make a new Step(...) with what is to be different; only a step's `micro_batch` may be set."
-            )
-        object.__setattr__(self, name, value)
-
-
-class Window(ReadOnly):
+class Window:
     """Gradient accumulation for a loop that provides the micro-batches itself.
 
     Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
@@ -79,9 +64,6 @@ class Window(ReadOnly):
     While it is open, the window keeps the gradient sums, and every `.grad` is None. If an `add` fails, the
     window is as before that `add`. If memory runs out in an `add`, its rows are processed in halves. Do not
     use a torch `GradScaler` with a window: `precision="fp16-mixed"` scales the loss.
-
-    Attributes:
-        rows: rows added so far.
 
     Example:
         >>> import torch
@@ -92,6 +74,20 @@ class Window(ReadOnly):
         >>> with step.window() as window:
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_is_skipped",
+        "_part",
+        "_phase",
+        "_rows",
+        "_seconds",
+        "_step",
+        "_sums",
+        "_task",
+        "_trained",
+    )
 
     def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
         settings = step.planning.settings
@@ -105,12 +101,16 @@ class Window(ReadOnly):
         self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"
         self._is_skipped = False
-        self.rows, self._seconds = 0, 0.0
+        self._rows, self._seconds = 0, 0.0
         if state is not None:
             restored = window_state.restore(state, self._sums, task, settings, step.loss)
-            self.rows, self._is_skipped = restored
+            self._rows, self._is_skipped = restored
         clear(task.parameters)
-        self._is_made = True
+
+    @property
+    def rows(self) -> int:
+        """Rows added so far."""
+        return self._rows
 
     def add(self, micro: Any) -> None:
         """Run forward and backward on one micro-batch, and add its gradient to the sums.
@@ -128,13 +128,13 @@ class Window(ReadOnly):
         self._refuse_unfrozen()
         batch = admit(micro, self._task, self._step.collate)
         guard, planning = self._step.guard, self._step.planning
-        if self.rows:
+        if self._rows:
             guard.refuse_meetings(self._task)
         if not self._is_skipped:
             plan = planning.of_window(self._task, batch)
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
-            if self.rows or plan.is_cut:
+            if self._rows or plan.is_cut:
                 guard.look(self._task, batch, plan, plan.micro_batch)
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
@@ -148,7 +148,7 @@ class Window(ReadOnly):
                 done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
                 planning.learn(batch, done, failed=failed, in_window=True)
                 self._part = None if part.redone else part
-        vars(self)["rows"] += batch.rows
+        self._rows += batch.rows
         self._seconds += perf_counter() - began
 
     def _added(self, plan: Plan, batch: Batch) -> Accumulator | None:
