@@ -45,13 +45,10 @@ TWO_LINES = (
     'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")\n'
     "    return ab.Total(losses.sum(), losses.numel())"
 )
+TRAINED = nn.Parameter(torch.ones(3))
 LOGITS = F.binary_cross_entropy_with_logits
 REFUSED: list[tuple[Any, str, str]] = [
-    (
-        nn.AdaptiveLogSoftmaxWithLoss(8, 4, [2]),
-        "got AdaptiveLogSoftmaxWithLoss, a module of torch",
-        TWO_LINES,
-    ),
+    (nn.AdaptiveLogSoftmaxWithLoss(8, 4, [2]), "got AdaptiveLogSoftmaxWithLoss, a module", TWO_LINES),
     (OwnModule(), "got OwnModule, a module of your own", "ab.Terms"),
     (Focal(), "got Focal, a module of your own", TWO_LINES),
     (patched(), "got MSELoss, a module of torch", TWO_LINES),
@@ -61,22 +58,10 @@ REFUSED: list[tuple[Any, str, str]] = [
     (partial(nn.MSELoss, reduction="sum"), "got the class MSELoss", "Call it"),
     (nn.MSELoss(reduction="none"), "got 'none'", "one number to minimise"),
     (partial(F.mse_loss, reduction="batchmean"), "got 'batchmean'", "Choose one"),
-    (
-        partial(F.cross_entropy, reduce=True, size_average=True),
-        "deprecated size_average and reduce",
-        "reduction=",
-    ),
+    (partial(F.mse_loss, reduce=True, size_average=True), "deprecated size_average and reduce", "Write"),
     (partial(F.cross_entropy, torch.zeros(1)), "got positional (tensor([0.]),)", "Name them"),
-    (
-        nn.CrossEntropyLoss(torch.ones(3, requires_grad=True)),
-        "`weight` of CrossEntropyLoss without",
-        "Use .detach()",
-    ),
-    (
-        partial(LOGITS, pos_weight=nn.Parameter(torch.ones(3))),
-        "`pos_weight` of binary_cross",
-        "Use .detach()",
-    ),
+    (nn.CrossEntropyLoss(TRAINED), "`weight` of CrossEntropyLoss without gradient", "Use .detach()"),
+    (partial(LOGITS, pos_weight=TRAINED), "`pos_weight` of binary_cross", "Use .detach()"),
 ]
 
 

@@ -38,12 +38,6 @@ def take(loss: Any, batch: Any = X, **options: Any) -> tuple[Any, dict[str, Tens
     return step(batch), recorder.gradients
 
 
-def refusal(loss: Any, **options: Any) -> str:
-    with pytest.raises(LossError) as caught:
-        take(loss, **options)
-    return str(caught.value)
-
-
 def test_each_term_is_reported_with_its_weight() -> None:
     report, _ = take(Terms(rows_and_size, coefficients={"size": 0.5}))
     assert report.terms.keys() == report.weights.keys() == {"mean", "size"}
@@ -53,19 +47,32 @@ def test_each_term_is_reported_with_its_weight() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "got"),
+    ("made", "got"),
     [
-        ({"size": math.nan}, "coefficient for 'size', got nan"),
-        ({"size": -math.inf}, "coefficient for 'size', got -inf"),
-        ({"sise": 1.0}, "got ['mean', 'size'] without ['sise']"),
-        (3, "got int"),
-        (forgetful, "got ['mean'] after ['mean', 'size']"),
+        ({"coefficients": {"size": math.nan}}, "coefficient for 'size', got nan"),
+        ({"coefficients": {"size": -math.inf}}, "coefficient for 'size', got -inf"),
+        ({"coefficients": {"sise": 1.0}}, "got ['mean', 'size'] without ['sise']"),
+        ({"function": 3}, "got int"),
+        ({"function": forgetful}, "got ['mean'] after ['mean', 'size']"),
+        ({"weight": {"mean": ROWS}}, "got ['mean']. Name the same terms in both"),
+        ({"weight": {"mean": ROWS, "size": 3, "more": 1}}, "got ['mean', 'more', 'size']"),
+        ({"weight": {"mean": -1, "size": 3}}, "got -1"),
+        ({"weight": {"mean": math.nan, "size": 3}}, "got nan"),
+        ({"weight": {"mean": "5", "size": 3}}, "got str"),
+        ({"weight": torch.ones(2)}, "got shape (2,)"),
+        ({"weight": torch.ones(()).requires_grad_()}, "without gradient"),
+        *(
+            ({"function": rows, "weight": one}, f"add up to the batch's {int(one)} for 'loss', got {ROWS}")
+            for one in (ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2)
+        ),
     ],
-    ids=range(5),
+    ids=range(15),
 )
-def test_terms_that_do_not_fit_are_refused(loss: Any, got: str) -> None:
+def test_terms_and_promises_that_do_not_fit_are_refused(made: dict[str, Any], got: str) -> None:
+    weight = made.get("weight")
+    made = {"function": rows_and_size} | made | {"weight": None if weight is None else lambda batch: weight}
     with pytest.raises(LossError, match=re.escape(got)):
-        take(Terms(rows_and_size, loss) if isinstance(loss, dict) else Terms(loss))
+        take(Terms(**made))
 
 
 @pytest.mark.parametrize(
@@ -82,33 +89,11 @@ def test_terms_that_do_not_fit_are_refused(loss: Any, got: str) -> None:
     ids=str,
 )
 def test_a_bare_mean_is_refused_with_the_two_lines(returned: Any, got: str) -> None:
-    message = refusal(lambda model, micro: returned)
-    assert got in message
-    assert 'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")' in message
-    assert "return ab.Total(losses.sum(), losses.numel())" in message
-
-
-def test_a_promise_is_kept() -> None:
-    for weight in (ROWS + 1, torch.tensor(ROWS - 1), float(ROWS) * 2):
-        message = refusal(Terms(rows, weight=lambda batch, weight=weight: weight))
-        assert f"add up to the batch's {int(weight)} for 'loss', got {ROWS}" in message
-
-
-@pytest.mark.parametrize(
-    ("weights", "got"),
-    [
-        ({"mean": ROWS}, "got ['mean']. Name the same terms in both"),
-        ({"mean": ROWS, "size": 3, "more": 1}, "got ['mean', 'more', 'size']"),
-        ({"mean": -1, "size": 3}, "got -1"),
-        ({"mean": math.nan, "size": 3}, "got nan"),
-        ({"mean": "5", "size": 3}, "got str"),
-        (torch.ones(2), "got shape (2,)"),
-        (torch.ones(()).requires_grad_(), "without gradient"),
-    ],
-    ids=str,
-)
-def test_promises_that_cannot_be_kept(weights: Any, got: str) -> None:
-    assert got in refusal(Terms(rows_and_size, weight=lambda batch: weights))
+    with pytest.raises(LossError) as caught:
+        take(lambda model, micro: returned)
+    assert got in str(caught.value)
+    assert 'losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")' in str(caught.value)
+    assert "return ab.Total(losses.sum(), losses.numel())" in str(caught.value)
 
 
 def test_the_promise_is_asked_with_the_batch_as_it_was_given() -> None:

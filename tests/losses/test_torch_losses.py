@@ -156,9 +156,7 @@ def test_too_few_or_too_many_tensors(
     loss: Any, number: int, batch: Any, got: str, micro_batch: int | None
 ) -> None:
     model = Shaped(*[(CLASSES,)] * number)
-    with pytest.raises(
-        LossError, match=rf"{got} .*write the loss as a function \(model, micro\) -> ab.Total"
-    ):
+    with pytest.raises(LossError, match=rf"{got} .*as a function \(model, micro\) -> ab.Total"):
         Trial(loss, batch, model, micro_batch=micro_batch).step(batch)
 
 
