@@ -137,7 +137,7 @@ EXACT: dict[str, Callable[..., Any]] = {
 }
 
 MET = "elements from . rows .* rows have met before it"
-EVERY_CUT = "loss and gradient from Own in every cut"
+UNLIKE = "the same loss and gradient from Own"
 LOOP = "A mean for every row, as of a loop over rows"
 
 #: Losses that are refused, with what the message names.
@@ -153,7 +153,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "factor of the rows": (lambda s, y: size(s) * (1 + y.sum()), "same factors"),
     "folded rows": (lambda s, y: s.mean(0).square().mean(), MET),
     "mean loss of folded rows": (lambda s, y: error(s.mean(0)), MET),
-    "sum of folded rows": (lambda s, y: s.mean(0).square().sum(), EVERY_CUT),
+    "sum of folded rows": (lambda s, y: s.mean(0).square().sum(), UNLIKE),
     "balance": (lambda s, y: tokens(s, y) + s.softmax(-1).mean((0, 1)).square().mean(), MET),
     "loop over rows": (
         lambda s, y: torch.stack([*map(F.cross_entropy, s, y.clamp(min=0))]).mean(),
@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "Own to make its targets from the batch as in the first",
     ),
     "contrast": (lambda s, y: F.cross_entropy(pairs(s), torch.arange(len(s))), "contrastive"),
-    "contrast by pairs": (lambda s, y: -F.logsigmoid(pairs(s)).sum(-1).mean(), EVERY_CUT),
+    "contrast by pairs": (lambda s, y: -F.logsigmoid(pairs(s)).sum(-1).mean(), UNLIKE),
     "nothing": (lambda s, y: {"scores": s}, "Own to return its loss"),
     "no scalar": (lambda s, y: F.mse_loss(s, s * 0, reduction="none"), r"shape \(\d, 3, 4\)"),
     "two scalars": (lambda s, y: (size(s), tokens(s, y)), "2 scalars with gradient"),
