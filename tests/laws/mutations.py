@@ -268,9 +268,10 @@ def a_half_that_is_forgotten(right: Any, schedule: Schedule, most: int) -> None:
 
 @_in_place_of(execute, "recover")
 def a_micro_batch_accepted_twice(recover: Any, error: Exception, schedule: Schedule, *rest: Any) -> None:
-    """After a failure the one before it comes again."""
+    """After the first failure the one before it comes again; after each of them a step would not end."""
     recover(error, schedule, *rest)
-    schedule._done -= bool(schedule._done)
+    if schedule._done and not hasattr(schedule, "was_here"):
+        schedule._done, schedule.was_here = schedule._done - 1, True  # type: ignore[attr-defined]
 
 
 @_in_place_of(Schedule, "cut_smaller")
