@@ -15,7 +15,7 @@ import pytest
 
 from anybatch.train import checkpoint
 from anybatch.train.trainer import BEST, LAST
-from tests.faults.midway import SAVED
+from tests.faults.mortal import SAVED
 from tests.halves import CASES
 from tests.snapshots import changes
 from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
@@ -48,19 +48,24 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def command(*arguments: object, program: str = "mortal") -> list[str]:
-    return [sys.executable, "-m", f"tests.faults.{program}", *map(str, arguments)]
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "tests.faults.mortal", *map(str, arguments)]
+
+
+Lives = tuple[Path, dict[str, list[int]]]  # where they left their files, and how each ended
+
+
+def played(folder: Path, what: str) -> Lives:
+    """All lives, played by one program: to load torch for each would take a minute."""
+    asked = command(folder, what)
+    done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """All scenarios, played by one program: to load torch for each life would take a minute."""
-    folder = tmp_path_factory.mktemp("lives")
-    done = subprocess.run(
-        command(folder, json.dumps(SCENARIOS)), env=environment(), capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return played(tmp_path_factory.mktemp("lives"), json.dumps(SCENARIOS))
 
 
 def end(folder: Path) -> dict[str, Any]:
@@ -80,20 +85,11 @@ def assert_same_end(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_training_comes_to_the_same_end(name: str, lives: tuple[Path, dict[str, list[int]]]) -> None:
-    folder, ends = lives
-    *killed, last = ends[name]
-    assert last == 0
-    if name != "at times":  # where a life may end well before its time
-        assert killed == [-signal.SIGKILL] * len(SCENARIOS[name])
-    assert_same_end(folder, name)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_training_leaves_no_half_files_and_whole_logs(
-    name: str, lives: tuple[Path, dict[str, list[int]]]
-) -> None:
+def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
+    """It leaves no half files and whole logs."""
     folder, ends = lives[0] / name, lives[1][name]
+    assert ends[-1] == 0
+    assert_same_end(lives[0], name)
     files = sorted(path.name for path in folder.rglob("*") if path.is_file())
     assert files == [BEST, LAST, "log.jsonl", "log.txt"]
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -102,6 +98,7 @@ def test_killed_training_leaves_no_half_files_and_whole_logs(
         assert counts["start"] <= len(ends)
         assert counts["stop"] >= ends.count(0)
     else:
+        assert ends[:-1] == [-signal.SIGKILL] * len(SCENARIOS[name])
         assert counts["start"] == len(ends)
         assert counts["stop"] == ends.count(0)
     assert {one["epoch"] for one in events if one["event"] == "epoch"} <= set(range(1, EPOCHS + 1))
@@ -109,7 +106,7 @@ def test_killed_training_leaves_no_half_files_and_whole_logs(
     assert starts == sorted(starts)
 
 
-def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: tuple[Path, dict[str, list[int]]]) -> None:
+def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: Lives) -> None:
     trainer = make_trainer()
     trainer.resume(lives[0] / "undisturbed")
     assert changes(undisturbed().state, state(trainer)) == []
@@ -153,19 +150,12 @@ PARTS = ("model", "optimizers", "schedulers", "progress", "random")
 
 
 @pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """All cases, played by one program."""
-    folder = tmp_path_factory.mktemp("windows")
-    asked = command(folder, program="midway")
-    done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return played(tmp_path_factory.mktemp("windows"), "windows")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(
-    name: str, windows: tuple[Path, dict[str, list[int]]]
-) -> None:
+def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(name: str, windows: Lives) -> None:
     """Parameters, short and long, optimizer, scheduler, random streams, reports and the loss scale."""
     folder, ends = windows[0] / name, windows[1]
     assert ends[name] == [0, -signal.SIGKILL, 0]

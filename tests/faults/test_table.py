@@ -6,7 +6,6 @@ and then all is as it was before.
 
 import copy
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -57,45 +56,29 @@ def test_what_faulted_steps_are_compared_with_is_the_loop_by_hand(kind: str) -> 
 # ---- what recovers
 
 
-@dataclass(frozen=True)
-class Recovers:
-    """A row of the table, in those columns where the step goes on or begins again.
-
-    Attributes:
-        place: where the fault is.
-        what: the fault.
-        step, window, passes: how the rows come there: "same", "rest halved", "halved", or "even" parts.
-    """
-
-    place: str
-    what: BaseException | float
-    step: str
-    window: str
-    passes: str
-
-
-RECOVERS = {
-    "out of memory in forward": Recovers("forward", NO_MEMORY, "rest halved", "rest halved", "halved"),
-    "... in backward, nothing accepted": Recovers("end", NO_MEMORY, "rest halved", "rest halved", "even"),
-    "... after something reached .grad": Recovers("mid", NO_MEMORY, "halved", "rest halved", "halved"),
-    "overflow at a loss scale": Recovers("mid", math.inf, "same", "same", "same"),
+COLUMNS = ("step", "window", "passes")  # how the rows come there: the same, "(rest) halved", in "even" parts
+RECOVERS: dict[str, tuple[str, Any, tuple[str, str, str]]] = {  # where the fault is, and what
+    "out of memory in forward": ("forward", NO_MEMORY, ("rest halved", "rest halved", "halved")),
+    "... in backward, nothing accepted": ("end", NO_MEMORY, ("rest halved", "rest halved", "even")),
+    "... after something reached .grad": ("mid", NO_MEMORY, ("halved", "rest halved", "halved")),
+    "overflow at a loss scale": ("mid", math.inf, ("same", "same", "same")),
 }
+SCALED = {"precision": ab.Precision(compute="float16", loss_scale=2.0**8)}
 
 
 @pytest.mark.parametrize(("at", "warm"), [(0, 1), (2, 0), (2, 5)])
-@pytest.mark.parametrize("way", ["step", "window", "passes"])
+@pytest.mark.parametrize("way", COLUMNS)
 @pytest.mark.parametrize("kind", ZOO)
 @pytest.mark.parametrize("row", RECOVERS)
 def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
-    fault, options = RECOVERS[row], WHOLE_BATCH if way == "passes" else {}
-    if fault.what == math.inf:
-        options = options | {"precision": ab.Precision(compute="float16", loss_scale=2.0**8)}
+    place, what, cells = RECOVERS[row]
+    options = (WHOLE_BATCH if way == "passes" else {}) | (SCALED if what == math.inf else {})
     step, twin = (build(kind, warm=warm, **options) for _ in range(2))
     batch = make_batch()
-    step.model.fault.arm(fault.place, at, fault.what)
+    step.model.fault.arm(place, at, what)
     report = take(step, way, batch)
     assert report.redone == 1
-    expected = getattr(fault, way)
+    expected = cells[COLUMNS.index(way)]
     if expected == "halved":
         assert report.cut == HALVES
     elif expected == "same":
@@ -103,22 +86,29 @@ def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
     elif expected == "rest halved" and (way == "window" or (warm and kind != "counting")):
         # In a step, what was noted only once may have changed in the micro-batches before: it begins again.
         assert report.cut == (SIZE,) * at + HALVES[2 * at :]
-    is_halved = way == "window" and fault.what is NO_MEMORY
+    is_halved = way == "window" and what is NO_MEMORY
     assert_as_unfaulted(step, report, twin, batch, way=way, bound=ROUNDED * is_halved)
 
 
-@pytest.mark.parametrize("place", ["forward", "end", "mid"])
+UNCUT: dict[str, Any] = {"micro_batch": None}
+ELSEWHERE = [(UNCUT, place, 0) for place in ("forward", "end", "mid")]
+ELSEWHERE += [(WHOLE_BATCH, "forward", at) for at in (4, 6)]  # in the second pass
+
+
+@pytest.mark.parametrize(("options", "place", "at"), ELSEWHERE)
 @pytest.mark.parametrize("kind", ZOO)
-def test_memory_that_runs_out_in_an_uncut_step_cuts_it(kind: str, place: str) -> None:
-    step, twin = (build(kind, micro_batch=None) for _ in range(2))
-    step.model.fault.arm(place, 0, NO_MEMORY)
+def test_memory_that_runs_out_in_an_uncut_step_or_a_second_pass(
+    kind: str, options: dict[str, Any], place: str, at: int
+) -> None:
+    step, twin = (build(kind, **options) for _ in range(2))
+    step.model.fault.arm(place, at, NO_MEMORY)
     report = step(make_batch())
-    assert (report.cut, report.redone) == ((8, 8), 1)
+    assert options is not UNCUT or (report.cut, report.redone) == ((8, 8), 1)
     assert_as_unfaulted(step, report, twin, make_batch())
 
 
 @pytest.mark.parametrize("place", ["forward", "end", "mid"])
-@pytest.mark.parametrize("way", ["step", "window", "passes"])
+@pytest.mark.parametrize("way", COLUMNS)
 def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> None:
     step = build("dropout", **(WHOLE_BATCH if way == "passes" else {}))
     step.model.fault.arm(place, 1, NO_MEMORY)
@@ -127,18 +117,9 @@ def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> N
     assert (report.cut, report.redone, report.too_large) == (HALVES, 0, 0)
 
 
-@pytest.mark.parametrize("at", [4, 6])
-@pytest.mark.parametrize("kind", ZOO)
-def test_memory_that_runs_out_in_the_forward_of_a_second_pass(kind: str, at: int) -> None:
-    step, twin = (build(kind, **WHOLE_BATCH) for _ in range(2))
-    step.model.fault.arm("forward", at, NO_MEMORY)
-    assert_as_unfaulted(step, step(make_batch()), twin, make_batch())
-
-
 def test_an_overflow_where_gradients_are_too_large_to_be_held() -> None:
     """Some are added before the overflow shows, so the step begins again."""
-    precision = ab.Precision(compute="float16", loss_scale=2.0**8)
-    step, twin = (build("large", momentum=0.0, precision=precision) for _ in range(2))
+    step, twin = (build("large", momentum=0.0, **SCALED) for _ in range(2))
     step.model.fault.arm("mid", 2, math.inf)
     report = step(make_batch())
     assert (report.cut, report.redone) == ((SIZE,) * 4, 1)
@@ -148,18 +129,13 @@ def test_an_overflow_where_gradients_are_too_large_to_be_held() -> None:
 @pytest.mark.parametrize("kind", ["dropout", "counting", "compensated"])
 def test_a_first_pass_has_a_loss_scale_of_its_own(kind: str) -> None:
     """Its gradient overflows where the scale of a first pass begins, and the second pass does not."""
-    precision = ab.Precision(compute="float16", loss_scale=2.0)
-    step, twin = (
-        build(kind, precision=precision, momentum=0.0, loss=ab.WholeBatch(lambda x, y, f=f: f * spread(x, y)))
-        for f in (2.0**8, 1.0)
-    )
-    found = []
-    for one, rate in ((step, 2.0**-10), (twin, 2.0**-2)):
-        one.optimizers[0].param_groups[0]["lr"] = rate
-        seed(BEGIN)
-        assert one(make_batch()).redone == 0
-        one.optimizers[0].param_groups[0]["lr"] = 0.0
-        found.append(snapshot(one))
+    precision, found = ab.Precision(compute="float16", loss_scale=2.0), []
+    for factor, rate in ((2.0**8, 2.0**-10), (1.0, 2.0**-2)):
+        loss = ab.WholeBatch(lambda x, y, f=factor: f * spread(x, y))
+        step = build(kind, precision=precision, momentum=0.0, lr=rate, loss=loss)
+        assert step(make_batch()).redone == 0
+        step.optimizers[0].param_groups[0]["lr"] = 0.0
+        found.append(snapshot(step))
     assert_same(*found)
 
 
@@ -177,7 +153,7 @@ OTHERS = [("collate", 2, 0), ("loss", 2, 0), ("MicroBatchDone", 0, 0), ("MicroBa
 WAYS = [("step", kind, *place) for kind in STATEFUL for place in PLACES]
 WAYS += [("passes", kind, *place) for kind in STATEFUL for place in [*PLACES, ("forward", 5, 0)]]
 WAYS += [(name, "dropout", *place) for name in ("divided late", "several terms") for place in OTHERS[1:]]
-WAYS += [("compensated", "counting", "mid", 2, 0), *[("collated", "dropout", *place) for place in OTHERS[:1]]]
+WAYS += [("compensated", "counting", "mid", 2, 0), ("collated", "dropout", *OTHERS[0])]
 
 
 def expected(row: str) -> type[BaseException]:
@@ -186,7 +162,7 @@ def expected(row: str) -> type[BaseException]:
 
 # Memory that a listener lacks is not the step's.
 RAISES = [
-    (row, *one) for row in ERRORS for one in WAYS if one[2:5] not in OTHERS or row != "one row is too large"
+    (row, *one) for row in ERRORS for one in WAYS if one[2:] not in OTHERS or ERRORS[row] is not NO_MEMORY
 ]
 
 
@@ -241,7 +217,7 @@ def spoiled(step: ab.Step, where: str, rows: int = ROWS, bad: int = BAD) -> Any:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("way", ["step", "window", "passes"])
+@pytest.mark.parametrize("way", COLUMNS)
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_not_finite_is_raised(kind: str, way: str, where: str) -> None:
     step, twin = (build(kind, **(WHOLE_BATCH if way == "passes" else {})) for _ in range(2))
@@ -328,16 +304,14 @@ def failing(kind: str, how: str, error: BaseException, **options: Any) -> ab.Ste
     """A step whose update fails."""
     step = build(kind, momentum=0.0, **options)
     optimizer, parameters = step.optimizers[0], list(step.model.parameters())
-    if how == "second optimizer":
-        optimizers = [SGD(parameters[:2], lr=0.125), SGD(parameters[2:], lr=0.125)]
-        step = ab.Step(step.model, step.loss, optimizers, micro_batch=SIZE, check=False)
-        optimizer = step.optimizers[1]
-    elif how == "foreign":
-        optimizer = Foreign(parameters, lr=0.125)
-        optimizer.error = error
-        step = ab.Step(step.model, step.loss, optimizer, micro_batch=SIZE, check=False)
-    elif how == "hooked":
+    if how == "hooked":
         optimizer.register_step_post_hook(lambda *_: None)
+    elif how in ("second optimizer", "foreign"):
+        made, at = (Foreign, 0) if how == "foreign" else (SGD, 2)
+        optimizer = made(parameters[at:], lr=0.125)
+        optimizer.error = error
+        optimizers = [SGD(parameters[:at], lr=0.125), optimizer] if at else optimizer
+        step = ab.Step(step.model, step.loss, optimizers, micro_batch=SIZE, check=False)
     rate = optimizer.param_groups[0]["lr"] = Rate(0.125)
     rate.left, rate.error = 2 if how == "after the first write" else 0, error
     return step
