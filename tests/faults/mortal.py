@@ -1,7 +1,4 @@
-"""A program that can die anywhere: `python -m tests.faults.mortal FOLDER [SCENARIOS | "windows"]`.
-
-Without more it trains in FOLDER to the end; one line on standard output says that the first micro-batch of
-the fourth update is done, and then it waits for a line on standard input.
+"""A program that can die anywhere: `python -m tests.faults.mortal FOLDER SCENARIOS`, or `... FOLDER windows`.
 
 With scenarios, JSON of {name: [death, ...]}, it makes FOLDER/name for each and lives once per death: each
 life is a process of its own that goes on from what it finds. It dies by SIGKILL at `[place, count]`, or after
@@ -13,7 +10,6 @@ saves in the middle of a window and dies in a backward after that; one that goes
 How each life ended is JSON on standard output.
 """
 
-import itertools
 import json
 import os
 import random
@@ -110,19 +106,6 @@ def trainings(folder: Path, scenarios: dict[str, list[Death]]) -> dict[str, list
     return {name: play(folder / name, deaths, life_s) for name, deaths in scenarios.items()}
 
 
-def wait_in_the_middle(folder: Path) -> None:
-    """Train to the end, waiting once in the middle of the fourth update."""
-    count = itertools.count(1)
-
-    def listen(event: Event) -> None:
-        # Updates of 2, 2 and 1 micro-batches; the next has 2 again.
-        if isinstance(event, MicroBatchDone) and next(count) == 6:
-            print("in the middle", flush=True)
-            sys.stdin.readline()
-
-    make_trainer(folder, listeners=[listen]).fit(epochs=EPOCHS)
-
-
 # ---- a window
 
 
@@ -170,8 +153,5 @@ def windows(folder: Path) -> dict[str, list[int]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    home, asked = Path(sys.argv[1]), sys.argv[2:]
-    if not asked:
-        wait_in_the_middle(home)
-    else:
-        print(json.dumps(windows(home) if asked == ["windows"] else trainings(home, json.loads(asked[0]))))
+    home, asked = Path(sys.argv[1]), sys.argv[2]
+    print(json.dumps(windows(home) if asked == "windows" else trainings(home, json.loads(asked))))

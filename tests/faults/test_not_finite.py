@@ -26,7 +26,7 @@ from tests.faults.faulty import (
     weights,
     windowed,
 )
-from tests.snapshots import DRAWN, assert_same, same_as_before, snapshot
+from tests.snapshots import assert_same, same_as_before, snapshot
 
 EXACT = 1e-12
 WHERE = ["loss", "gradient"]
@@ -149,24 +149,7 @@ def test_bad_data_does_not_wear_the_scale_out(precision: str, where: str, policy
     assert policy == "drop" or step.scale.state() == state  # no update was made
 
 
-# ---- skip and raise
-
-
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("index", [0, 3, 7])
-@pytest.mark.parametrize("way", ["step", "window"])
-@pytest.mark.parametrize("precision", ["float32", "bf16-mixed", "bf16-true"])
-def test_skip_runs_nothing_in_vain_and_goes_on(precision: str, way: str, index: int, where: str) -> None:
-    options = {"precision": precision, "batch_norm": "micro", "non_finite": "skip"}
-    step, twin = (build("BatchNorm", warm=1, **options) for _ in range(2))
-    batch = spoiled(step, where, [index])
-    with same_as_before(step, *DRAWN):
-        report = take(step, way, batch)
-    assert (report.updated, report.rows, report.dropped) == (False, MANY, 0)
-    assert step.model.fault.ran == [SIZE] * (index + 1)
-    step.model.fault.spoil = 1.0
-    assert [take(one, way, make_batch()).updated for one in (step, twin)] == [True, True]
-    assert_same(snapshot(twin), snapshot(step))
+# ---- raise
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -255,12 +255,15 @@ def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize("kind", STATEFUL)
-@pytest.mark.parametrize("bad", [0, BAD])
-def test_not_finite_is_skipped(bad: int, kind: str, way: str, where: str) -> None:
-    step = build(kind, non_finite="skip")
+@pytest.mark.parametrize(("bad", "precision"), [(0, "bf16-mixed"), (BAD, "float32"), (ROWS - 1, "bf16-true")])
+def test_not_finite_is_skipped(bad: int, precision: str, kind: str, way: str, where: str) -> None:
+    step = build(kind, non_finite="skip", precision=precision)
     with same_as_before(step, *DRAWN):  # what was drawn is drawn, or what made this one bad would come again
         report = take(step, way, spoiled(step, where, bad=bad))
-    assert (report.updated, report.rows) == (False, ROWS)
+    assert (report.updated, report.rows, report.dropped) == (False, ROWS, 0)
+    assert step.model.fault.ran == [SIZE] * (bad // SIZE + 1)  # nothing runs in vain
+    step.model.fault.spoil = 1.0
+    assert take(step, way, make_batch()).updated
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
