@@ -12,20 +12,8 @@ from torch import Tensor, nn
 from anybatch import Step, WholeBatch
 from anybatch.core.errors import NonFiniteLossError
 from anybatch.testing import relative_error
-from tests.faults.faulty import (
-    BEGIN,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    build,
-    make_batch,
-    moved,
-    parts,
-    seed,
-    take,
-    weights,
-    windowed,
-)
+from tests.faults import faulty
+from tests.faults.faulty import BEGIN, ROWS, SIZE, VARIANTS, build, make_batch, parts, seed, take, windowed
 from tests.snapshots import assert_same, same_as_before, snapshot
 
 EXACT = 1e-12
@@ -69,14 +57,14 @@ def test_drop_is_the_step_on_the_other_rows(
     options = DOUBLE | LOSSES[name]
     step, same = (build(**options, non_finite="drop") for _ in range(2))
     plain = build(**options)
-    start = weights(step)
+    start = faulty.weights(step)
     batch = spoiled(step, where, bad, rows, dtype=torch.float64)
     dropped = rows - len(without(batch, bad)[0])
     report = take(step, way, batch)
     others = [take(one, way, without(batch, bad)) for one in (same, plain)]
     assert (report.updated, report.dropped, report.rows) == (True, dropped, rows)
     assert_same(snapshot(same), snapshot(step))  # buffers and random state, too
-    assert relative_error(moved(step, start), moved(plain, start)) <= EXACT
+    assert relative_error(faulty.moved(step, start), faulty.moved(plain, start)) <= EXACT
     for other in others:
         assert relative_error(report.weights, other.weights) == 0
         assert relative_error([report.loss, report.terms], [other.loss, other.terms]) <= EXACT

@@ -12,21 +12,8 @@ from anybatch import Precision, Step, Terms, Total
 from anybatch.core.errors import NonFiniteLossError
 from anybatch.core.report import MicroBatchDone, MicroBatchRedone
 from anybatch.testing import relative_error, tolerance
-from tests.faults.faulty import (
-    BEGIN,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    build,
-    make_batch,
-    moved,
-    parts,
-    plant,
-    seed,
-    take,
-    weights,
-    windowed,
-)
+from tests.faults import faulty
+from tests.faults.faulty import BEGIN, ROWS, SIZE, VARIANTS, build, make_batch, parts, seed, take, windowed
 from tests.snapshots import changes, same_as_before, snapshot
 
 FIRST = 2.0**10  # a gradient that is not divided yet overflows at the 2^16 where scales begin
@@ -67,7 +54,7 @@ def twins(
     batch = make_batch(marked=range(SIZE * index, SIZE * index + SIZE))
     twin, step = make(name, precision), make(name, precision)
     assert take(twin, way, batch).redone == 0
-    plant(step, twin.model.fault.largest, halvings)
+    faulty.plant(step, twin.model.fault.largest, halvings)
     return step, twin, batch
 
 
@@ -79,9 +66,9 @@ def test_the_update_is_the_one_without_overflow(
     name: str, precision: str, way: str, halvings: int, index: int
 ) -> None:
     step, twin, batch = twins(name, PRECISIONS[precision], halvings, way, index)
-    start = weights(step)
+    start = faulty.weights(step)
     report = take(step, way, batch)
-    assert relative_error(moved(step, start), moved(twin, start)) <= BOUND
+    assert relative_error(faulty.moved(step, start), faulty.moved(twin, start)) <= BOUND
     differ = changes(snapshot(twin), snapshot(step))  # buffers, attributes and random state do not
     assert all(one.startswith(("parameter", "float32 copy", "optimizer", "scale")) for one in differ)
     assert (report.updated, report.redone, report.dropped) == (True, halvings, 0)

@@ -12,23 +12,8 @@ from torch.optim import SGD
 import anybatch as ab
 from anybatch.core.errors import NonFiniteLossError, WindowError
 from anybatch.testing import relative_error
-from tests.faults.faulty import (
-    BEGIN,
-    NO_MEMORY,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    ZOO,
-    Net,
-    build,
-    by_hand,
-    make_batch,
-    parts,
-    said,
-    seed,
-    take,
-    windowed,
-)
+from tests.faults import faulty
+from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, Net, build, make_batch, parts, seed, take
 from tests.snapshots import DRAWN, assert_same, same_as_before, snapshot
 
 EXACT = 1e-12  # additions in another order, in float64
@@ -47,7 +32,7 @@ def give_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("micro_batch", [None, SIZE])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("kind", faulty.ZOO)
 def test_gradients_found_before_a_step_are_added(
     kind: str, clip_norm: float | None, micro_batch: int | None
 ) -> None:
@@ -57,11 +42,11 @@ def test_gradients_found_before_a_step_are_added(
     step, twin = (build(kind, micro_batch=micro_batch, clip_norm=clip_norm, dtype=dtype) for _ in range(2))
     for one in (step, twin):
         give_gradients(one.model)
-    by_hand(
+    faulty.by_hand(
         twin, make_batch(dtype=dtype), (micro_batch or ROWS,) * (ROWS // (micro_batch or ROWS)), clip_norm
     )
     other = snapshot(twin)
-    seed(BEGIN)
+    seed(faulty.BEGIN)
     step(make_batch(dtype=dtype))
     if is_same:
         assert_same(other, snapshot(step))
@@ -137,8 +122,8 @@ def test_a_gradient_that_a_window_finds_is_refused_by_name(kind: str, added: int
         assert all(parameter.grad is None for parameter in step.model.parameters())
     window.close()
     found = snapshot(step)
-    seed(BEGIN)
-    windowed(twin, make_batch())
+    seed(faulty.BEGIN)
+    faulty.windowed(twin, make_batch())
     assert_same(snapshot(twin), found)
 
 
@@ -177,7 +162,7 @@ def test_attributes_come_back_or_the_error_names_them(way: str, warm: int) -> No
     # Attributes are noted by reference: one that is changed in place cannot be put back, and is named.
     with pytest.raises(ValueError, match="no") as caught, same_as_before(step, "attribute .average"):
         act(make_batch())
-    assert "average" in said(caught.value) or not step.model.average
+    assert "average" in faulty.said(caught.value) or not step.model.average
 
 
 @pytest.mark.parametrize("warm", [0, 5])

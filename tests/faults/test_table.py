@@ -16,48 +16,32 @@ from torch.optim.lr_scheduler import LambdaLR
 import anybatch as ab
 from anybatch.core.errors import BatchError, LossError, NonFiniteLossError, OutOfMemoryError
 from anybatch.testing import tolerance
-from tests.faults.faulty import (
-    BEGIN,
-    NO_MEMORY,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    ZOO,
-    assert_as_unfaulted,
-    build,
-    by_hand,
-    make_batch,
-    of_form,
-    parts,
-    said,
-    seed,
-    spread,
-    take,
-    windowed,
-)
+from tests.faults import faulty
+from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, assert_as_unfaulted, build, make_batch, seed, take
 from tests.snapshots import DRAWN, assert_same, changes, same_as_before, snapshot
 
-WHOLE_BATCH = VARIANTS["whole batch"]
+WHOLE_BATCH = faulty.VARIANTS["whole batch"]
 HALVES = (SIZE // 2,) * (ROWS // 2)
 STATEFUL = ["dropout", "counting", "drawing"]
 ROUNDED = tolerance(torch.float32, 8)  # additions in another order
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ZOO if kind not in ("float64 sums", "compensated")])
+@pytest.mark.parametrize("kind", [kind for kind in faulty.ZOO if kind not in ("float64 sums", "compensated")])
 def test_what_faulted_steps_are_compared_with_is_the_loop_by_hand(kind: str) -> None:
     step, twin, cut, batch = build(kind), build(kind), (4, 2, 2, 4, 2, 1, 1), make_batch()
-    by_hand(twin, batch, cut)
+    faulty.by_hand(twin, batch, cut)
     expected = snapshot(twin)
-    seed(BEGIN)
-    windowed(step, batch, cut)
+    seed(faulty.BEGIN)
+    faulty.windowed(step, batch, cut)
     assert_same(expected, snapshot(step))
 
 
 # ---- what recovers
 
 
-COLUMNS = ("step", "window", "passes")  # how the rows come there: the same, "(rest) halved", in "even" parts
-RECOVERS: dict[str, tuple[str, Any, tuple[str, str, str]]] = {  # where the fault is, and what
+COLUMNS = ("step", "window", "passes")
+# Where the fault is, what it is, and how the rows come in each column.
+RECOVERS: dict[str, tuple[str, Any, tuple[str, str, str]]] = {
     "out of memory in forward": ("forward", NO_MEMORY, ("rest halved", "rest halved", "halved")),
     "... in backward, nothing accepted": ("end", NO_MEMORY, ("rest halved", "rest halved", "even")),
     "... after something reached .grad": ("mid", NO_MEMORY, ("halved", "rest halved", "halved")),
@@ -68,7 +52,7 @@ SCALED = {"precision": ab.Precision(compute="float16", loss_scale=2.0**8)}
 
 @pytest.mark.parametrize(("at", "warm"), [(0, 1), (2, 0), (2, 5)])
 @pytest.mark.parametrize("way", COLUMNS)
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("kind", faulty.ZOO)
 @pytest.mark.parametrize("row", RECOVERS)
 def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
     place, what, cells = RECOVERS[row]
@@ -96,7 +80,7 @@ ELSEWHERE += [(WHOLE_BATCH, "forward", at) for at in (4, 6)]  # in the second pa
 
 
 @pytest.mark.parametrize(("options", "place", "at"), ELSEWHERE)
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("kind", faulty.ZOO)
 def test_memory_that_runs_out_in_an_uncut_step_or_a_second_pass(
     kind: str, options: dict[str, Any], place: str, at: int
 ) -> None:
@@ -131,7 +115,7 @@ def test_a_first_pass_has_a_loss_scale_of_its_own(kind: str) -> None:
     """Its gradient overflows where the scale of a first pass begins, and the second pass does not."""
     precision, found = ab.Precision(compute="float16", loss_scale=2.0), []
     for factor, rate in ((2.0**8, 2.0**-10), (1.0, 2.0**-2)):
-        loss = ab.WholeBatch(lambda x, y, f=factor: f * spread(x, y))
+        loss = ab.WholeBatch(lambda x, y, f=factor: f * faulty.spread(x, y))
         step = build(kind, precision=precision, momentum=0.0, lr=rate, loss=loss)
         assert step(make_batch()).redone == 0
         step.optimizers[0].param_groups[0]["lr"] = 0.0
@@ -170,13 +154,13 @@ RAISES = [
 def test_a_step_that_raises_changes_nothing(
     row: str, way: str, kind: str, place: str, at: int, warm: int
 ) -> None:
-    options = WHOLE_BATCH if way == "passes" else VARIANTS.get(way, {})
+    options = WHOLE_BATCH if way == "passes" else faulty.VARIANTS.get(way, {})
     step, twin = (build(kind, warm=warm, **options) for _ in range(2))
     for parameter in step.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
     step.model.fault.arm(place, at, ERRORS[row], math.inf)
     with pytest.raises(expected(row)) as caught, same_as_before(step):
-        step(of_form(step, make_batch()))
+        step(faulty.of_form(step, make_batch()))
     assert expected(row) is OutOfMemoryError or caught.value is ERRORS[row]
     step.model.fault.arm("")
     step.optimizers[0].zero_grad()
@@ -187,8 +171,8 @@ def test_a_step_that_raises_changes_nothing(
 @pytest.mark.parametrize("kind", [*STATEFUL, "float64 sums", "compensated", "several terms"])
 @pytest.mark.parametrize("row", ERRORS)
 def test_an_add_that_raises_loses_only_itself(row: str, kind: str, place: str, at: int, warm: int) -> None:
-    step, twin = (build(kind, warm=warm, **VARIANTS.get(kind, {})) for _ in range(2))
-    micros = parts(make_batch())
+    step, twin = (build(kind, warm=warm, **faulty.VARIANTS.get(kind, {})) for _ in range(2))
+    micros = faulty.parts(make_batch())
     window = step.window()
     for micro in micros[:at]:
         window.add(micro)
@@ -241,9 +225,9 @@ def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
     report = take(step, way, batch)
     assert (report.dropped, report.updated, report.weights) == (SIZE, True, {"loss": ROWS})
     found = snapshot(step)
-    seed(BEGIN)
+    seed(faulty.BEGIN)
     with twin.window() as window:
-        for index, micro in enumerate(parts(batch)):
+        for index, micro in enumerate(faulty.parts(batch)):
             if index == BAD // SIZE:
                 copy.deepcopy(twin.model)(micro[0])
             else:
@@ -330,7 +314,7 @@ def test_an_update_that_fails_before_its_first_write_changes_nothing(
     kinds = OutOfMemoryError if isinstance(error, MemoryError) else type(error)
     with pytest.raises(kinds) as caught, same_as_before(step):
         take(step, way, make_batch())
-    assert "checkpoint" not in said(caught.value)
+    assert "checkpoint" not in faulty.said(caught.value)
     step.optimizers[0].param_groups[0]["lr"] = 0.125
     assert_as_unfaulted(step, step(make_batch()), twin, make_batch())
 
@@ -344,7 +328,7 @@ def test_an_update_that_may_be_torn_is_named_so_and_nothing_is_put_back(
     step, twin = failing("counting", how, error("CUDA out of memory.")), build("counting", momentum=0.0)
     with pytest.raises((error, ab.AnybatchError)) as caught:
         take(step, way, make_batch())
-    assert "go on from a checkpoint" in said(caught.value)
+    assert "go on from a checkpoint" in faulty.said(caught.value)
     found = snapshot(step)
     take(twin, way, make_batch())
     ahead = set(changes(snapshot(twin), found))

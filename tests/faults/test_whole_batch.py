@@ -37,8 +37,9 @@ def test_a_second_pass_that_differs_is_refused() -> None:
 
     model = nn.Sequential(encoder(), Own())
     step = Step(model, WholeBatch(sup_con), torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=4)
+    batch = labelled(ROWS)
     with pytest.raises(LossError, match="repeat the first"), same_as_before(step):
-        step(labelled(ROWS))
+        step(batch)
 
 
 def test_windows_are_refused_at_the_door() -> None:
@@ -70,8 +71,9 @@ BAD: dict[str, tuple[Any, nn.Module, str]] = {
 def test_bad_losses_are_refused_and_nothing_is_lost(name: str) -> None:
     loss, model, message = BAD[name]
     step = Step(model.double(), loss, torch.optim.SGD(model.parameters(), lr=1.0), micro_batch=4)
+    batch = CASES["barlow twins"].batch(9)
     with pytest.raises(LossError, match=message), same_as_before(step):
-        step(CASES["barlow twins"].batch(9))
+        step(batch)
 
 
 @pytest.mark.parametrize(("function", "loss_rows"), [(3, None), (clip, 0), (clip, True), (clip, 1.5)])
@@ -81,9 +83,11 @@ def test_what_is_no_loss_is_refused(function: Any, loss_rows: Any) -> None:
 
 
 def test_a_forward_that_writes_to_parameters_is_refused() -> None:
-    model = encoder()
-    model.append(nn.Linear(4, 4).requires_grad_(False))
-    model.register_forward_pre_hook(lambda *_: model[-1].weight.mul_(0.5))
+    def write(*_: Any) -> None:
+        model[-1].weight.mul_(0.5)
+
+    model = encoder().append(nn.Linear(4, 4).requires_grad_(False))
+    model.register_forward_pre_hook(write)
     with pytest.raises(LossError, match=r"leave parameters alone.*\b4\.weight"):
         take(model, WholeBatch(sup_con), labelled(ROWS), MICRO_BATCH)
 

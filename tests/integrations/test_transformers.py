@@ -17,7 +17,7 @@ from anybatch.integrations.transformers import homes, recorded, with_empty_cache
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
-from tests.integrations.heads import HEADS, LENGTH, ROWS, WORDS, Head
+from tests.integrations.heads import HEADS, LENGTH, ROWS, T5, VIT, WORDS, Head
 
 LIMIT = 1e-12  # the law, in float64
 FLOAT32 = 1e-6  # where a head computes its loss in float32 and the division comes at the end
@@ -191,11 +191,8 @@ def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
 
 def test_switch_transformers_are_refused_by_name() -> None:
     """Their router's z-loss is a sum over tokens that the model itself divides."""
-    settings = {
-        "vocab_size": 24, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 2,
-        "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_heads": 2, "num_experts": 2,
-        "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
-    }  # fmt: skip
+    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2}
+    settings = T5 | sparse | {"num_layers": 2, "num_decoder_layers": 2}
     head = Head(name="SwitchTransformersForConditionalGeneration", settings=settings, batch=HEADS[0].batch)
     model = head.build()
     model.forward = lambda **rows: type(model).forward(model, output_router_logits=True, **rows)
@@ -207,13 +204,8 @@ def test_switch_transformers_are_refused_by_name() -> None:
     ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "Rows meet")]
 )
 def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
-    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = tower | {"vocab_size": 24, "max_position_embeddings": LENGTH, "eos_token_id": 2}
-    settings = {
-        "text_config": text,
-        "vision_config": tower | {"image_size": 16, "patch_size": 8},
-        "projection_dim": 4,
-    }
+    text = VIT | {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "eos_token_id": 2}
+    settings = {"text_config": text, "vision_config": VIT, "projection_dim": 4}
     images = named("ViTForImageClassification").batch["pixel_values"]
     batch = {"input_ids": HEADS[0].batch["input_ids"], "pixel_values": images}
     model = Head(name=name, settings=settings, batch=batch).build()

@@ -112,7 +112,7 @@ def by_step(model: nn.Module, optimizer: Optimizer, criterion: Any, **options: A
 
 
 def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    step = Step(model, criterion, optimizer, batch_norm="micro", check=False)
+    step = by_step(model, optimizer, criterion)
 
     def update(batch: Batch) -> None:
         with step.window() as window:
@@ -219,19 +219,14 @@ def test_peak_is_not_above_the_hand_written_loop(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_half_precision_costs_one_float32_sum_per_parameter(case: str) -> None:
-    hand = measure(case, FEW, sgd, dtype=torch.bfloat16)
-    step = measure(case, FEW, sgd, by_step, dtype=torch.bfloat16)
+def test_what_half_precision_and_a_further_term_cost(case: str) -> None:
+    """One float32 sum for each parameter; a bank, and the gradient under way."""
     sums = sum(4 * parameter.numel() for parameter in CASES[case][0]().parameters())
+    hand, step = (measure(case, FEW, sgd, one, torch.bfloat16) for one in (by_hand, by_step))
     assert step <= hand + sums + overhead(case, FEW)
-
-
-@pytest.mark.parametrize("case", ["conv", "labels"])
-def test_each_further_term_costs_one_gradient(case: str) -> None:
-    one = measure(case, FEW, make_update=by_total)
-    two = measure(case, FEW, make_update=by_terms)
-    parameters = sum(parameter.nbytes for parameter in CASES[case][0]().parameters())
-    assert two <= one + 2 * parameters + 4096  # a bank for each term, and the gradient under way
+    if case in ("conv", "labels"):
+        one, two = (measure(case, FEW, make_update=way) for way in (by_total, by_terms))
+        assert two <= one + 2 * sums + 4096
 
 
 def test_two_passes_are_flat_apart_from_the_outputs() -> None:
