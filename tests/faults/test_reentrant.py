@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anybatch import Step
 from anybatch.testing import relative_error, tolerance
+from tests.faults.faulty import take
 
 REPLAYS = 12  # four micro-batches through three layers
 
@@ -59,28 +60,18 @@ def assert_same_weights(step: Step, twin: Step) -> None:
     assert relative_error(one, two) <= tolerance(torch.float32, 4)
 
 
+PLACES = [("step", at) for at in range(REPLAYS)] + [("window", at) for at in range(0, REPLAYS, 3)]
+
+
 @pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "skip"}], ids=str)
 @pytest.mark.parametrize("is_tied", [False, True], ids=["three", "tied"])
-@pytest.mark.parametrize("at", range(REPLAYS))
+@pytest.mark.parametrize(("way", "at"), PLACES)
 def test_memory_that_runs_out_in_a_replay_loses_nothing(
-    at: int, is_tied: bool, options: dict[str, Any]
+    way: str, at: int, is_tied: bool, options: dict[str, Any]
 ) -> None:
     step, twin = (make(is_tied=is_tied, **options) for _ in range(2))
     step.model.fault.at = at
-    assert step(batch()).redone == 1
-    twin(batch())
-    assert_same_weights(step, twin)
-
-
-@pytest.mark.parametrize("at", range(0, REPLAYS, 3))
-def test_in_a_window_only_the_add_comes_again(at: int) -> None:
-    step, twin = make(), make()
-    step.model.fault.at = at
-    for one in (step, twin):
-        with one.window() as window:
-            for micro in zip(*(leaf.split(4) for leaf in batch()), strict=True):
-                window.add(micro)
-            assert window.close().redone == (one is step)
+    assert [take(one, way, batch()).redone for one in (step, twin)] == [1, 0]
     assert_same_weights(step, twin)
 
 

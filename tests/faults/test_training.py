@@ -14,17 +14,15 @@ from anybatch.core.report import Event, MicroBatchDone
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import LAST
 from tests.snapshots import changes
+from tests.train import runs
 from tests.train.runs import (
     BATCH,
     EPOCHS,
     TRAIN,
     UPDATES,
-    Diary,
     assert_same_end,
-    finished,
     make_rows,
     make_trainer,
-    state,
     undisturbed,
 )
 
@@ -51,7 +49,7 @@ def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
     if done:
         again.resume(tmp_path)
     assert again.updates == done
-    assert_same_end(again, again.fit(epochs=EPOCHS), finished(train=(x, y)))
+    assert_same_end(again, again.fit(epochs=EPOCHS), runs.finished(train=(x, y)))
 
 
 def test_folder_of_another_run_is_not_written_to(tmp_path: Path) -> None:
@@ -103,7 +101,7 @@ def test_stop_waits_for_the_update_under_way_and_loses_nothing(
         return accuracy(scores, y)
 
     rung: list[None] = []
-    done = Diary(("epoch", epoch), lambda: place == "epoch" and rung.append(signal.raise_signal(number)))
+    done = runs.Diary(("epoch", epoch), lambda: place == "epoch" and rung.append(signal.raise_signal(number)))
 
     def listen(event: Event) -> None:
         ring("micro-batch" if isinstance(event, MicroBatchDone) else "step")
@@ -119,5 +117,5 @@ def test_stop_waits_for_the_update_under_way_and_loses_nothing(
     again.resume(tmp_path)
     assert again.updates == first.updates
     reports = again.fit(epochs=EPOCHS)
-    assert changes(undisturbed().state, state(again)) == []
+    assert changes(undisturbed().state, runs.state(again)) == []
     assert [report.epoch for report in reports] == list(range(done.events.count("epoch") + 1, EPOCHS + 1))

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from anybatch import Step, Terms, Total
+from anybatch import Step, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
 from anybatch.testing import Transformer
+from tests.halves import TERMS
 
 ROWS, FEW, MANY = 4, 4, 64  # rows of a micro-batch; numbers of micro-batches
 Batch = tuple[Tensor, Tensor]
@@ -122,22 +123,17 @@ def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
     return update
 
 
-def by_total(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    def loss(model: nn.Module, micro: Batch) -> Total:
-        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
-        return Total(losses.sum(), losses.numel())
+def total(model: nn.Module, micro: Batch) -> Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+    return Total(losses.sum(), losses.numel())
 
-    return by_step(model, optimizer, loss)
+
+def by_total(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    return by_step(model, optimizer, total)
 
 
 def by_terms(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    def loss(model: nn.Module, micro: Batch) -> dict[str, Total]:
-        outputs = model(micro[0])
-        fit = F.cross_entropy(outputs, micro[1], reduction="sum")
-        size = outputs.square().sum()
-        return {"fit": Total(fit, micro[1].numel()), "size": Total(size, outputs.numel())}
-
-    return by_step(model, optimizer, Terms(loss, coefficients={"size": 0.1}))
+    return by_step(model, optimizer, TERMS)
 
 
 def by_samples(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
@@ -172,13 +168,10 @@ def assert_flat(case: str, make_update: Callable[[nn.Module, Optimizer, Any], Up
 def test_peak_is_flat_also_where_a_sum_drags_its_rows_along() -> None:
     """On the CPU `mse_loss` returns a scalar in a storage of the size of its input."""
 
-    def by_squares(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-        def loss(model: nn.Module, micro: Batch) -> Total:
-            return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), micro[1].numel())
+    def squares(model: nn.Module, micro: Batch) -> Total:
+        return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), micro[1].numel())
 
-        return by_step(model, optimizer, loss)
-
-    assert_flat("values", by_squares)
+    assert_flat("values", lambda model, optimizer, criterion: by_step(model, optimizer, squares))
 
 
 def test_flatness_can_fail() -> None:
