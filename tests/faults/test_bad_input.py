@@ -11,24 +11,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from anybatch import Step, Terms, Total
-from anybatch.core.errors import (
-    AnybatchError,
-    BatchError,
-    LossError,
-    NonFiniteLossError,
-    OptimizerError,
-    PlanError,
-)
-from tests.snapshots import (
-    ROWS,
-    assert_same,
-    make_batch,
-    make_model,
-    make_step,
-    same_as_before,
-    snapshot,
-)
+from anybatch import AnybatchError, Step, Terms, Total
+from anybatch.core.errors import BatchError, LossError, NonFiniteLossError, OptimizerError, PlanError
+from tests.snapshots import ROWS, assert_same, make_batch, make_model, make_step, same_as_before, snapshot
 
 X, Y = make_batch()
 

@@ -15,25 +15,16 @@ from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import LAST
 from tests.snapshots import changes
 from tests.train import runs
-from tests.train.runs import (
-    BATCH,
-    EPOCHS,
-    TRAIN,
-    UPDATES,
-    assert_same_end,
-    make_rows,
-    make_trainer,
-    undisturbed,
-)
+from tests.train.runs import BATCH, EPOCHS, UPDATES, assert_same_end, make_rows, make_trainer, undisturbed
 
 # ---- failures
 
 
-@pytest.mark.parametrize("row", range(TRAIN))
+@pytest.mark.parametrize("row", range(runs.TRAIN))
 def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
     row: int, tmp_path: Path
 ) -> None:
-    x, y = make_rows(TRAIN)
+    x, y = make_rows(runs.TRAIN)
     spoilt, y[row] = x.clone(), 1
     spoilt[row] = math.nan
     trainer = make_trainer(tmp_path, train=(spoilt, y))
