@@ -57,50 +57,43 @@ def make(like: Step, loss: object = None, **options: Any) -> Step:
     return Step(like.model, nn.CrossEntropyLoss() if loss is None else loss, **options)
 
 
-def ps(step: Step) -> list[nn.Parameter]:
-    return list(step.model.parameters())
+def sgd(step: Step) -> SGD:
+    return SGD(step.model.parameters(), lr=1)
 
 
 FOREIGN = nn.Linear(2, 2)
 NEGATIVE = torch.tensor([1.0, -2.0, 1.0, 1.0])
-MAKE: dict[str, tuple[Callable[[Step], object], type[AnybatchError], str]] = {
-    "micro-batch 0": (lambda s: make(s, micro_batch=0), PlanError, "got 0"),
-    "clip NaN": (lambda s: make(s, clip_norm=math.nan), PlanError, "got nan"),
-    "accumulate in integers": (lambda s: make(s, accumulate=torch.int32), PlanError, "'int32'"),
-    "no module": (lambda s: Step(torch.sin, nn.MSELoss(), s.optimizers[0]), PlanError, "builtin"),
-    "own module": (lambda s: make(s, nn.Identity()), LossError, "got Identity"),
-    "own subclass": (lambda s: make(s, Focal()), LossError, "got Focal"),
-    "no loss": (lambda s: make(s, "mse"), LossError, "got str"),
-    "negative class weight": (lambda s: make(s, nn.CrossEntropyLoss(NEGATIVE)), LossError, "-2.0"),
-    "shared parameters": (
-        lambda s: make(s, optimizer=[SGD(ps(s), lr=1), SGD(s.model[4].parameters(), lr=1)]),
-        OptimizerError,
-        "got 2 in optimizers 0 and 1",
-    ),
-    "foreign optimizer": (
-        lambda s: make(s, optimizer=SGD(FOREIGN.parameters(), lr=1)),
-        OptimizerError,
-        "got 2 that are none of its",
-    ),
-    "no optimizer": (lambda s: make(s, optimizer=[]), OptimizerError, "got []"),
-    "LBFGS": (lambda s: make(s, optimizer=LBFGS(ps(s))), OptimizerError, "got LBFGS"),
-    "ReduceLROnPlateau": (
-        lambda s: make(s, scheduler=ReduceLROnPlateau(s.optimizers[0])),
-        OptimizerError,
-        "got ReduceLROnPlateau",
-    ),
-    "foreign scheduler": (
-        lambda s: make(s, scheduler=StepLR(SGD(ps(s), lr=1), 1)),
-        OptimizerError,
-        "got one for another",
-    ),
+Build = Callable[[Step], object]
+MAKE: dict[type[AnybatchError], dict[str, Build]] = {  # by what came
+    PlanError: {
+        "got 0": lambda s: make(s, micro_batch=0),
+        "got nan": lambda s: make(s, clip_norm=math.nan),
+        "'int32'": lambda s: make(s, accumulate=torch.int32),
+        "builtin": lambda s: Step(torch.sin, nn.MSELoss(), s.optimizers[0]),
+    },
+    LossError: {
+        "got Identity": lambda s: make(s, nn.Identity()),
+        "got Focal": lambda s: make(s, Focal()),
+        "got str": lambda s: make(s, "mse"),
+        "-2.0": lambda s: make(s, nn.CrossEntropyLoss(NEGATIVE)),
+    },
+    OptimizerError: {
+        "got 2 in optimizers 0 and 1": lambda s: make(
+            s, optimizer=[sgd(s), SGD(s.model[4].parameters(), lr=1)]
+        ),
+        "got 2 that are none of its": lambda s: make(s, optimizer=SGD(FOREIGN.parameters(), lr=1)),
+        "got []": lambda s: make(s, optimizer=[]),
+        "got LBFGS": lambda s: make(s, optimizer=LBFGS(s.model.parameters())),
+        "got ReduceLROnPlateau": lambda s: make(s, scheduler=ReduceLROnPlateau(s.optimizers[0])),
+        "got one for another": lambda s: make(s, scheduler=StepLR(sgd(s), 1)),
+    },
 }
 
 
-@pytest.mark.parametrize(("build", "error", "got"), MAKE.values(), ids=MAKE)
-def test_step_that_cannot_be(build: Callable[[Step], object], error: type[AnybatchError], got: str) -> None:
+@pytest.mark.parametrize(("error", "got"), [(error, got) for error in MAKE for got in MAKE[error]])
+def test_step_that_cannot_be(error: type[AnybatchError], got: str) -> None:
     step = make_step()
-    refused(step, lambda: build(step), error, got)
+    refused(step, lambda: MAKE[error][got](step), error, got)
     works_afterwards(step, make_step())
 
 
@@ -173,11 +166,7 @@ LOSSES: dict[str, tuple[Callable[[Tensor], Any], type[AnybatchError], str]] = {
     "total of no scalar": (lambda x: Total(x, 8), LossError, "got a tensor of shape ("),
     "NaN": (lambda x: Total(x.sum() * math.nan, 8), NonFiniteLossError, "got nan for 'loss'"),
     "infinite": (lambda x: Total(x.sum() / 0, 8), NonFiniteLossError, "got inf for 'loss'"),
-    "gradient of inf * 0": (
-        lambda x: Total((x - x).abs().sqrt().sum(), 8),
-        NonFiniteLossError,
-        "division by zero",
-    ),
+    "inf * 0": (lambda x: Total((x - x).abs().sqrt().sum(), 8), NonFiniteLossError, "division by zero"),
     "weight with gradient": (lambda x: Total(x.sum(), x.sum()), LossError, "without gradient"),
     "negative weight": (lambda x: Total(x.sum(), -1), LossError, "got -1"),
     "no gradient": (lambda x: Total(x.sum().detach(), 8), LossError, "['loss'] without gradient"),

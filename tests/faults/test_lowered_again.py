@@ -283,11 +283,9 @@ def test_weights_that_an_earlier_step_stores_short_are_brought_back_first(
 
 
 def test_a_short_model_of_the_callers_and_a_part_that_nobody_trains_are_left_as_they_are() -> None:
-    own = nn.Linear(3, 2).bfloat16()
-    lower(own, find_precision("float32"), own.parameters())
-    assert dtypes(own) == {torch.bfloat16}
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    own, model = nn.Linear(4, 2).bfloat16(), make_model()
     lower(model[0], BF16, [])
-    lower(model, find_precision("float32"), model[1].parameters())
-    assert dtypes(model[0]) == {torch.bfloat16}
-    assert model(torch.ones(2, 3)).dtype == torch.float32
+    for one, trained in ((own, own), (model, model[1])):
+        lower(one, find_precision("float32"), trained.parameters())
+    assert dtypes(own) == dtypes(model[0]) == {torch.bfloat16}
+    assert model(X).dtype == torch.float32

@@ -6,6 +6,7 @@ and then all is as it was before.
 
 import copy
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -259,12 +260,9 @@ def test_rows_that_meet_in_the_loss_are_not_left_out_of_a_part_of_it(
     """The others' losses know of them. Uncut, all rows may be left out, and so may the update."""
     step = build("counting", non_finite=policy, micro_batch=micro_batch, **WHOLE_BATCH)
     batch = spoiled(step, where)
-    with same_as_before(step, *DRAWN):
-        if policy == "skip" or (policy == "drop" and micro_batch is None):
-            assert not step(batch).updated
-        else:
-            with pytest.raises(LossError):
-                step(batch)
+    is_left_out = policy == "skip" or (policy == "drop" and micro_batch is None)
+    with same_as_before(step, *DRAWN), nullcontext() if is_left_out else pytest.raises(LossError):
+        assert not step(batch).updated
 
 
 # ---- an error in the update

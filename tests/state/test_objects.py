@@ -43,23 +43,23 @@ class Named(dict[str, Any]):
 
 
 class Holder(nn.Module):
-    """Keeps things in every place there is."""
+    """Keeps things in every place there is, also tensors that it made."""
 
     def __init__(self, kept: Any = None) -> None:
         super().__init__()
-        self.kept = kept
-        self.layer = nn.Linear(2, 2)
+        self.kept, self.layer, self.calls = kept, nn.Linear(3, 3), 0
+        self.box, self.generator = SimpleNamespace(made=None), torch.Generator()
 
     def forward(self, x: Tensor) -> Tensor:
-        self.count()
-        return self.layer(x)
-
-    def count(self) -> None:
-        TABLE["x"] = OTHER.in_features
+        self.calls += 1
+        if self.box.made is None:
+            self.box.made = TABLE["x"] = torch.ones(OTHER.in_features)
+        noise = torch.rand(3, generator=self.generator)
+        return self.layer(x) * self.table(len(x)) * self.box.made * TABLE["x"] + noise
 
     @functools.lru_cache  # noqa: B019
-    def table(self) -> int:
-        return 1
+    def table(self, rows: int) -> Tensor:
+        return torch.ones(rows, 1)
 
 
 def held_in(kept: Any) -> Any:
@@ -108,7 +108,7 @@ def test_what_a_module_keeps_is_put_back_in_place(case: str) -> None:
 def test_what_globals_that_methods_name_hold_is_put_back() -> None:
     noted = ObjectState([Holder()])
     assert OTHER in noted.modules
-    Holder()(torch.ones(1, 2))
+    Holder()(torch.ones(1, 3))
     assert TABLE
     noted.put_back()
     assert TABLE == {}
@@ -131,7 +131,7 @@ def test_closures_defaults_partials_and_hooks_are_followed() -> None:
     model.layer.weight.register_hook(lambda gradient: put(seen["hook"], gradient))
     model.layer.register_forward_pre_hook(lambda *found: seen["method"].append(found))
     noted = ObjectState([model, loss])
-    model(torch.ones(1, 2)).sum().backward()
+    model(torch.ones(1, 3)).sum().backward()
     loss(1)
     assert all(seen.values())
     assert calls == 1
@@ -145,10 +145,10 @@ def test_what_was_cached_meanwhile_is_dropped() -> None:
     model = Holder()
     for known in (0, 1):
         noted = ObjectState([model])
-        model.table()
+        model.table(1)
         noted.put_back()
         assert Holder.table.cache_info().currsize == known
-        model.table()
+        model.table(1)
     Holder.table.cache_clear()
 
 
@@ -171,38 +171,15 @@ def test_values_are_put_back_where_it_is_said() -> None:
         assert [float(one[0]) for one in (first, second, array)] == expected
 
 
-TABLES: dict[str, Tensor] = {}
-
-
-class Keeper(nn.Module):
-    """Keeps tensors that it made, where no module's attributes are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls, self.box = nn.Linear(3, 3), 0, SimpleNamespace(made=None)
-        self.generator = torch.Generator()
-
-    @functools.lru_cache  # noqa: B019
-    def table(self, rows: int) -> Tensor:
-        return torch.ones(rows, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.box.made is None:
-            self.box.made = TABLES["x"] = torch.ones(3)
-        noise = torch.rand(3, generator=self.generator)
-        return self.layer(x) * self.table(len(x)) * self.box.made * TABLES["x"] + noise
-
-
 @pytest.mark.parametrize("run", [trace, measure_step])
 def test_nothing_is_left_in_caches(run: Callable[..., Trace]) -> None:
     seen: list[Tensor] = []
-    model = Keeper()
+    model = Holder()
     model.register_forward_hook(lambda *found: seen.append(found[2]))
     stream = model.generator.get_state()
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
     run(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
-    assert (seen, TABLES, model.calls) == ([], {}, 0)
+    assert (seen, TABLE, model.calls) == ([], {}, 0)
     assert model.box.made is None
     assert model.table.cache_info().currsize == 0
     assert torch.equal(model.generator.get_state(), stream)

@@ -52,6 +52,7 @@ DRAWS: dict[str, Callable[[Restless], Any]] = {
     "NumPy": lambda model: np.random.rand(),
     "generator": lambda model: torch.rand(2, generator=model.generator),
 }
+ALL = EFFECTS | DRAWS
 
 
 def state(model: Restless) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def test_a_step_is_put_back(effect: str, make: Callable[[nn.Module], Effects]) -
     found = state(model)
     before = snapshot(model, make(model))
     before.begin()
-    (EFFECTS | DRAWS)[effect](model)
+    ALL[effect](model)
     assert state(model) != found
     before.put_back()
     assert state(model) == found
@@ -150,8 +151,7 @@ def test_a_buffer_that_cannot_be_written_to_and_lazy_parameters_are_left_alone()
 
 @pytest.mark.parametrize("effect", [*EFFECTS, *DRAWS])
 def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str) -> None:
-    model = Restless()
-    change = (EFFECTS | DRAWS)[effect]
+    model, change = Restless(), ALL[effect]
     before = snapshot(model, looking(model))
     before.begin()
     found = state(model)
@@ -165,11 +165,11 @@ def test_a_looking_step_undoes_a_micro_batch_or_says_that_it_cannot(effect: str)
 
 
 @pytest.mark.parametrize(
-    "effect", [*DRAWS, *[one for one in EFFECTS if one not in ("attribute taken away", "key of a dict")]]
+    "effect", [one for one in ALL if one not in ("attribute taken away", "key of a dict")]
 )
 def test_what_was_seen_to_change_is_noted_before_each_micro_batch(effect: str) -> None:
     model = Restless()
-    change, effects = (EFFECTS | DRAWS)[effect], looking(model)
+    change, effects = ALL[effect], looking(model)
     before = snapshot(model, effects)
     before.begin()
     change(model)
@@ -193,7 +193,7 @@ def test_what_was_never_seen_to_change_before_makes_the_step_begin_again(effect:
     before = snapshot(model, effects)
     before.begin()
     assert before.undo_micro_batch()
-    (EFFECTS | DRAWS)[effect](model)
+    ALL[effect](model)
     assert not before.undo_micro_batch()
     assert effects.draws is (effect == "torch")  # and next time it is noted
 
