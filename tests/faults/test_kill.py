@@ -43,22 +43,14 @@ SCENARIOS: dict[str, list[list[Any]]] = {
 }
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path}
-
-
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "tests.faults.mortal", *map(str, arguments)]
-
-
 Lives = tuple[Path, dict[str, list[int]]]  # where they left their files, and how each ended
 
 
 def played(folder: Path, what: str) -> Lives:
     """All lives, played by one program: to load torch for each would take a minute."""
-    asked = command(folder, what)
-    done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    asked, variables = [sys.executable, "-m", "tests.faults.mortal", str(folder), what], {"PYTHONPATH": path}
+    done = subprocess.run(asked, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)
 
@@ -83,7 +75,7 @@ def assert_same_end(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
-    """It leaves no half files and whole logs."""
+    """It leaves no half-written files, and whole logs."""
     folder, ends = lives[0] / name, lives[1][name]
     assert ends == [-signal.SIGKILL] * len(SCENARIOS[name]) + [0]
     assert_same_end(lives[0], name)
