@@ -24,8 +24,7 @@ class Busy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.drop = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)
-        self.out = nn.Linear(4, 1)
-        self.calls: list[float] = []
+        self.out, self.calls = nn.Linear(4, 1), list[float]()
         self.generator = torch.Generator().manual_seed(1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,10 +84,11 @@ def cosine(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def two_terms(model: nn.Module, micro: tuple[Tensor, Tensor]) -> dict[str, ab.Total]:
-    errors, above = (model(micro[0]) - micro[1]) ** 2, micro[0][:, :1] > 0
+    errors, weights = (model(micro[0]) - micro[1]) ** 2, weights_of(micro)
+    above = errors[micro[0][:, :1] > 0]
     return {
-        "all": ab.Total(errors.sum(), errors.numel()),
-        "above": ab.Total(errors[above].sum(), above.sum()),
+        "all": ab.Total(errors.sum(), weights["all"]),
+        "above": ab.Total(above.sum(), weights["above"]),
     }
 
 
@@ -96,11 +96,14 @@ def weights_of(micro: tuple[Tensor, Tensor]) -> dict[str, Tensor | int]:
     return {"all": len(micro[0]), "above": (micro[0][:, 0] > 0).sum()}
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [nn.MSELoss(), ab.WholeBatch(cosine), ab.Terms(two_terms, weight=weights_of)],
-    ids=["torch", "whole batch", "terms"],
-)
+LOSSES = {
+    "torch": nn.MSELoss(),
+    "whole batch": ab.WholeBatch(cosine),
+    "terms": ab.Terms(two_terms, weight=weights_of),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     batch = rows_of(5, dtype=torch.float64)
@@ -111,11 +114,8 @@ def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
     assert len(seen) == 3 * len(parameters)
     sums = [sum(g for g in seen if g.shape == p.shape) / 2**10 for p in parameters]
 
-    recorded: list[Tensor] = []
-    optimizer = step.optimizers[0]
-    optimizer.register_step_pre_hook(
-        lambda *_: recorded.extend(p.grad.clone() for p in parameters if p.grad is not None)
-    )
+    recorded: list[Any] = []
+    step.optimizers[0].register_step_pre_hook(lambda *_: recorded.extend(p.grad.clone() for p in parameters))
     step(batch)
     for total, gradient in zip(sums, recorded, strict=True):
         assert relative_error(total, gradient) < 1e-12

@@ -3,19 +3,13 @@
 from anybatch.step.limits import PATIENCE, Limits
 
 
-def test_a_failure_is_learned_for_its_kind_of_row_only() -> None:
-    limits = Limits()
-    limits.learn("long", 32, largest=16, failed=16)
-    assert limits.size("long", 32) == 8
-    assert limits.size("long", 4) == 4
-    assert limits.size("short", 32) == 32
-
-
 def test_more_is_tried_after_clean_steps_and_each_failure_doubles_the_patience() -> None:
     limits = Limits()
     limits.learn("rows", 32, largest=32, failed=0)
     assert not limits.known
     limits.learn("rows", 32, largest=32, failed=32)
+    assert limits.size("other rows", 32) == 32
+    assert limits.size("rows", 4) == 4
     for _ in range(PATIENCE):
         assert limits.size("rows", 32) == 16
         limits.learn("rows", 32, largest=16, failed=0)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +22,8 @@ from tests.train.runs import UPDATES, Diary, make_trainer, raising
 CPU = torch.device("cpu")
 COURSE = RunInfo(epochs=2, done_epochs=1, done_updates=3, total_updates=6, rows=300)
 STEP = StepReport(loss=0.5, terms={}, weights={}, rows=100, micro_batches=1, grad_norm=0.0, updated=True)
-EPOCH = EpochReport(
-    epoch=2,
-    updates=6,
-    loss=0.25,
-    validation={"accuracy [top 5]": 0.75},
-    learning_rate=0.1,
-    seconds=2.0,
-    samples_per_second=1500,
-)
+VALUES: Any = {"validation": {"accuracy [top 5]": 0.75}, "learning_rate": 0.1}
+EPOCH = EpochReport(epoch=2, updates=6, loss=0.25, seconds=2.0, samples_per_second=1500, **VALUES)
 LINE = "epoch   2  loss 0.2500  validation accuracy [top 5] 0.7500  lr 0.1  1,500 samples/s  2 s"
 
 
@@ -74,8 +68,7 @@ def test_bar_is_stopped_where_a_training_is_broken_off(event: tuple[str, int]) -
 def test_trainer_shows_a_bar_unless_told_not_to(shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
     reports = make_trainer(progress=shown).fit(epochs=2)
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.splitlines() == [str(report) for report in reports if shown]
+    assert (out, err.splitlines()) == ("", [str(report) for report in reports if shown])
 
 
 def test_bar_moves_no_random_state_not_even_by_the_first_import_of_rich(
