@@ -80,7 +80,10 @@ class Learned(nn.Module):
         return Total((model(micro[0]) * self.scale - micro[1]).square().sum(), micro[1].numel())
 
 
-@pytest.mark.parametrize("form", [Terms, lambda own: own.forward, lambda own: lambda *given: own(*given)])
+FORMS = {"terms": Terms, "method": lambda own: own.forward, "closure": lambda own: lambda *it: own(*it)}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_parameter_of_the_loss_is_trained(form: Any) -> None:
     model, own = nn.Linear(3, 2), Learned()
     optimizer = torch.optim.SGD([*model.parameters(), own.scale], lr=0.5)
