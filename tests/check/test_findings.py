@@ -65,15 +65,6 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
 # ---- modules
 
 
-def test_all_modules_are_found_at_any_depth_and_sound_ones_are_not() -> None:
-    inner = nn.Sequential(nn.Dropout(0.5), nn.Sequential(centred(), nn.Tanh()))
-    model = nn.Sequential(nn.Linear(5, 5), inner, nn.LayerNorm(5), centred(), nn.Linear(5, 2))
-    assert kinds(model, nn.MSELoss(), rows()) == [
-        ("meeting", "1.1.0 (Computed)"),
-        ("meeting", "3 (Computed)"),
-    ]
-
-
 def leaving(x: Tensor) -> Tensor:
     """Rows decide together: scales where their mean is small, as it is for one of them alone."""
     return x if x.square().mean() > x.square().mean(1).min() * 1.01 else 2 * x
@@ -91,6 +82,7 @@ def fixed(x: Tensor) -> Tensor:
     [
         (leaving, "meeting", "missing or replaced"),
         (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
+        (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "8 times for 8 rows, 4 for"),
         (fixed, "unexplained", "fails with ValueError"),
     ],
 )
@@ -98,15 +90,17 @@ def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> Non
     (finding,) = check(nn.Sequential(Computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
     assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")
     assert said in finding.what
+    assert "torch.rand(len(x))" in finding.ways_out[0] or "times" not in said
 
 
-def test_hooks_on_gradients_of_parameters_count() -> None:
+def test_all_modules_are_found_at_any_depth_and_sound_ones_are_not() -> None:
+    inner = nn.Sequential(nn.Dropout(0.5), nn.Sequential(centred(), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(5, 5), inner, nn.LayerNorm(5), centred(), nn.Linear(5, 2))
+    found = [("meeting", "1.1.0 (Computed)"), ("meeting", "3 (Computed)")]
+    assert kinds(model, nn.MSELoss(), rows()) == found
     model = nn.Linear(5, 2)
-    model.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    model.weight.register_hook(lambda gradient: gradient / gradient.norm())  # a gradient's hook counts
     assert kinds(model, nn.MSELoss(), rows())
-
-
-# ---- the loss
 
 
 def test_what_cannot_be_explained_is_said() -> None:

@@ -1,8 +1,8 @@
 """Tables: on which axis rows lie, which rows are chosen, where padding is, what may be a denominator."""
 
 import math
-from collections.abc import Callable
 from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,34 +159,24 @@ class Weighted(nn.Module):
         self.register_buffer("balance", weight)
 
 
-class Trainer:
-    """Holds class weights and a loss, and cannot be called."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.balance = weight
-
-    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
-        return micro
-
-
 def test_class_weights_are_found_wherever_they_are_held() -> None:
     weight, numbers = torch.ones(3), [1.0, 2.0]
-    trainer = Trainer(weight)
 
     def default(model: nn.Module, micro: Tensor, balance: Tensor = weight) -> Tensor:
         return balance[micro]
 
-    holders: list[Callable[..., Any]] = [
+    holder = SimpleNamespace(balance=weight)  # cannot be called
+    method = MethodType(lambda self, model, micro: micro, holder)
+    for one in (
         lambda model, micro: weight[micro],
         default,
         partial(F.cross_entropy, weight=weight),
         Weighted(weight),
-        trainer.measure,
-    ]
-    for holder in holders:
-        (found,) = held_weights(holder).values()
+        method,
+    ):
+        (found,) = held_weights(one).values()
         assert found is weight
-    assert list(held_weights(trainer.measure)) == ["self.balance"]
+    assert list(held_weights(method)) == ["self.balance"]
     ((name, values),) = held_weights(lambda model, micro: numbers).items()
     assert (name, values.tolist()) == ("torch.tensor(numbers)", numbers)
     assert held_weights(F.mse_loss, lambda model, micro: LABELS) == {}
