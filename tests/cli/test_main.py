@@ -13,7 +13,7 @@ import torch
 
 from anybatch.cli import main as cli
 from anybatch.train import Trainer, checkpoint
-from tests.data.files import idx_bytes
+from tests.data.test_files import idx_bytes
 from tests.snapshots import same
 
 FAST = ["--batch-size", "16", "--micro-batch", "5", "--lr", "0.05", "--quiet", "--device", "cpu"]
