@@ -16,6 +16,7 @@ from anybatch.cli import target
 from anybatch.core.errors import PlanError
 from anybatch.engine.plan import Plan
 from anybatch.memory.ledger import Ledger
+from tests.check.conftest import unhurried as unhurried
 from tests.cli.test_main import run
 
 SOURCE = """
