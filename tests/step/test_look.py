@@ -60,9 +60,9 @@ def broadcast(model: nn.Module, micro: Any) -> ab.Total:
 class Meeting(nn.Module):
     """A function over rows between two layers."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], inputs: int = 4) -> None:
         super().__init__()
-        self.first, self.function, self.last = nn.Linear(4, 4), function, nn.Linear(4, 3)
+        self.first, self.function, self.last = nn.Linear(inputs, 4), function, nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.function(self.first(x)))
@@ -107,8 +107,9 @@ def test_only_the_gradient_may_tell() -> None:
         def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
             return grad - grad.mean(0)
 
-    with pytest.raises(LossError, match=r"gradients that differ by .*, most in first"):
-        look(nn.CrossEntropyLoss(), model=Meeting(Crossed.apply))
+    model = nn.Sequential(nn.Linear(4, 12, bias=False), Meeting(Crossed.apply, 12).requires_grad_(False))
+    with pytest.raises(LossError, match=r"gradients that differ by .*, most in 0\.weight"):
+        look(nn.CrossEntropyLoss(), model=model)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])

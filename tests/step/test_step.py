@@ -12,19 +12,11 @@ from anybatch import Plan, Step
 from anybatch.testing import (
     GradientRecorder,
     Perceptron,
-    Transformer,
     reference_step,
     relative_error,
     tolerance,
 )
 from tests.snapshots import make_batch, make_step
-
-
-def collate(samples: list[Any]) -> Any:
-    """Pad token rows to the longest of the micro-batch; 0 is padding, -100 a masked target."""
-    tokens = nn.utils.rnn.pad_sequence([torch.tensor(one) for one in samples], batch_first=True)
-    return tokens, torch.where(tokens == 0, -100, tokens)
-
 
 # ---- which batches it takes
 
@@ -71,20 +63,6 @@ def test_batches_of_every_form_are_exact_in_every_cut(batch: Any, micro_batch: i
     assert relative_error(recorder.gradients, expected.gradients) <= limit
     assert relative_error(report.loss, expected.loss) <= limit
     assert report.rows == report.weights["loss"] == 10
-
-
-@pytest.mark.parametrize("micro_batch", [None, 1, 3, 7])
-def test_samples_are_padded_per_micro_batch_and_stay_exact(micro_batch: int | None) -> None:
-    samples = [[3], [1, 2, 3, 4], [5, 6], [1] * 7, [2, 2], [4, 3, 2], [6]]
-    model = Transformer(7).double()
-    recorder = GradientRecorder(model)
-    step = Step(model, nn.CrossEntropyLoss(), recorder, micro_batch=micro_batch, collate=collate)
-    report = step(samples)
-    expected = reference_step(model, nn.CrossEntropyLoss(), samples, collate=collate)
-    assert report.weights == {"loss": sum(map(len, samples))}
-    limit = tolerance(torch.float64, terms=len(samples))
-    assert relative_error(recorder.gradients, expected.gradients) <= limit
-    assert relative_error(report.loss, expected.loss) <= limit
 
 
 # ---- how it cuts them
