@@ -46,6 +46,8 @@ class Evil:
 
 
 # ---- reading
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -1,44 +1,37 @@
-"""Watchers: who is told what, in which order; logs that other programs can read."""
+"""Watchers: who is told what, in which order; logs that other programs can read; the progress bar."""
 
 import json
 import math
+import random
+import re
+import sys
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
-from anybatch.train import checkpoint
+from anybatch.train import checkpoint, progress
 from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
+from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
 from anybatch.train.trainer import BEST, LAST
 from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
 
 COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
-NOWHERE = EpochReport(
-    epoch=12,
-    updates=6,
-    loss=math.nan,
-    validation={"loss": math.inf, "accuracy": 0.5},
-    learning_rate=1e-4,
-    seconds=200.0,
-    samples_per_second=60_000.0,
-)
-STEP = StepReport(
-    loss=math.nan,
-    terms={"fit": -math.inf, "size": 2.0},
-    weights={"fit": 0.0, "size": 3.0},
-    rows=3,
-    micro_batches=2,
-    grad_norm=math.nan,
-    updated=False,
-)
+VALUES: Any = {"validation": {"loss": math.inf, "accuracy": 0.5}, "seconds": 200.0, "learning_rate": 1e-4}
+NOWHERE = EpochReport(epoch=12, updates=6, loss=math.nan, samples_per_second=60_000.0, **VALUES)
+TERMS: Any = {"terms": {"fit": -math.inf, "size": 2.0}, "weights": {"fit": 0.0, "size": 3.0}}
+STEP = StepReport(loss=math.nan, rows=3, micro_batches=2, grad_norm=math.nan, updated=False, **TERMS)
 
 
 def strict(path: Path, *, whole: bool = False) -> list[dict[str, Any]]:
     """The lines of a log (the `whole` ones), read as strictly as other programs do: NaN is no JSON."""
-
     lines = path.read_text().splitlines(keepends=True)
     return [
         json.loads(line, parse_constant=pytest.fail) for line in lines if line.endswith("\n") or not whole
@@ -188,3 +181,81 @@ def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -
     *kept, start = (tmp_path / "elsewhere").read_text().splitlines(keepends=True)
     assert "".join(kept) == foreign
     assert json.loads(start)["event"] == "start"
+
+
+# ---- the progress bar
+
+CPU = torch.device("cpu")
+
+
+def make_console() -> Console:
+    return Console(file=StringIO(), force_terminal=True, width=120, legacy_windows=False, _environ={})
+
+
+def written(console: Console) -> str:
+    """What is there at the end, when the cursor is back."""
+    assert isinstance(console.file, StringIO)
+    found = console.file.getvalue()
+    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l")
+    return re.sub(r"\x1b\[\??[\d;]*[A-Za-z]", "", found)
+
+
+def test_terminal_shows_loss_throughput_and_memory_and_a_line_for_each_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "current_bytes", lambda device: 3 * 2**20)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
+    console, done = make_console(), replace(NOWHERE, validation={"accuracy [top 5]": 0.75})
+    bar = ProgressBar(CPU, console)
+    bar.start(replace(COURSE, done_epochs=1, done_updates=3))
+    bar.step(replace(STEP, loss=0.5, updated=True))
+    bar.step(STEP)  # has no loss to show
+    bar.epoch(replace(done, epoch=2))
+    bar.stop()
+    shown = written(console)
+    assert re.search(r"5/6.*loss 0\.5000  [\d,]+ samples/s  3\.0 MiB", shown)
+    assert str(replace(done, epoch=2)) in shown
+    assert "epoch 2/2" in shown
+
+
+@pytest.mark.parametrize("event", [("start", 1), ("step", UPDATES + 2), ("epoch", 1), ("stop", 1)], ids=str)
+def test_bar_is_stopped_where_a_training_is_broken_off(event: tuple[str, int]) -> None:
+    console = make_console()
+    bar = ProgressBar(CPU, console)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(watchers=[bar, Diary(event, raising(KeyboardInterrupt()))]).fit(epochs=2)
+    assert written(console)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_trainer_shows_a_bar_unless_told_not_to(shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = make_trainer(progress=shown).fit(epochs=2)
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()) == ("", [str(report) for report in reports if shown])
+
+
+def test_bar_moves_no_random_state_not_even_by_the_first_import_of_rich(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = random.getstate()
+    ProgressBar(CPU)
+    assert random.getstate() == before
+
+
+def test_bytes_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = current_bytes(CPU)
+    held = torch.ones(2**25)  # 128 MiB, written to, so that they are really there
+    grown = current_bytes(CPU) - before
+    assert held.nbytes / 2 < grown < held.nbytes * 2
+    assert peak_bytes(CPU) >= held.nbytes
+
+    def missing(*args: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(progress, "open", missing, raising=False)
+    assert current_bytes(CPU) == peak_bytes(CPU)  # where no file tells the bytes in use
+    tells = SimpleNamespace(memory_allocated=lambda device: 5, max_memory_allocated=lambda device: 6)
+    monkeypatch.setattr(torch, "cuda", tells)
+    assert (current_bytes(torch.device("cuda")), peak_bytes(torch.device("cuda"))) == (5, 6)
