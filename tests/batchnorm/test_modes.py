@@ -59,9 +59,6 @@ def cut_error(model: nn.Module) -> float:
     return relative_error(recorder.gradients, expected.gradients)
 
 
-# ---- found
-
-
 def test_training_meets_and_evaluation_does_not() -> None:
     norms = [nn.BatchNorm1d(4), nn.BatchNorm3d(4), nn.SyncBatchNorm(4), nn.LazyBatchNorm2d(), Scaled(4)]
     others = [nn.InstanceNorm2d(4, track_running_stats=True), nn.GroupNorm(2, 4), nn.LayerNorm(4)]
@@ -91,9 +88,6 @@ def test_what_is_refused_is_named_with_the_ways_out() -> None:
     assert names_of_batch_norms(several, list(several)) == "0, 1, 2 and 17 more"
     assert names_of_batch_norms(several, list(several)[:3]) == "0, 1, 2"
     assert names_of_batch_norms(model, [nn.BatchNorm3d(2), model]) == "BatchNorm3d, Image"
-
-
-# ---- frozen
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -126,9 +120,6 @@ def test_without_running_statistics_nothing_can_be_frozen() -> None:
     assert norms[0].training
 
 
-# ---- the choice
-
-
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -142,9 +133,6 @@ def test_other_choices_are_refused(choice: object, message: str) -> None:
         check_batch_norm(sound)
     with pytest.raises(PlanError, match=message):
         check_batch_norm(choice)
-
-
-# ---- converted
 
 
 def test_a_cut_is_exact_after_it_and_was_not_before() -> None:

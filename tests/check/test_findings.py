@@ -12,8 +12,6 @@ from anybatch import Terms, Total, check
 from anybatch.testing import Perceptron
 from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
 
-# ---- state
-
 
 class Remembering(nn.Module):
     """Keeps what it met: averaged and added up in saved buffers, counted in others."""
@@ -60,9 +58,6 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     shared = Averaged()
     shared.memory = model[0]
     assert kinds(model, Terms(shared), rows())[1:] == [("buffer", "0 (Remembering)")]
-
-
-# ---- modules
 
 
 def leaving(x: Tensor) -> Tensor:
@@ -116,9 +111,6 @@ def test_what_cannot_be_explained_is_said() -> None:
     assert (report.error, report.loss_error) == (math.inf, math.inf)
 
 
-# ---- padding
-
-
 @pytest.mark.parametrize("is_masked", [True, False])
 def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     """It cannot be cut off, so that other content is put there."""
@@ -140,9 +132,6 @@ def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     assert kinds(Fixed(), loss, batch) == ([] if is_masked else [("padding", "the model (Fixed)")])
 
 
-# ---- samples
-
-
 @pytest.mark.parametrize("is_noisy", [False, True])
 def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
     samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
@@ -156,9 +145,6 @@ def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> N
     assert report.exact, str(report)
     assert [("random" in note) for note in report.notes] == [True] * is_noisy
     assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy
-
-
-# ---- gradients next to nothing
 
 
 def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None:

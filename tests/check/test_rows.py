@@ -26,9 +26,6 @@ def test_closeness_minds_infinities_and_huge_fill_values() -> None:
     assert is_close(huge, huge.clone(), 0.0)
 
 
-# ---- which rows are chosen
-
-
 def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
     leaf[rows] = value
     return leaf
@@ -46,9 +43,6 @@ def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
 )
 def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare: range) -> None:
     assert set(rare) & set(choose(signatures((torch.randn(300, 20), leaf), None), 4))
-
-
-# ---- where padding is
 
 
 LENGTHS = torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])
@@ -103,9 +97,6 @@ def test_refilled_rows_differ_in_padded_places_alone() -> None:
         assert not (other[name][~MASK] == batch[name][~MASK]).any()
     assert other["labels"].equal(TOKENS)
     assert other["mask"].equal(MASK)
-
-
-# ---- what may be a denominator
 
 
 LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])

@@ -79,9 +79,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-# ---- what is found
-
-
 def test_function_of_the_current_directory(here: str) -> None:
     path = list(sys.path)
     found = target.find(f"{here}:net", "digits")
@@ -115,9 +112,6 @@ def test_refusals_say_what_came(here: str, name: str, words: str) -> None:
     assert words in str(error.value)
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         target.find(f"{here}_late:f", "digits")
-
-
-# ---- as commands
 
 
 def test_check_says_exact_and_only_then_returns_0(here: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,9 +154,6 @@ def test_json_is_all_that_is_printed_whatever_the_target_prints(
     assert json.loads(printed)
     code, printed, _ = run(capsys, command, f"{here}:endless", "--json")
     assert (code, json.loads(printed)) == (130, {"error": "interrupted"})
-
-
-# ---- what is planned
 
 
 def planned(*arguments: str) -> tuple[dict[str, Any], str]:

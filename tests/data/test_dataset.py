@@ -51,9 +51,6 @@ def test_both_sides_of_a_split_are_alike(changes: dict[str, Any]) -> None:
     assert len(Split(train=make(rows=4), test=make()).train) == 4
 
 
-# ---- normalising
-
-
 def draw_images(rows: int, seed: int) -> Tensor:
     """Three channels of very different brightness."""
     generator = torch.Generator().manual_seed(seed)
@@ -84,9 +81,6 @@ def test_a_channel_of_one_level_becomes_zero() -> None:
     assert bool(test.isfinite().all())
 
 
-# ---- validation rows
-
-
 @given(st.integers(2, 60), st.integers(0, 9), st.sampled_from([-0.5, 0.0, 0.1, 0.25, 0.5, 0.9, 1.0, 1.5]))
 def test_held_out_rows_are_the_rest(rows: int, seed: int, fraction: float) -> None:
     if not 0 < round(rows * fraction) < rows:
@@ -102,9 +96,6 @@ def test_held_out_rows_are_the_rest(rows: int, seed: int, fraction: float) -> No
         assert torch.equal(own, own.sort().values)
         assert torch.equal(part.targets, own.long() % 3)
         assert torch.equal(part.inputs, own.view(-1, 1, 1, 1).expand(-1, 1, 2, 2))
-
-
-# ---- the digits of scikit-learn
 
 
 @pytest.fixture(scope="module")

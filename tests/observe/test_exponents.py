@@ -107,9 +107,6 @@ def test_sparse_gradients_are_counted_and_a_precision_that_stores_otherwise_is_r
         gradient_exponents(step, batch, precision="fp16-true")
 
 
-# ---- the picture
-
-
 def record(counts: dict[int, int], zeros: int = 0) -> Exponents:
     fates = dict.fromkeys(LAYOUTS, Fates(normal=sum(counts.values()), subnormal=0, vanish=0, overflow=0))
     return Exponents(counts=counts, zeros=zeros, not_finite=0, fates=fates, scale=1.0, precision="float32")

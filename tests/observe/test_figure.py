@@ -51,9 +51,6 @@ def test_without_matplotlib_it_is_said_what_to_install(monkeypatch: pytest.Monke
         new_figure(1, 1)
 
 
-# ---- memory
-
-
 def test_only_owners_with_bytes_are_drawn_each_in_its_colour(tmp_path: Path) -> None:
     assert set(COLOURS) == set(OWNERS)
     assert len(set(COLOURS.values())) == len(OWNERS)

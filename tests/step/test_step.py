@@ -18,8 +18,6 @@ from anybatch.testing import (
 )
 from tests.snapshots import make_batch, make_step
 
-# ---- which batches it takes
-
 X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))
 
@@ -65,18 +63,12 @@ def test_batches_of_every_form_are_exact_in_every_cut(batch: Any, micro_batch: i
     assert report.rows == report.weights["loss"] == 10
 
 
-# ---- how it cuts them
-
-
 def test_plan_says_how_a_batch_will_be_cut() -> None:
     step = make_step(micro_batch=4, clip_norm=2.0, accumulate=torch.float64, compensated=True)
     settings = {"clip_norm": 2.0, "accumulate": "float64", "compensated": True, "batch_norm": "micro"}
     assert step.plan(100) == Plan(rows=100, micro_batch=4, **settings)
     for rows, count in ((3, 1), (4, 1), (10, 3)):
         assert step(make_batch(rows=rows)).micro_batches == step.plan(rows).micro_batches == count
-
-
-# ---- what it reads anew at every step
 
 
 def test_several_optimizers_make_one_update_each() -> None:

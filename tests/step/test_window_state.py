@@ -77,9 +77,6 @@ def test_sparse_sums_keep_their_parts() -> None:
     assert changes(snapshot(step), snapshot(other)) == []
 
 
-# ---- what does not fit
-
-
 def other_values(step: Step) -> None:
     with torch.no_grad():
         step.model[0].weight[0, 0] += 1e-6

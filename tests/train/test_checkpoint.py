@@ -48,9 +48,6 @@ def trip(folder: Path, **progress: Any) -> dict[str, Any]:
     return load(folder / "trip").progress
 
 
-# ---- values
-
-
 @given(NESTED)
 def test_nested_values_come_back_with_their_types(folder: Path, value: Any) -> None:
     found = trip(folder, value=value)["value"]
@@ -106,9 +103,6 @@ def test_a_value_that_needs_pickle_is_refused_with_its_place(tmp_path: Path, val
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- models
-
-
 class Tied(nn.Module):
     """Two names for one weight, a buffer, and a state that is no tensor."""
 
@@ -151,7 +145,6 @@ def test_the_header_is_json_for_everyone(tmp_path: Path) -> None:
     assert document["progress"].keys() == {"best", "loss"}
 
 
-# ---- going on
 def two_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
     return [{"params": list(model[0].parameters()), **options}, {"params": list(model[1:].parameters())}]
 

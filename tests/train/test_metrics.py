@@ -52,8 +52,6 @@ def outputs() -> Tensor:
         return Perceptron(3, 4).double()(X)
 
 
-# ---- exact on every cut
-
 LOSSES: dict[str, Callable[..., Any]] = {
     "mean": nn.CrossEntropyLoss(),
     "sum": nn.CrossEntropyLoss(reduction="sum"),
@@ -108,9 +106,6 @@ def test_each_named_term_is_divided_by_its_own_weight(micro_batch: int) -> None:
     assert math.isnan(found.pop("other"))
     assert list(found) == list(expected)
     assert relative_error([*found.values()], [*expected.values()]) <= LIMIT
-
-
-# ---- metrics
 
 
 def test_metrics_are_added_up_and_divided_in_double() -> None:
@@ -194,9 +189,6 @@ def test_one_forward_per_micro_batch_and_all_as_before(collated: bool, fails: bo
     with same_as_before(step), pytest.raises(ZeroDivisionError) if fails else nullcontext():
         evaluate(step, rows, {"one": metric, "two": accuracy}, micro_batch=4, batch_size=4)
     assert (met, len(forwards)) == ([4, 4, 3], 3)
-
-
-# ---- the loss over an epoch
 
 
 @pytest.mark.parametrize("size", [1, 4, 11])
