@@ -1,4 +1,4 @@
-"""Before the first cut a few rows must give the same loss and gradient in every cut."""
+"""Before the first cut a few rows must give the same loss and gradient for every split."""
 
 import random
 from collections.abc import Callable
@@ -96,7 +96,7 @@ def test_rows_that_meet_in_the_model_are_refused(meeting: Any, loss: Any, micro_
 
 
 def test_only_the_gradient_may_tell() -> None:
-    """The value of the loss is the same in every cut."""
+    """The value of the loss is the same for every split."""
 
     class Crossed(torch.autograd.Function):
         @staticmethod
@@ -118,10 +118,32 @@ def test_a_wrong_weight_is_refused_where_the_batch_is_cut(loss: Any, micro_batch
     model, batch = Perceptron(4, 3), make_batch()
     step = make(model, loss, micro_batch)
     for _ in range(2):  # and it stays refused
-        with same_as_before(step), pytest.raises(LossError, match=rf"{loss.__name__} in .*check=False"):
+        with (
+            same_as_before(step),
+            pytest.raises(LossError, match=rf"{loss.__name__} for every split.*check=False"),
+        ):
             step(batch)
     for allowed in ({"micro_batch": None}, {"check": False}):
         assert make(model, loss, **allowed)(make_batch(12)).updated
+
+
+class Queue(nn.Module):
+    """Keeps its last outputs and computes with them, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("queue", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        self.queue = self.queue + out.detach().sum(0)
+        return out * self.queue
+
+
+def test_a_refusal_says_what_is_likely() -> None:
+    with pytest.raises(LossError, match="The forward changes 'queue'"):
+        look(nn.CrossEntropyLoss(), model=Queue())
 
 
 def test_a_wrong_term_is_named() -> None:
@@ -137,11 +159,15 @@ def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
         look(loss, batch=(make_batch()[0],), model=Meeting(MEETINGS["mean"]))
     samples = list(zip(*make_batch(), strict=True))
     look(by_labels, batch=samples, collate=torch.utils.data.default_collate)
-    with pytest.raises(LossError, match="in every cut"):
+    with pytest.raises(LossError, match="padded places"):
         look(by_rows, batch=samples, collate=torch.utils.data.default_collate)
     window = make(Meeting(MEETINGS["mean"]), nn.CrossEntropyLoss(), None).window()
     window.add(make_batch())  # alone it is no cut
     with pytest.raises(LossError, match="Rows meet"):
+        window.add(make_batch())
+    window = make(Perceptron(4, 3), mean_of_means, None).window()
+    window.add(make_batch(1))  # a single row tells nothing
+    with pytest.raises(LossError, match="for every split"):
         window.add(make_batch())
 
 
