@@ -16,10 +16,10 @@ from tests.snapshots import make_batch
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
 
 
-def make(**options: Any) -> Step:
+def make(loss: Any = F.mse_loss, **options: Any) -> Step:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.5), **options)
+    return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **options)
 
 
 # ---- attributes
@@ -138,7 +138,7 @@ def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
 
 
 def test_a_step_and_its_report_are_shown_on_a_line() -> None:
-    step = make(micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
+    step = make(nn.MSELoss(), micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
     report = step((X, Y))
     shown = "Step(Linear, MSELoss, SGD, 8 trained parameters, micro_batch=3, memory=None, "
     assert repr(step) == f"{shown}precision='bf16-mixed', 1 update made)"
@@ -194,8 +194,7 @@ def count(model: nn.Module, micro: Any) -> Total:
     ],
 )
 def test_a_list_of_dicts_is_no_rows_without_a_collate(batch: Any, is_taken: bool) -> None:
-    model = nn.Linear(3, 2)
-    step = Step(model, count, torch.optim.SGD(model.parameters(), lr=0.5))
+    step = make(count)
     if is_taken:
         assert step(batch).updated
         return
@@ -216,8 +215,7 @@ def test_samples_with_labels_go_through_a_collate() -> None:
     def collate(samples: list[Any]) -> Any:
         return torch.stack([x for x, _ in samples]), [label for _, label in samples]
 
-    model = nn.Linear(3, 2)
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), collate=collate, micro_batch=3)
+    step = make(loss, collate=collate, micro_batch=3)
     step(list(zip(X, in_a_list(4), strict=True)))
     assert met[-2:] == [3, 1]
 

@@ -86,32 +86,26 @@ def own(model: nn.Module, micro: Any) -> Any:
     raise AssertionError
 
 
-OPTIONS: dict[str, tuple[Any, str]] = {
-    "precision": ("bf16-mixed", "precision float32 there and bf16-mixed here"),
-    "non_finite": ("drop", "non_finite raise there and drop here"),
-    "compensated": (True, "compensated False there and True here"),
-    "accumulate": (torch.float64, "accumulate auto there and float64 here"),
-    "batch_norm": ("frozen", "batch_norm micro there and frozen here"),
-    "loss": (own, r"loss CrossEntropyLoss\(.* there and own\(\) here"),
-}
+def freeze(step: Step) -> None:
+    step.model[0].requires_grad_(False)
+
+
+def reshape(step: Step) -> None:
+    step.model[4].bias.data = torch.zeros(7)
+
+
+SUM = nn.CrossEntropyLoss(reduction="sum")
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[Step], object], str]] = {
-    **{name: ({name: value}, id, words) for name, (value, words) in OPTIONS.items()},
-    "reduction": (
-        {"loss": nn.CrossEntropyLoss(reduction="sum")},
-        id,
-        "reduction='mean'.* there and .*reduction='sum'",
-    ),
+    "precision": ({"precision": "bf16-mixed"}, id, "precision float32 there and bf16-mixed here"),
+    "non_finite": ({"non_finite": "drop"}, id, "non_finite raise there and drop here"),
+    "compensated": ({"compensated": True}, id, "compensated False there and True here"),
+    "accumulate": ({"accumulate": torch.float64}, id, "accumulate auto there and float64 here"),
+    "batch_norm": ({"batch_norm": "frozen"}, id, "batch_norm micro there and frozen here"),
+    "loss": ({"loss": own}, id, r"loss CrossEntropyLoss\(.* there and own\(\) here"),
+    "reduction": ({"loss": SUM}, id, "reduction='mean'.* there and .*reduction='sum'"),
     "terms": ({"loss": TERMS}, id, r"coefficients {} there and {'size': 0.5} here"),
-    "frozen": (
-        {},
-        lambda step: step.model[0].requires_grad_(False),
-        r"parameters \['0.weight float32 \(5, 3\)', .* there and \['1.weight",
-    ),
-    "shape": (
-        {},
-        lambda step: setattr(step.model[4].bias, "data", torch.zeros(7)),
-        r"4.bias float32 \(4,\) there and 4.bias float32 \(7,\) here",
-    ),
+    "frozen": ({}, freeze, r"parameters \['0.weight float32 \(5, 3\)', .* there and \['1.weight"),
+    "shape": ({}, reshape, r"4.bias float32 \(4,\) there and 4.bias float32 \(7,\) here"),
     "values": ({}, other_values, r"others in 1 of 7, the first of them 0.weight float32 \(5, 3\)"),
 }
 
