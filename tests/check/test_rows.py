@@ -121,6 +121,7 @@ BATCH = {
         ("micro['mask'].sum()", 6),
         ("(~micro['mask']).sum()", 3),
         ("weight[micro['labels'][micro['labels'] >= 0]].sum()", 4 + 2 + 3 + 1 + 2 + 3),
+        ("weight[micro['picked']].sum()", 7 * 2 + 2 * 1),
         ("(~micro['reach'].isnan()).sum()", 2),
         ("(micro['lengths'] - 1).sum()", 3),
         ("(micro['mask'] * micro['picked']).sum()", 4),
