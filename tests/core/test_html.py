@@ -10,6 +10,7 @@ from torch import nn
 
 import anybatch as ab
 from anybatch.core import html_table
+from tests.check.conftest import unhurried as unhurried
 
 
 class Page(HTMLParser):
