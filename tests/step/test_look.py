@@ -155,8 +155,9 @@ def test_a_wrong_term_is_named() -> None:
 def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
     loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
     look(loss, batch=(make_batch()[0],))
-    with pytest.raises(LossError, match="Rows meet"):
-        look(loss, batch=(make_batch()[0],), model=Meeting(MEETINGS["mean"]))
+    for micro_batch in (3, 4, 6):
+        with pytest.raises(LossError, match="Rows meet"):
+            look(loss, batch=(5 * make_batch()[0],), model=Meeting(MEETINGS["mean"]), micro_batch=micro_batch)
     samples = list(zip(*make_batch(), strict=True))
     look(by_labels, batch=samples, collate=torch.utils.data.default_collate)
     with pytest.raises(LossError, match="padded places"):
