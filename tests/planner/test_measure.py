@@ -111,7 +111,7 @@ def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
 class Asking(torch.optim.SGD):
     """Wants a value that only a real step has."""
 
-    def step(self, closure: object = None) -> None:  # pyright: ignore
+    def step(self, closure: object = None) -> None:
         1 / (self.param_groups[0]["params"][0].grad.max().item() - 1)
 
 
