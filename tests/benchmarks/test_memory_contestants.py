@@ -3,16 +3,7 @@
 import torch
 from torch import nn
 
-from benchmarks.memory_contestants import (
-    IGNORE,
-    ROWS,
-    UPDATES,
-    Job,
-    Tally,
-    planned,
-    rows_of,
-    surviving,
-)
+from benchmarks.memory_contestants import IGNORE, ROWS, UPDATES, Job, Tally, planned, rows_of, surviving
 
 
 class Words(nn.Module):
@@ -20,16 +11,15 @@ class Words(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7)
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         scores = self.head(self.embed(input_ids)).flatten(0, 1)
         return {"loss": nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE)}
 
 
-def job(num_bytes: int = 2**30) -> Job:
-    return Job(build=Words, rows=rows_of(7), num_bytes=num_bytes, tally=Tally())
+def job() -> Job:
+    return Job(build=Words, rows=rows_of(7), num_bytes=2**30, tally=Tally())
 
 
 def test_ours_make_every_update() -> None:

@@ -1,6 +1,5 @@
 """Faults in models: what fills short rows up is seen by the rest."""
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,28 +19,23 @@ from tests.probe_corpus.case import (
 FAULTS = Corpus()
 
 
-def attentive(model: Any, words: Tensor, mask: Tensor, *, is_inverted: bool = False) -> Tensor:
-    """Takes the mask and forgets it, or passes it on the wrong way round."""
-    x, hidden = model.embedding(words), None
-    if is_inverted:
-        hidden = mask.bool().clone()
-        hidden[:, -1] = False  # so that a row without padding has something to look at
-    return model.head(x + model.attention(x, x, x, key_padding_mask=hidden, need_weights=False)[0])
-
-
 def attention(*, is_inverted: bool = False) -> nn.Module:
-    forward = partial(attentive, is_inverted=is_inverted)
+    """Takes the mask and forgets it, or passes it on the wrong way round."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        x, hidden = model.embedding(words), None
+        if is_inverted:
+            hidden = mask.bool().clone()
+            hidden[:, -1] = False  # so that a row without padding has something to look at
+        return model.head(x + model.attention(x, x, x, key_padding_mask=hidden, need_weights=False)[0])
+
     return Words(forward, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
 
 
 def pooled(padding_idx: int | None = None) -> nn.Module:
     """The mean over all places, padded ones included."""
-    return Words(
-        lambda model, words, mask: model.head(model.layer(model.embedding(words)).tanh().mean(dim=1)),
-        CLASSES,
-        padding_idx=padding_idx,
-        layer=nn.Linear(WIDTH, WIDTH),
-    )
+    mean = lambda model, words, mask: model.head(model.layer(model.embedding(words)).tanh().mean(1))  # noqa: E731
+    return Words(mean, CLASSES, padding_idx=padding_idx, layer=nn.Linear(WIDTH, WIDTH))
 
 
 def last_state() -> nn.Module:
