@@ -31,6 +31,7 @@ OTHER: list[BaseException] = [
     ValueError("out of memory"),
     KeyboardInterrupt(),
     RuntimeError("CUDA error: device-side assert triggered"),
+    RuntimeError("could not create a primitive descriptor for an LSTM forward propagation primitive"),
     RuntimeError("replay memory: unable to allocate slot 7 of 8"),
 ]
 

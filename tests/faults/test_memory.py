@@ -77,7 +77,7 @@ def test_one_row_that_does_not_fit_is_an_error_and_nothing_is_changed() -> None:
     ("loss", "refused", "said"),
     [
         (None, {2, 3}, r"BatchNorm \(1\) takes"),
-        (bare, {2, 120}, "in every cut"),  # between the two tries a few rows are looked at
+        (bare, {2, 120}, "for every split"),  # between the two tries a few rows are looked at
     ],
 )
 def test_where_rows_meet_no_smaller_cut_is_chosen(loss: Any, refused: set[int], said: str) -> None:

@@ -119,8 +119,30 @@ def test_only_the_gradient_may_tell() -> None:
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])
 @pytest.mark.parametrize("loss", [by_rows, mean_of_means, broadcast])
 def test_a_wrong_weight_is_refused(loss: Any, micro_batch: int) -> None:
-    with pytest.raises(LossError, match="in every cut"):
+    with pytest.raises(LossError, match="for every split"):
         look(loss, micro_batch=micro_batch)
+
+
+class Queue(nn.Module):
+    """Keeps its last outputs and computes with them, as MoCo does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+        self.register_buffer("queue", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.body(x)
+        self.queue = self.queue + out.detach().sum(0)
+        return out * self.queue
+
+
+def test_a_refusal_says_what_is_likely() -> None:
+    with pytest.raises(LossError, match="The forward changes 'queue'"):
+        look(nn.CrossEntropyLoss(), model=Queue())
+    samples = list(zip(*make_batch(), strict=True))
+    with pytest.raises(LossError, match="padded places"):
+        look(by_rows, batch=samples, collate=torch.utils.data.default_collate)
 
 
 def test_a_wrong_term_is_named() -> None:
@@ -132,7 +154,7 @@ def test_a_wrong_term_is_named() -> None:
 def test_samples_are_looked_at_too() -> None:
     samples = list(zip(*make_batch(), strict=True))
     look(by_labels, batch=samples, collate=torch.utils.data.default_collate)
-    with pytest.raises(LossError, match="in every cut"):
+    with pytest.raises(LossError, match="for every split"):
         look(by_rows, batch=samples, collate=torch.utils.data.default_collate)
 
 

@@ -139,12 +139,12 @@ def test_a_loss_that_does_not_add_up_is_refused_before_the_first_update() -> Non
     step = Step(model, mean_of_means, optimizer, micro_batch=3)
     before = snapshot(step)
     for _ in range(2):  # and it stays refused
-        with pytest.raises(LossError, match=r"mean_of_means in every cut.*check=False"):
+        with pytest.raises(LossError, match=r"mean_of_means for every split.*check=False"):
             step((X, Y))
         assert changes(before, snapshot(step)) == []
     window = Step(model, mean_of_means, optimizer).window()
     window.add((X[:1], Y[:1]))  # a single row tells nothing
-    with pytest.raises(LossError, match="in every cut"):
+    with pytest.raises(LossError, match="for every split"):
         window.add((X[1:], Y[1:]))
     window.discard()
     assert Step(model, mean_of_means, optimizer)((X, Y)).updated  # uncut, nothing is added up

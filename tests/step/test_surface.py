@@ -38,7 +38,7 @@ def test_attributes_of_a_step_and_a_window_are_only_read(name: str) -> None:
     with step.window() as window:
         window.add((X, Y))
         for wrong in (name, "rows"):
-            with pytest.raises(AttributeError, match="only read"):
+            with pytest.raises(AttributeError):
                 setattr(window, wrong, 1)
         assert window.rows == 4
 

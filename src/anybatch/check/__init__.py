@@ -1,4 +1,4 @@
-"""The self-test: split equals whole on your own model, or the place where it breaks."""
+"""The self-test: does every split give the same result on your model, and if not, why."""
 
 from anybatch.check.check import CheckReport, check, refuse_without_data
 from anybatch.check.copies import named_parameters

@@ -1,4 +1,4 @@
-"""The self-test: split equals whole on your own model, loss and rows, or the place where it breaks."""
+"""The self-test: does every split give the same result on your model, loss and rows, and if not, why."""
 
 import json
 import math
@@ -38,20 +38,20 @@ _NOT_PROVEN = "This does not say that the weight (what the loss is divided by) i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-        exact: every cut gave the gradient, the loss and the saved buffers of the whole batch, and nothing
+        exact: whether every split gave the gradient, loss and saved buffers of the whole batch, and nothing
             else was found.
-        error: largest relative error of the gradient; infinite where a cut did not come to its end.
+        error: largest relative error of the gradient. Infinite if a split failed.
         loss_error: largest relative error of the loss.
-        rows: rows that were checked on.
-        cuts: how they were cut, as in ("3+3+2", "5+3", "1 by 1").
-        dtype: what the model ran in.
-        limit: the largest error that counts as rounding.
-        findings: where it breaks; empty if exact.
-        notes: what else is to be known.
-        seconds: how long it took.
+        rows: number of rows checked.
+        cuts: how they were split, as in ("3+3+2", "5+3", "1 by 1").
+        dtype: dtype of the model during the check.
+        limit: largest error that counts as rounding.
+        findings: causes of differences. Empty if exact.
+        notes: further remarks.
+        seconds: duration of the check.
     """
 
     exact: bool
@@ -109,31 +109,30 @@ def check(
     batch_norm: BatchNormChoice | None = None,
     seed: int = 0,
 ) -> CheckReport:
-    """Prove on a few rows that a step gives the same however the batch is cut, or name what prevents it.
+    """Test on a few rows whether a step gives the same result for every split, and name the cause if not.
 
-    A copy of the model, in float64 where it runs in it, makes a step over the whole rows and over the same
-    rows in several cuts. Random draws are replayed, so that dropout gives a row the same mask in each. Where
-    gradient or loss differ, modules and terms are taken apart until the innermost that differs is found.
-    Where rows are padded, they are cut without their padding too. Model, loss, batch and all random states
-    stay as they are.
+    The test runs on a copy of the model, in float64 if the model can. It compares a step on all rows at once
+    with steps on the same rows in several splits. Random numbers are replayed, so that dropout gives each row
+    the same mask. If gradient or loss differ, it searches for the innermost module or term that differs.
+    Padded rows are also tried without their padding. Model, loss, batch and random state are not changed.
 
     Args:
-        model: as for `anybatch.Step`, in the mode that is to be checked (training, most often).
-        loss: as for `anybatch.Step`; also a function `(model, micro)` that returns a bare mean, for which the
-            right denominator is looked for.
-        batch: as for `anybatch.Step`, at least 2 rows. Rows that differ in length and class say most.
+        model: as for `anybatch.Step`, in the mode to check (usually training).
+        loss: as for `anybatch.Step`. May also be a function `(model, micro)` that returns a plain mean: then
+            the check searches for its denominator.
+        batch: as for `anybatch.Step`, at least 2 rows. Use rows of different lengths and classes.
         collate: as for `anybatch.Step`.
-        micro_batch: a size to be tried besides those that are tried anyway.
-        rows: how many rows to check on; by default 8, or as many as take a few seconds.
-        batch_norm: "frozen" if steps will freeze it. Otherwise each BatchNorm in training mode is a meeting.
-        seed: where random streams start.
+        micro_batch: another size to try.
+        rows: rows to check on. By default 8, or as many as take a few seconds.
+        batch_norm: "frozen" if steps will use it. Otherwise each BatchNorm in training mode is a finding.
+        seed: seed of the random numbers.
 
     Returns:
-        What was found, in plain words when printed.
+        The report. Print it to read it.
 
     Raises:
-        BatchError, LossError, PlanError: what a step would refuse in every cut.
-        Exception: whatever the model or the loss raises on the whole rows.
+        BatchError, LossError, PlanError: a step would refuse these rows in every split.
+        Exception: whatever the model or the loss raises on all rows at once.
 
     Example:
         >>> import torch

@@ -132,18 +132,14 @@ class TensorBatch(Batch):
         [[0, 1], [2, 3], [4]]
     """
 
-    __slots__ = ("_nest", "given", "rows", "whole")
+    __slots__ = ("_nest", "given", "leaves", "rows", "whole")
 
     def __init__(self, value: object) -> None:
         self._nest = tree.flatten(value)
+        self.leaves: tuple[Tensor, ...] = self._nest.leaves  # in order of the nest
         self.rows = _common_rows(self._nest, value)
         self.given: Any = value
         self.whole: Any = value
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors, in order of the nest."""
-        return self._nest.leaves
 
     @property
     def like(self) -> Hashable:

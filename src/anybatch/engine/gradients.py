@@ -3,8 +3,9 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -335,6 +336,8 @@ def _add_together(
     """Add gradients in one go, if they are of the same parameters and kinds as the sums; whether so."""
     if len(sums) != len(gradients) or not all(map(is_, sums, parameters)):  # hashing parameters takes long
         return False
+    if any(map(is_, gradients, repeat(None))):
+        return False
     totals = [*sums.values()]
     kinds = [*map(_kind, totals)]
     if not _PLAIN.issuperset(kinds) or [*map(_kind, gradients)] != kinds:
@@ -345,10 +348,7 @@ def _add_together(
 
 
 _gradient_of: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
-
-
-def _kind(tensor: Tensor | None) -> object:
-    return tensor is not None and (tensor.dtype, tensor.layout)
+_kind: Callable[[Any], object] = attrgetter("dtype", "layout")
 
 
 # What torch adds in one go, whatever its strides. Complex tensors may be conjugated lazily.

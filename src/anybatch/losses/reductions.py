@@ -40,13 +40,15 @@ class Kind:
 
     def keeps_rows_apart(self, arguments: Arguments) -> bool:
         """Whether row i meets row i only: torch broadcasts from the last axis, rows are the first."""
+        is_compared = self.broadcasts or (self.arguments == 3 and not self.counted)
+        if not is_compared and isinstance(arguments[0], Tensor):  # most often, and quickly told
+            return arguments[0].dim() >= self.axes
         first, *others = [one for one in arguments if isinstance(one, Tensor)] or [torch.ones(1, 1, 1)]
         if first.dim() < self.axes:
             return False
         if self.broadcasts and others and first.dim() != others[0].dim():
             # A model that squeezes has dropped the axis of a single row; one of size 1 may be another axis.
             return 1 not in first.shape and (1, *first.shape) == others[0].shape
-        is_compared = self.broadcasts or (self.arguments == 3 and not self.counted)
         return not is_compared or all(one.shape[:1] == first.shape[:1] for one in others)
 
 

@@ -1,13 +1,15 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import Batch, BudgetError, PlanError
@@ -201,12 +203,13 @@ def whole_number(micro_batch: object) -> int | None:
 
 
 _NOTHING = nullcontext()
+_dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 _LOOKS = 3  # some batches tell nothing
 
 
 def _kind(batch: Batch) -> Hashable:
     """Dtypes and numbers of dimensions: rows of another length are not looked at again."""
-    return tuple([(leaf.dtype, leaf.dim()) for leaf in getattr(batch, "leaves", ())])
+    return tuple(map(_dtype_and_axes, getattr(batch, "leaves", ())))
 
 
 def _at_least_one(rows: object) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import Batch, LossError, OutOfMemoryError
+from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ModelLoss, ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
@@ -71,7 +72,7 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
 
 def _look(task: Task, few: Batch, plan: Plan, most: int) -> bool:
     # A loss over all rows may pair them by their places.
-    first, *others = _cuts(few.rows, most, is_mixed=not isinstance(task.loss, WholeBatch))
+    first, *others = dict.fromkeys(_cuts(few.rows, most, is_mixed=not isinstance(task.loss, WholeBatch)))
     is_own = isinstance(task.loss, ModelTerms)
     whole = _outcome(task, few, plan, first)
     if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
@@ -102,10 +103,9 @@ def _look(task: Task, few: Batch, plan: Plan, most: int) -> bool:
         if not (found := _differ(whole, parts, *sound)):
             return False
         raise LossError(
-            f"Expected the same loss and gradient from {_name(task)} in every cut, got {found} from "
-            f"{few.rows} rows as {first} and as {cut}. Rows meet in the model or the loss (ab.WholeBatch), "
-            "or a weight is not what its sum is divided by. ab.check(model, loss, batch) names the place; "
-            "Step(check=False) skips this."
+            f"Expected the same loss and gradient from {_name(task)} for every split, got {found} for "
+            f"{few.rows} rows as {first} and as {cut}. {_cause(few, whole.moved)} "
+            "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
         )
     return told
 
@@ -164,6 +164,7 @@ class _Outcome(Observer):
         order = range(few.rows)
         rows = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few.copied()
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
+        self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
         self._has_drawn = False
         try:
@@ -181,6 +182,8 @@ class _Outcome(Observer):
         """Keep what shows a difference, in little memory."""
         self._draws.is_watching = False
         self._has_drawn = any(pickle.dumps(read()) != found for read, found in self._streams)
+        now = _versions(self._model)
+        self.moved = next((name for name, one in now.items() if self._versions.get(name) != one), "")
         self.gradients = {name: _sketch(value.detach()) for name, value in gradients.items()}
 
     @property
@@ -286,6 +289,22 @@ def _sketch(gradient: Tensor) -> Tensor:
 def _signs(rows: int) -> Tensor:
     drawn = torch.randint(2, (_SIGNS, rows), generator=torch.Generator().manual_seed(rows))
     return (2.0 * drawn - 1) / _SIGNS**0.5
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Names of parameters and buffers; which tensor each is, and how often it was written to."""
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {name: (id(one), private.version(one)) for name, one in named}
+
+
+def _cause(few: Batch, moved: str) -> str:
+    """What most probably makes the difference, and what to do."""
+    if moved:
+        return f"The forward changes {moved!r}, and later forwards may compute with it."
+    likely = "Rows meet in the model or loss (see ab.WholeBatch; a pair must be one row), "
+    if isinstance(few, SampleBatch):
+        likely += "`collate` pads each micro-batch to its own length and padded places count, "
+    return f"{likely}or a weight is not what its sum is divided by."
 
 
 def _name(task: Task) -> str:

@@ -1,4 +1,4 @@
-"""The front door: one exact optimizer step per logical batch, however it is cut."""
+"""The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,7 +11,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batchnorm import BatchNormChoice
-from anybatch.core import BlockError, Collate, Listener, OutOfMemoryError, StepReport, WindowError, counted
+from anybatch.core import (
+    BlockError,
+    Collate,
+    Listener,
+    OutOfMemoryError,
+    ReadOnlyError,
+    StepReport,
+    WindowError,
+    counted,
+)
 from anybatch.engine import (
     Observer,
     Plan,
@@ -34,66 +43,66 @@ from anybatch.recompute import Asked, choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.dry_run import show_gradients
-from anybatch.step.window import ReadOnly, Window
+from anybatch.step.window import Window
 
 
-class Step(ReadOnly):
-    """Takes the whole logical batch and does exactly one exact optimizer step.
+class Step:
+    """Splits a batch into micro-batches and makes one exact optimizer update.
 
-    The result does not depend on the cut: micro-batches of any size give the gradient of the whole batch, up
-    to the order of additions. Uncut and with default options it is, bit for bit, the loop
-    `loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()`.
+    The update does not depend on the size of the micro-batches: the gradient is that of the whole batch, up
+    to the order of additions. If the batch is not split and all options have their defaults, the result is
+    bit for bit that of `loss(model(x), y).backward(); optimizer.step(); optimizer.zero_grad()`.
 
-    Where memory runs out in a micro-batch, its rows come again in parts of half the size, and so do those
-    that follow; the result is that of the same cut without the fault. The next steps begin at what fitted.
+    If memory runs out in a micro-batch, its rows and those after it are processed in micro-batches of half
+    the size. The update stays exact. Later steps start with the size that fitted.
 
-    Where rows meet inside the model no cut is exact. BatchNorm in training mode is refused in a batch that is
-    cut, unless `batch_norm` says what is to be done; `anybatch.check` finds every other meeting. Dropout
-    draws its masks micro-batch by micro-batch, as with any gradient accumulation.
+    A batch cannot be split exactly if the model mixes its rows. If BatchNorm is in training mode, a batch
+    that would be split is refused, unless `batch_norm` says what to do. `anybatch.check` finds the other
+    cases. Dropout draws its masks for each micro-batch, as in any gradient accumulation.
 
     Args:
         model: called on each micro-batch.
         loss: a loss of torch as a module, function or `functools.partial`; a function
-            `(model, micro) -> ab.Total` or a mapping of named totals; `ab.Terms`; `ab.WholeBatch`, for a loss
-            over the outputs of all rows; or `ab.ModelLoss`, for a model that computes its own.
+            `(model, micro)` that returns an `ab.Total` or a mapping of named totals; `ab.Terms`;
+            `ab.WholeBatch` for a loss over the outputs of all rows; `ab.ModelLoss` for a model that computes
+            its own loss.
         optimizer: a torch optimizer, or several that share no parameter.
-        micro_batch: rows that go through the model together; None for the whole batch at once, or for what
-            fits the memory budget. A batch of fewer rows goes through uncut.
-        memory: budget of bytes: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or a number.
-            The fastest plan within it is chosen for each shape of rows; None for no budget.
-        recompute: blocks of the model that are run again in backward rather than kept: "all", "selective",
+        micro_batch: rows per micro-batch. A smaller batch is not split. None for the whole batch, or, with
+            `memory`, for what fits.
+        memory: budget in bytes: a number, "12GB", "2GiB", "80%" of the device, or "auto" for what is free.
+            The fastest plan that fits is chosen for each shape of rows. None for no budget.
+        recompute: modules whose activations are recomputed in backward (checkpointing): "all", "selective",
             "offload", patterns of module names, or a mapping from pattern to one of these policies. None for
-            none, or for what fits the budget.
-        clip_norm: largest 2-norm of the gradient, clipped once on the whole batch's gradient; None for none.
-        scheduler: learning-rate scheduler, or several; stepped once per update; None for none.
-        collate: if given, a batch is a list of samples, and this builds the tensors of each micro-batch.
-        accumulate: dtype of gradient sums; None for float32 or the parameter's if wider.
-        compensated: Kahan summation of gradients, at one more buffer per parameter.
-        batch_norm: what BatchNorm in training mode does: None refuses more than one micro-batch; "micro"
-            takes the statistics of each micro-batch, so the result depends on the cut; "frozen" takes the
-            running statistics and leaves them as they are, cut or not.
-        precision: "float32" for everything as it is, "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true",
-            "tf32", or an `ab.Precision`. The true ones store the model's weights short, from now on.
-        non_finite: what becomes of a micro-batch whose loss or gradient is not finite: "raise" stops and
-            names its rows, "drop" leaves its rows and their weight out, "skip" makes no update.
-        check: before the first batch of its kind is cut, compare loss and gradient of a few of its rows
-            between several cuts (`anybatch.step.look`).
-        listeners: functions called with every event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
-        observers: look at the finished gradients of each update, and change nothing
-            (`anybatch.engine.Observer`).
-        strategy: "single" refuses a process group of more than one rank; "local" lets each rank make its own
-            updates, and synchronising is left to the caller. Wrapped models (DistributedDataParallel, FSDP)
-            are refused in any case.
+            none, or, with `memory`, for what fits.
+        clip_norm: largest 2-norm of the gradient of the whole batch. None for no clipping.
+        scheduler: learning-rate scheduler, or several, stepped once per update. None for none.
+        collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
+        accumulate: dtype of the gradient sums. None for float32, or the parameter's dtype if wider.
+        compensated: use Kahan summation for the gradients. Takes one more buffer per parameter.
+        batch_norm: BatchNorm in training mode. None refuses to split the batch. "micro" uses the statistics
+            of each micro-batch, so that the result depends on the split. "frozen" uses the running statistics
+            and does not update them, split or not.
+        precision: "float32" to compute in the dtypes as they are, "bf16-mixed", "fp16-mixed", "bf16-true",
+            "fp16-true", "tf32", or an `ab.Precision`. The true ones convert the model's weights.
+        non_finite: if the loss or gradient of a micro-batch is not finite, "raise" stops and names its rows,
+            "drop" leaves out its rows and their weight, "skip" makes no update.
+        check: before a batch is split for the first time, compare the loss and gradient of a few rows
+            between several splits (`anybatch.step.look`).
+        listeners: functions called with each event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
+        observers: objects that read the gradients of each update (`anybatch.engine.Observer`).
+        strategy: "single" refuses a process group of more than one rank. "local" lets each rank make its own
+            updates; synchronising them is up to the caller. Wrapped models (DistributedDataParallel, FSDP)
+            are always refused.
 
-    Attributes, which are all read-only but `micro_batch`:
-        planning: what was decided about batches so far, and what memory has taught.
-        guard: what must hold before a batch is cut.
-        open_window: the window that is not yet over, or None.
-        working: the precision, the float32 weights behind short ones (also `masters`) and the loss `scale`.
+    Attributes (read-only, except `micro_batch`):
+        planning: chooses how batches are split, and remembers what did not fit.
+        guard: checks a batch before it is split.
+        open_window: the window that is open, or None.
+        working: the precision, the float32 copies of short weights (also `masters`) and the loss `scale`.
 
     Raises:
-        PlanError, LossError, OptimizerError: a choice that cannot be carried out, at once. A warning tells of
-            parameters of neither model nor loss in an optimizer, and of a scheduler that is stepped twice.
+        PlanError, LossError, OptimizerError: an argument is not supported. Warns if an optimizer has
+            parameters of neither model nor loss, and if a scheduler is also stepped elsewhere.
 
     Example:
         >>> model = nn.Linear(3, 2)
@@ -103,6 +112,8 @@ class Step(ReadOnly):
         >>> report.rows, report.micro_batches, report.updated
         (10, 3, True)
     """
+
+    _is_made = False
 
     def __init__(
         self,
@@ -160,21 +171,21 @@ class Step(ReadOnly):
         self._is_made = True
 
     def __call__(self, batch: Any) -> StepReport:
-        """One forward and backward per micro-batch, one update.
+        """Run forward and backward for each micro-batch, then update once.
 
-        If anything fails before the update, all is as it was. What fails after it (a scheduler past its end,
-        a listener) leaves the update made; what fails inside an optimizer's `step()` cannot be undone.
+        An error before the update leaves everything as it was. An error after it (in a scheduler, in a
+        listener) leaves the update in place. An error inside `optimizer.step()` cannot be undone.
 
         Args:
             batch: `(inputs, target)`, `(a, b, ..., target)` or a mapping with a target for torch's losses;
                 any nesting of tensors with rows first for your own; a list of samples with a `collate`.
 
         Returns:
-            What happened, as floats and counts.
+            The loss, the norm of the gradient and other figures of the update.
 
         Raises:
             BatchError, PlanError, LossError, OptimizerError, WindowError: see `anybatch.core.errors`.
-            OutOfMemoryError: not even one row fits, or a smaller cut would change the result.
+            OutOfMemoryError: one row does not fit, or smaller micro-batches would change the result.
         """
         self._refuse_open_window()
         task = self._begun()
@@ -207,14 +218,14 @@ class Step(ReadOnly):
         device: str | torch.device | None = None,
         measure: bool = True,
     ) -> PlanReport:
-        """What a step on this batch would do and cost; nothing is changed. See `anybatch.plan`.
+        """Plan a step on this batch, with its time and memory, without running it. See `anybatch.plan`.
 
         Args:
             batch: as for a step, or a few of its rows.
-            memory: another budget than the step's own.
-            rows: of the logical batch; None for those of `batch`.
-            device: another one than the model's.
-            measure: race the fastest plans, rather than estimating seconds.
+            memory: budget. None for the step's own.
+            rows: rows of the logical batch. None for those of `batch`.
+            device: device to plan for. None for the model's.
+            measure: measure the seconds of the fastest plans rather than estimate them.
 
         Raises:
             BudgetError: nothing fits.
@@ -236,20 +247,20 @@ class Step(ReadOnly):
         scale: float = 1.0,
         micro_batch: int | None = None,
     ) -> None:
-        """Show each gradient that a batch gives; nothing is changed. See `anybatch.step.dry_run`."""
+        """Pass each gradient of a batch to `see`, without an update. See `anybatch.step.dry_run`."""
         show_gradients(self, batch, see, precision=precision, scale=scale, micro_batch=micro_batch)
 
     def window(self, state: Mapping[str, Any] | None = None) -> Window:
-        """Open a window for a loop that brings micro-batches itself.
+        """Open a window, for a loop that provides the micro-batches itself.
 
-        Weights of the whole batch are not known beforehand, so the gradient is divided once, at the end.
+        The size of the whole batch is not known beforehand, so the gradient is divided at the end.
 
         Args:
-            state: of a window that was saved half-way (`Window.state`), which goes on from there; restore
-                model, optimizer and random streams first. None for an empty one.
+            state: continue a window saved with `Window.state`. Restore the model, the optimizer and the
+                random state first. None for a new window.
 
         Raises:
-            CheckpointError: the state is of another model, loss or precision; nothing was changed.
+            CheckpointError: the state is of another model, loss or precision. Nothing was changed.
 
         Example:
             >>> model = nn.Linear(3, 1)
@@ -267,7 +278,7 @@ class Step(ReadOnly):
 
     @property
     def loss_module(self) -> nn.Module:
-        """The module the loss is or holds, an empty one if none: its parameters may be trained too."""
+        """The loss as a module, or the module it holds; an empty module if there is none."""
         return module_of(self.loss)
 
     @property
@@ -276,25 +287,33 @@ class Step(ReadOnly):
         return resolve(self.loss).coefficients
 
     def plan(self, rows: int, like: Hashable = ()) -> Plan:
-        """How a batch of this many rows will be cut.
+        """How a batch of this many rows will be split.
 
-        A batch of fewer rows than a micro-batch goes through uncut. Where memory has run out in rows of this
-        kind before, micro-batches are smaller.
+        Micro-batches are smaller if memory ran out in rows of this kind before.
 
         Args:
             rows: rows of the batch.
-            like: what its rows are like (`Batch.like`).
+            like: the kind of its rows (`Batch.like`).
         """
         return self.planning.by_rows(rows, like)
 
     @property
     def micro_batch(self) -> int | None:
-        """Rows of a micro-batch, as asked for; may be set to what `Step(...)` takes."""
+        """Rows per micro-batch, as requested. May be set."""
         return self.planning.micro_batch
 
     @micro_batch.setter
     def micro_batch(self, rows: int | None) -> None:
         self.planning.micro_batch = whole_number(rows)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse what would have no effect: attributes are set by `Step(...)`."""
+        if self._is_made and name[0] != "_" and name != "micro_batch":
+            raise ReadOnlyError(
+                f"Expected attributes of a Step to be only read, got a value for {name!r}. Make a new "
+                "Step(...) with what is to be different; only `micro_batch` may be set."
+            )
+        object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         trained = [p for p in owned(self.optimizers) if p.requires_grad and not is_lazy(p)]

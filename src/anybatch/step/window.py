@@ -1,4 +1,4 @@
-"""The window: one update from micro-batches that the caller brings."""
+"""The window: one exact update from micro-batches that the caller provides."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +17,6 @@ from anybatch.core import (
     NonFinite,
     NonFiniteLossError,
     OpenBatch,
-    ReadOnlyError,
     StepReport,
     WindowError,
     all_finite,
@@ -56,34 +55,15 @@ class Opener(Protocol):
     loss: object
 
 
-class ReadOnly:
-    """Attributes that are only read once all are there: nobody would notice another value."""
+class Window:
+    """Gradient accumulation for a loop that provides the micro-batches itself.
 
-    _is_made = False
+    Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
+    context manager, a window closes itself at the end of the block; an exception discards it.
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if self._is_made and name[0] != "_" and getattr(getattr(type(self), name, 0), "fset", None) is None:
-            raise ReadOnlyError(
-                f"Expected attributes of a {type(self).__name__} to be only read, got a value for {name!r}. "
-                "Make a new Step(...) with what is to be different; only a step's `micro_batch` may be set."
-            )
-        object.__setattr__(self, name, value)
-
-
-class Window(ReadOnly):
-    """The stretch from one update to the next, for callers who bring micro-batches themselves.
-
-    Three phases: `add` (forward and backward) for each micro-batch, `update`, `clear`. `close` is the last
-    two. As a context manager it closes at the end, and discards when an exception leaves the block.
-
-    Between two `add`s the window owns the sums, and every `.grad` is None. The gradients of a micro-batch are
-    held apart until it is done, and then merged into the sums: an `add` that fails loses only itself, and the
-    window is as it was before it. Where memory runs out in an `add`, its rows come again in halves.
-    A torch `GradScaler` has no place around a window: `precision="fp16-mixed"` scales the loss, and
-    `scaler.step(optimizer)` finds no gradients.
-
-    Attributes:
-        rows: rows added so far.
+    While it is open, the window keeps the gradient sums, and every `.grad` is None. If an `add` fails, the
+    window is as before that `add`. If memory runs out in an `add`, its rows are processed in halves. Do not
+    use a torch `GradScaler` with a window: `precision="fp16-mixed"` scales the loss.
 
     Example:
         >>> import torch
@@ -94,6 +74,20 @@ class Window(ReadOnly):
         >>> with step.window() as window:
         ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
     """
+
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_is_skipped",
+        "_part",
+        "_phase",
+        "_rows",
+        "_seconds",
+        "_step",
+        "_sums",
+        "_task",
+        "_trained",
+    )
 
     def __init__(self, step: Opener, task: Task, state: Mapping[str, Any] | None = None) -> None:
         settings = step.planning.settings
@@ -107,21 +101,25 @@ class Window(ReadOnly):
         self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"
         self._is_skipped = False
-        self.rows, self._seconds = 0, 0.0
+        self._rows, self._seconds = 0, 0.0
         if state is not None:
             restored = window_state.restore(state, self._sums, task, settings, step.loss)
-            self.rows, self._is_skipped = restored
+            self._rows, self._is_skipped = restored
         clear(task.parameters)
-        self._is_made = True
+
+    @property
+    def rows(self) -> int:
+        """Rows added so far."""
+        return self._rows
 
     def add(self, micro: Any) -> None:
-        """Forward, backward, accumulate one micro-batch.
+        """Run forward and backward on one micro-batch, and add its gradient to the sums.
 
         Args:
-            micro: the rows of one micro-batch, of the same form as a batch.
+            micro: the rows of one micro-batch, in the same form as a batch.
 
         Raises:
-            WindowError: the window is not open any more, or a `.grad` that is not zero was found.
+            WindowError: the window is not open, or a `.grad` is not zero.
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
@@ -130,13 +128,13 @@ class Window(ReadOnly):
         self._refuse_unfrozen()
         batch = admit(micro, self._task, self._step.collate)
         guard, planning = self._step.guard, self._step.planning
-        if self.rows:
+        if self._rows:
             guard.refuse_meetings(self._task)
         if not self._is_skipped:
             plan = planning.of_window(self._task, batch)
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
-            if self.rows or plan.is_cut:
+            if self._rows or plan.is_cut:
                 guard.look(self._task, batch, plan, plan.micro_batch)
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
@@ -150,7 +148,7 @@ class Window(ReadOnly):
                 done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
                 planning.learn(batch, done, failed=failed, in_window=True)
                 self._part = None if part.redone else part
-        vars(self)["rows"] += batch.rows
+        self._rows += batch.rows
         self._seconds += perf_counter() - began
 
     def _added(self, plan: Plan, batch: Batch) -> Accumulator | None:
@@ -192,14 +190,14 @@ class Window(ReadOnly):
         clear(self._task.parameters)
 
     def state(self) -> dict[str, Any]:
-        """All that the window needs to go on in another process: copies on the host, as checkpoints hold.
+        """The state of an open window, to continue it in another process with `Step.window(state)`.
 
-        These are the sums, with their rounding errors, counts and weights, and the loss scale. The model,
-        the optimizer and where random streams stand now are none of it:
-        `anybatch.train.checkpoint.save` keeps them, and this as its `progress`. `Step.window` takes it.
+        It holds copies on the CPU of the gradient sums, their counts and weights, and the loss scale. It does
+        not hold the model, the optimizer or the random state: save them with
+        `anybatch.train.checkpoint.save`, and this state as its `progress`.
 
         Raises:
-            WindowError: the window is not open any more.
+            WindowError: the window is not open.
 
         Example:
             >>> import torch
@@ -223,12 +221,12 @@ class Window(ReadOnly):
         )
 
     def update(self) -> StepReport:
-        """Divide, clip, update optimizers and schedulers; gradients stay to be looked at until `clear`.
+        """Divide and clip the gradient, and step optimizers and schedulers.
 
-        If it fails, the window is discarded.
+        The gradients stay in `.grad` until `clear`. If the update fails, the window is discarded.
 
         Raises:
-            WindowError: nothing was added, the window is not open any more, or gradients were changed.
+            WindowError: nothing was added, the window is not open, or gradients were changed.
             LossError: see `Step.__call__`.
         """
         self._expect("open", "update")
@@ -283,7 +281,7 @@ class Window(ReadOnly):
         )
 
     def clear(self) -> None:
-        """Drop the gradients; the window is over.
+        """Clear the gradients and end the window.
 
         Raises:
             WindowError: no update was made yet.
@@ -305,7 +303,7 @@ class Window(ReadOnly):
                 self.clear()
 
     def discard(self) -> None:
-        """End the window: without an update, model, buffers, gradients and random state are as before it."""
+        """End the window. Without an update, model, gradients and random state are as before it."""
         if self._phase == "closed":
             return
         self._sums.close()

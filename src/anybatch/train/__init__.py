@@ -1,4 +1,4 @@
-"""The loop around the step: rows, metrics, learning rate, checkpoints, logs and the trainer."""
+"""The training loop: rows, metrics, learning rate, checkpoints, logs and the trainer."""
 
 from anybatch.train import checkpoint, learning_rate
 from anybatch.train.checkpoint import write_whole

@@ -1,4 +1,4 @@
-"""The loop around the step: epochs, validation, progress, checkpoints, resume."""
+"""The training loop: epochs, validation, progress, checkpoints, resume."""
 
 import json
 import math
@@ -24,33 +24,33 @@ LAST, BEST = "last.safetensors", "best.safetensors"
 
 
 class Trainer:
-    """Trains for epochs over rows held in memory, one exact step per logical batch.
+    """Trains for epochs over rows in memory, one exact update per batch.
 
-    The same seed gives the same run to the last bit, also when it is stopped and resumed. Validation computes
-    in the precision of the training, and checkpoints hold the float32 weights behind short ones. The model
-    stays in the mode it is in (a frozen BatchNorm stays frozen); validation runs in evaluation mode and puts
-    it back.
+    The same seed gives the same run, bit for bit, also when it is interrupted and resumed. Validation runs in
+    the precision of training and in evaluation mode; afterwards each module is in its former mode again.
+    Checkpoints hold float32 weights also if the model's are shorter.
 
     Args:
-        step: the model, loss, optimizer and cut.
-        train: training rows: any nesting of tensors with rows first, or samples where the step has a
+        step: the step, with model, loss and optimizer.
+        train: training rows: tensors with rows first, nested in any way, or samples if the step has a
             `collate`.
-        validation: rows for validation after each epoch, of the same form; None for no validation.
-        batch_size: rows of a logical batch; the last one of an epoch may be shorter.
-        seed: determines the order of rows of every epoch. Random numbers inside the model follow torch's
-            own seed.
-        metrics: named functions of (outputs, targets) to a `Total`, as `anybatch.accuracy`, or folds.
-        best_by: which validation value makes a checkpoint the best one; NaN is never the best.
-        larger_is_better: whether larger values of it are better.
-        out: folder for checkpoints and logs; None to write nothing.
-        save_every: also save after this many batches of an epoch; 0 for after each epoch only.
-        config: values kept in every checkpoint, such as the recipe's name; a resumed run must have the same.
-        progress: show a bar with throughput and memory, and a line for every epoch, on standard error.
-        watchers: who else is told how it goes, besides the logs in `out`.
+        validation: rows for validation after each epoch, in the same form. None for no validation.
+        batch_size: rows of a batch. The last one of an epoch may be smaller.
+        seed: seed for the order of the rows. Random numbers inside the model follow torch's own seed.
+        metrics: named functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or
+            folds.
+        best_by: name of the validation value that decides which checkpoint is the best. NaN never is.
+        larger_is_better: whether larger values of `best_by` are better.
+        out: folder for checkpoints and logs. None to write nothing.
+        save_every: also save after this many batches of an epoch. 0 to save after each epoch only.
+        config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
+            same.
+        progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
+        watchers: further objects that are told about start, updates and epochs (`Watcher`).
 
     Raises:
-        BatchError, PlanError: rows, sizes, names or a config that cannot be trained with.
-        DataError: a folder that cannot be written.
+        BatchError, PlanError: rows, sizes, names or a config are not supported.
+        DataError: the folder cannot be written.
 
     Example:
         >>> import torch
@@ -108,8 +108,8 @@ class Trainer:
     def fit(self, *, epochs: int) -> list[EpochReport]:
         """Train until `epochs` epochs are done, counting those before a resume.
 
-        Ctrl-C and SIGTERM wait for the update under way; they and every error of anybatch leave a checkpoint
-        of the last whole update behind, from which `resume` goes on.
+        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, a
+        checkpoint of the last update is saved, from which `resume` continues.
 
         Returns:
             The reports of the epochs finished in this call.
