@@ -23,6 +23,7 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 
 import anybatch as ab
 from anybatch.cli import main
+from tests.check.conftest import unhurried as unhurried
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]

@@ -14,6 +14,7 @@ import anybatch as ab
 from anybatch.core import html_table
 from anybatch.core.errors import PlanError
 from anybatch.core.units import format_bytes, format_seconds, parse_bytes
+from tests.check.conftest import unhurried as unhurried
 
 SIZES = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
 
