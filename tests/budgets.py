@@ -1,11 +1,9 @@
 """Tiny models for planning, what is measured around a real step, and what planning must leave as it is."""
 
 import copy
-import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -155,13 +153,8 @@ def carried_out(step: Step, plan: Plan, batch: Any) -> None:
     carry_out(plan, task, admit(batch, task, step.collate))
 
 
-def streams() -> list[Any]:
-    numbers = np.random.get_state()
-    return [random.getstate(), numbers[1].tolist(), numbers[2]]  # type: ignore[index]
-
-
 def changed_by(step: Step, run: Callable[[], object]) -> list[str]:
-    """What is not as before: all that a step may touch, and the random streams of Python and NumPy."""
-    before, drawn = copy.deepcopy(snapshot(step)), streams()
+    """What is not as before, of all that a step may touch."""
+    before = copy.deepcopy(snapshot(step))
     run()
-    return changes(before, snapshot(step)) + (["other random streams"] if streams() != drawn else [])
+    return changes(before, snapshot(step))

@@ -70,7 +70,7 @@ def nothing_left_behind() -> Iterator[None]:
     before = {name: read() for name, read in STATE.items()}
     yield
     for thread in STATE["threads"]() - before["threads"]:
-        thread.join(timeout=5)  # one that is about to end is not left behind
+        thread.join(timeout=20)  # one that is about to end is not left behind
     after = {name: read() for name, read in STATE.items()}
     changed = {name: (before[name] - after[name], after[name] - before[name]) for name in STATE}
     left = [f"{name}: {old or ''} -> {new or ''}" for name, (old, new) in changed.items() if old or new]

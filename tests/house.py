@@ -62,7 +62,6 @@ def only(source: str, path: str = "core/total.py") -> House:
 
 @cache
 def parse(source: str) -> ast.Module:
-    """The syntax tree of a file."""
     return ast.parse(source)
 
 
@@ -73,27 +72,19 @@ def python(house: House, folder: str = SRC) -> Iterator[tuple[str, ast.Module]]:
 
 
 def package_of(path: str) -> str:
-    """The package that a file of src is in, or the file's own name at the top.
-
-    >>> package_of("src/anybatch/losses/model/graph.py"), package_of("src/anybatch/testing.py")
-    ('losses', 'testing')
-    """
+    """The package that a file of src is in, or the file's own name at the top."""
     return path.removeprefix(SRC).split("/")[0].removesuffix(".py")
 
 
 def functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """All functions and methods, however deep."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def classes(tree: ast.AST) -> list[ast.ClassDef]:
-    """All classes, however deep."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
 
 
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
-    """Lines of a definition, its docstring included."""
-    assert node.end_lineno is not None
     return node.end_lineno - node.lineno + 1
 
 
@@ -108,10 +99,8 @@ def imports(path: str, tree: ast.Module) -> set[str]:
             case ast.ImportFrom(module=module, names=names, level=level):
                 base = package[: len(package) + 1 - level] if level else []
                 found |= {".".join([*base, *([module] if module else []), alias.name]) for alias in names}
-            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if "import" in ast.unparse(
-                func
-            ):
-                found.add(name)
+            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]):
+                found |= {name} if "import" in ast.unparse(func) else set()
             case _:
                 pass
     return found
@@ -133,9 +122,6 @@ def is_private_in_torch(name: str) -> bool:
     """Whether a name is private in torch: a dotted one of a module or function, or one of an attribute.
 
     Names of operators, as `torch.ops.aten._to_copy`, belong to the dispatcher and are not.
-
-    >>> [is_private_in_torch(name) for name in ("torch._C", "_version", "torch.nn.Module.__call__", "_own")]
-    [True, True, False, False]
     """
     first, *rest = name.split(".")
     if first == "torch" and rest[:1] != ["ops"]:

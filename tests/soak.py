@@ -8,7 +8,6 @@ import argparse
 import json
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ import hypothesis
 import torch
 
 from tests.conftest import TORCH_RANDOM
-from tests.faults.test_kill import assert_same_end, command, draw_scenarios, environment
+from tests.faults.test_kill import assert_same_end, draw_scenarios, played
 from tests.laws.drawn import LAWS, run
 
 EXAMPLES = 10  # of a law in a round, times its share
@@ -32,12 +31,7 @@ def kill(seed: int) -> int:
     """Trainings that are killed between and during their checkpoints and go on; how often they were."""
     scenarios = draw_scenarios(random.Random(seed))
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "lives"
-        folder.mkdir()
-        asked = command(folder, json.dumps(scenarios))
-        done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        ends = json.loads(done.stdout)
+        folder, ends = played(Path(name), json.dumps(scenarios))
         for scenario in scenarios:
             assert_same_end(folder, scenario)
     return sum(end == -signal.SIGKILL for one in ends.values() for end in one)

@@ -1,4 +1,4 @@
-"""Every block of the README and the docs runs as pasted, and prints what the page says.
+"""Every block of the README and the docs runs as pasted, and prints what the page says; every example runs.
 
 - A `python` block runs in a fresh namespace and an empty folder. One that begins with `# name.py` is also
   a file of that name, for the commands of its page.
@@ -9,6 +9,7 @@
 
 import doctest
 import re
+import runpy
 import shlex
 import sys
 import tomllib
@@ -22,6 +23,7 @@ import sklearn  # noqa: F401  (here, because its first import sets environment v
 
 import anybatch as ab
 from anybatch.cli import main
+from tests.check.conftest import unhurried as unhurried
 
 ROOT = Path(__file__).parents[1]
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -29,6 +31,7 @@ NEEDS = {
     "transformers": "from transformers import",
     "matplotlib": "anybatch[plot]",
 }  # and what shows it in a block
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MOST_WORDS = 1_000  # of the README, without blocks
 
@@ -120,6 +123,7 @@ def test_every_block_says_its_kind() -> None:
     trees = [block for block in BLOCKS if not block.kind and block.text.startswith("src/anybatch/")]
     assert len(BLOCKS) == len(PYTHON) + len(SHELL) + len(trees)
     assert len(PYTHON) > len(PAGES)
+    assert EXAMPLES
 
 
 @pytest.mark.parametrize(
@@ -154,3 +158,9 @@ def test_pages_name_only_what_exists(page: str) -> None:
 def test_readme_is_short() -> None:
     prose = FENCE.sub("", (ROOT / "README.md").read_text())
     assert len(prose.split()) <= MOST_WORDS
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_and_says_something(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+    assert "loss" in capsys.readouterr().out

@@ -1,13 +1,23 @@
-"""Tests of the peak of an update: flat for the hand-written loop, and a leak shows."""
+"""Tests of the benchmarks of memory: peaks to the byte, how contestants are counted, files and children."""
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks import memory_predicted
 from benchmarks.config import MemoryCase
 from benchmarks.contestants import Entry, Update, hand
 from benchmarks.memory import memory
+from benchmarks.memory_bench import POLICIES, Subject
+from benchmarks.memory_contestants import IGNORE, ROWS, UPDATES, Job, Tally, planned, rows_of, surviving
+from benchmarks.memory_report import Raw, Record, Study, broken, child, sound
 from benchmarks.tasks import Batch
-from benchmarks.thresholds import growth
+from benchmarks.thresholds import Verdict, growth
+from benchmarks.zoo import OPTIMIZERS, ZOO
 
 CASE = MemoryCase(task="mlp", rows=8, few=2, many=8)
 
@@ -45,3 +55,114 @@ def test_what_is_held_and_what_stands_apart() -> None:
     momentum = memory(MemoryCase(task="lenet5", rows=1, few=1, many=1), {"hand": hand}, seed=0)
     assert momentum.held == 2 * 4 * 61_706  # LeNet-5's parameters, and as many numbers of momentum
     assert peaks.batch == (2 * 8 * (16 * 4 + 8), 8 * 8 * (16 * 4 + 8))  # float32 inputs, int64 labels
+
+
+# ---- a model under any plan
+
+
+def subject(name: str, optimizer: str = "sgd") -> Subject:
+    entry = ZOO[name]
+    found = Subject(entry, entry.build("small"), optimizer)
+    found.warm_up()
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_predicted_peak_is_the_measured_one(policy: str, optimizer: str) -> None:
+    small = subject("unet", optimizer)
+    plan = small.plan(4, 2, small.blocks(policy))
+    peak = small.measure(plan)
+    assert small.predict(plan).peak == peak.bytes == sum(peak.by_owner.values())
+
+
+def test_policies_name_all_blocks_none_or_every_second() -> None:
+    gpt2 = subject("gpt2")
+    assert gpt2.blocks("keep") == ()
+    names = [name for name, _ in gpt2.blocks("recompute")]
+    assert names == [f"transformer.h.{index}" for index in range(3)]
+    assert gpt2.blocks("selective") == tuple((name, "selective") for name in names)
+    assert gpt2.blocks("half") == ((names[0], "recompute"), (names[2], "recompute"))
+
+
+@pytest.mark.slow
+def test_records_of_predictions_are_judged_sound() -> None:
+    records = list(memory_predicted.measure("unet", "small", "cpu"))
+    assert len(records) == len(OPTIMIZERS) * len(POLICIES) * 3
+    assert {record["micro_batch"] for record in records} == set(ZOO["unet"].rows)
+    assert any("composed" in record for record in records)
+    assert [verdict.what for verdict in memory_predicted.judge(records) if not verdict.holds] == []
+
+
+# ---- contestants under a limit
+
+
+class Words(nn.Module):
+    """Predicts each token from itself; computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.head(self.embed(input_ids)).flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(scores, labels.flatten(), ignore_index=IGNORE)}
+
+
+def job() -> Job:
+    return Job(build=Words, rows=rows_of(7), num_bytes=2**30, tally=Tally())
+
+
+def test_ours_make_every_update() -> None:
+    for contestant in (planned, surviving):
+        work = job()
+        contestant(work)
+        assert work.tally.made == [ROWS] * UPDATES
+        assert work.tally.lost == 0
+        assert work.tally.rows >= ROWS * UPDATES  # planning sends some through the model, too
+        assert 0 < work.tally.first_s < work.tally.seconds
+
+
+def test_what_was_made_before_a_restart_is_lost() -> None:
+    work = job()
+    model, optimizer = work.prepare()
+    batch = next(work.batches(ROWS))
+    for _ in range(2):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+    assert (work.tally.made, work.tally.lost) == ([ROWS, ROWS], 0)
+    model, optimizer = work.prepare()
+    assert (work.tally.made, work.tally.lost, work.tally.rows) == ([], 2, 2 * ROWS)
+    assert work.tally.model is model
+
+
+# ---- files and children
+
+
+def judge(records: Sequence[Record]) -> Iterator[Verdict]:
+    yield from broken(records)
+    for record in sound(records):
+        yield Verdict(what=record["model"], measured=record["value"], limit=1.0)
+
+
+STUDY = Study(kind="memory-test", title="A test", judge=judge, sections=lambda _: ["", "## Records"])
+WHEN = {"config": "quick", "date": "2026-11-21", "hardware": "A processor (R)", "versions": {"torch": "2"}}
+
+
+@pytest.mark.parametrize(("value", "code"), [(1.0, 0), (1.01, 1), (float("nan"), 1)])
+def test_exit_code_is_the_judgement(
+    value: float, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"model": "bert", "value": value}]
+    raw = Raw(kind="memory-test", **WHEN, records=records)
+    assert STUDY.finish(raw, tmp_path) == code
+    name = "memory-test-quick_a-processor-r_2026-11-21"
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.md", f"{name}.json"}
+    assert ("FAILED: bert" in capsys.readouterr().out) == bool(code)
+
+
+def test_a_child_that_ends_early_is_an_error() -> None:
+    assert child("this", ["--child", "bert"]) == []  # `import this` ends well but writes nothing
+    assert child("benchmarks.no_such_module", ["--child", "bert"]) == [
+        {"model": "bert", "error": "exit code 1"}
+    ]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,18 +24,6 @@ SMALL = replace(
 )
 
 
-def failed(part: Part, records: Sequence[Record]) -> list[str]:
-    return [verdict.what for verdict in part.judge(records) if not verdict.holds]
-
-
-def digits(count: int) -> Dataset:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(count, 1, 32, 32, generator=generator)
-    return Dataset(
-        inputs=inputs, targets=torch.arange(count) % 10, name="made up", classes=tuple("0123456789")
-    )
-
-
 def without_child(monkeypatch: pytest.MonkeyPatch, broken: Sequence[str] = ()) -> None:
     def measured(module: str, arguments: Sequence[str], *, environment: Mapping[str, str]) -> list[Record]:
         assert environment["OMP_NUM_THREADS"] == "1"
@@ -45,49 +34,33 @@ def without_child(monkeypatch: pytest.MonkeyPatch, broken: Sequence[str] = ()) -
     monkeypatch.setattr(precision, "child", measured)
 
 
-# ---- overflow
-
-
-def test_one_halving_is_enough_for_what_is_planted() -> None:
-    records = list(precision_overflow.measure(FULL))
-    assert failed(precision_overflow.PART, records) == []
-    computed = {record["way"]: (record["computed"], record["updates"]) for record in records}
-    assert list(computed.values()) == [(9, 1), (8, 0), (16, 1)]
-
-
-# ---- sums and master weights
-
-
-def test_sums_are_as_good_as_their_dtype() -> None:
-    records = list(precision_sums.measure_sums(FULL))
-    assert failed(precision_sums.SUMS, records) == []
-    plain = next(record for record in records if record["what"] == "plain .grad, bfloat16 weights")
-    assert plain["off"] > 0.4
-
-
-def test_small_updates_arrive_with_a_backup_only() -> None:
-    records = list(precision_sums.measure_masters(FULL))
-    assert failed(precision_sums.MASTERS, records) == []
-    without = next(record for record in records if "without" in record["what"])
-    assert (without["arrived"], without["off"]) == (0.0, 1.0)
-
-
-# ---- cost
-
-
-# ---- LeNet-5
+@pytest.mark.parametrize(
+    ("part", "measure", "shown"),
+    [
+        (precision_overflow.PART, precision_overflow.measure, {"computed": [9, 8, 16], "updates": [1, 0, 1]}),
+        (precision_sums.SUMS, precision_sums.measure_sums, {}),
+        (precision_sums.MASTERS, precision_sums.measure_masters, {"arrived": [..., ..., 0.0]}),
+    ],
+    ids=["overflow", "sums", "masters"],
+)
+def test_what_is_measured_holds(part: Part, measure: Any, shown: dict[str, list[Any]]) -> None:
+    records = list(measure(FULL))
+    assert [verdict.what for verdict in part.judge(records) if not verdict.holds] == []
+    for key, values in shown.items():
+        assert all(value in (..., record[key]) for value, record in zip(values, records, strict=True))
 
 
 @pytest.mark.parametrize("name", ["float32", "bf16-true"])
 def test_lessons_are_the_same_from_one_seed(name: str) -> None:
+    def digits(count: int) -> Dataset:
+        inputs, targets = torch.randn(count, 1, 32, 32), torch.arange(count) % 10
+        return Dataset(inputs=inputs, targets=targets, name="made up", classes=tuple("0123456789"))
+
     split = Split(train=digits(12), test=digits(500))
     one, other = (precision_lenet5.train(name, split, SMALL.lessons, seed=1) for _ in range(2))
     assert one["updates"] == 4
     assert len(one["accuracy"]) == 2
     assert {**one, "seconds": 0} == {**other, "seconds": 0}
-
-
-# ---- all of it
 
 
 def test_a_run_writes_what_it_could_measure(

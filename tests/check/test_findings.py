@@ -12,8 +12,6 @@ from anybatch import Terms, Total, check
 from anybatch.testing import Perceptron
 from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
 
-# ---- state
-
 
 class Remembering(nn.Module):
     """Keeps what it met: averaged and added up in saved buffers, counted in others."""
@@ -62,18 +60,6 @@ def test_a_saved_buffer_that_depends_on_the_cut_is_a_finding_and_other_attribute
     assert kinds(model, Terms(shared), rows())[1:] == [("buffer", "0 (Remembering)")]
 
 
-# ---- modules
-
-
-def test_all_modules_are_found_at_any_depth_and_sound_ones_are_not() -> None:
-    inner = nn.Sequential(nn.Dropout(0.5), nn.Sequential(centred(), nn.Tanh()))
-    model = nn.Sequential(nn.Linear(5, 5), inner, nn.LayerNorm(5), centred(), nn.Linear(5, 2))
-    assert kinds(model, nn.MSELoss(), rows()) == [
-        ("meeting", "1.1.0 (Computed)"),
-        ("meeting", "3 (Computed)"),
-    ]
-
-
 def leaving(x: Tensor) -> Tensor:
     """Rows decide together: scales where their mean is small, as it is for one of them alone."""
     return x if x.square().mean() > x.square().mean(1).min() * 1.01 else 2 * x
@@ -91,6 +77,7 @@ def fixed(x: Tensor) -> Tensor:
     [
         (leaving, "meeting", "missing or replaced"),
         (lambda x: x * torch.arange(1, len(x) + 1)[:, None], "position", "at another place"),
+        (lambda x: torch.stack([row + torch.rand(()) for row in x]), "position", "8 times for 8 rows, 4 for"),
         (fixed, "unexplained", "fails with ValueError"),
     ],
 )
@@ -98,15 +85,17 @@ def test_modules_say_why_they_differ(function: Any, kind: str, said: str) -> Non
     (finding,) = check(nn.Sequential(Computed(function), nn.Linear(5, 2)), nn.MSELoss(), rows()).findings
     assert (finding.kind, finding.culprit) == (kind, "0 (Computed)")
     assert said in finding.what
+    assert "torch.rand(len(x))" in finding.ways_out[0] or "times" not in said
 
 
-def test_hooks_on_gradients_of_parameters_count() -> None:
+def test_all_modules_are_found_at_any_depth_and_sound_ones_are_not() -> None:
+    inner = nn.Sequential(nn.Dropout(0.5), nn.Sequential(centred(), nn.Tanh()))
+    model = nn.Sequential(nn.Linear(5, 5), inner, nn.LayerNorm(5), centred(), nn.Linear(5, 2))
+    found = [("meeting", "1.1.0 (Computed)"), ("meeting", "3 (Computed)")]
+    assert kinds(model, nn.MSELoss(), rows()) == found
     model = nn.Linear(5, 2)
-    model.weight.register_hook(lambda gradient: gradient / gradient.norm())
+    model.weight.register_hook(lambda gradient: gradient / gradient.norm())  # a gradient's hook counts
     assert kinds(model, nn.MSELoss(), rows())
-
-
-# ---- the loss
 
 
 def test_what_cannot_be_explained_is_said() -> None:
@@ -120,9 +109,6 @@ def test_what_cannot_be_explained_is_said() -> None:
     assert finding.kind == "unexplained"
     assert "too few rows" in finding.what
     assert (report.error, report.loss_error) == (math.inf, math.inf)
-
-
-# ---- padding
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
@@ -146,9 +132,6 @@ def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     assert kinds(Fixed(), loss, batch) == ([] if is_masked else [("padding", "the model (Fixed)")])
 
 
-# ---- samples
-
-
 @pytest.mark.parametrize("is_noisy", [False, True])
 def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> None:
     samples = [torch.ones(length, 5) for length in (3, 1, 2, 3, 4, 1)]
@@ -162,9 +145,6 @@ def test_samples_are_collated_once_where_that_draws_numbers(is_noisy: bool) -> N
     assert report.exact, str(report)
     assert [("random" in note) for note in report.notes] == [True] * is_noisy
     assert any("as `collate` makes it" in words for words in report.cuts) != is_noisy
-
-
-# ---- gradients next to nothing
 
 
 def test_gradient_next_to_nothing_is_never_called_exact_without_a_word() -> None:

@@ -1,8 +1,8 @@
 """Tables: on which axis rows lie, which rows are chosen, where padding is, what may be a denominator."""
 
 import math
-from collections.abc import Callable
 from functools import partial
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,9 +26,6 @@ def test_closeness_minds_infinities_and_huge_fill_values() -> None:
     assert is_close(huge, huge.clone(), 0.0)
 
 
-# ---- which rows are chosen
-
-
 def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
     leaf[rows] = value
     return leaf
@@ -48,58 +45,46 @@ def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare:
     assert set(rare) & set(choose(signatures((torch.randn(300, 20), leaf), None), 4))
 
 
-# ---- where padding is
-
-
 LENGTHS = torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])
 MASK = torch.arange(5) < LENGTHS[:, None]
 TOKENS = torch.randint(1, 9, (8, 5), generator=torch.Generator().manual_seed(0)) * MASK
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"x": TOKENS, "attention_mask": MASK.long()},
-        {"x": TOKENS, "key_padding_mask": ~MASK},
-        {"x": TOKENS, "mask": MASK.float()},
-        (TOKENS, MASK, TOKENS),
-        {"x": TOKENS, "target_padding_mask": MASK},
-        ((TOKENS, MASK), torch.zeros(8)),
-    ],
-)
-def test_padding_is_told_by_a_mask(batch: Any) -> None:
-    found = find_padding(batch, nn.Identity())
-    assert found is not None
-    assert (found.length, found.valid) == (5, tuple(LENGTHS.tolist()))
-    assert "mask" in found.source or "[1]" in found.source
-
-
-def test_padding_is_told_by_the_token() -> None:
-    labels = TOKENS.clone()
-    labels[3, 4] = 7  # a target may stand where nothing goes in
-    for targets, length in ((torch.zeros(8), 1), (labels, 5)):
-        found = find_padding((TOKENS, targets), nn.Embedding(9, 2, padding_idx=0))
-        assert found is not None
-        assert found.valid[2:5] == (4, length, 2)
+TARGETS = TOKENS.clone()
+TARGETS[3, 4] = 7  # a target may stand where nothing goes in
+LONGER = torch.where(torch.arange(8) == 3, 5, LENGTHS)
+WORDS, SAME = nn.Embedding(9, 2, padding_idx=0), nn.Identity()
 
 
 @pytest.mark.parametrize(
-    ("batch", "model"),
+    ("batch", "model", "valid"),
     [
-        ((TOKENS,), nn.Embedding(9, 2)),
-        ({"x": TOKENS, "mask": torch.tensor([[1, 0, 1, 0, 1]] * 8)}, nn.Identity()),  # picks places
-        ({"x": TOKENS, "mask": torch.ones(8, 5)}, nn.Identity()),
-        ({"x": TOKENS, "mask": torch.rand(8, 5)}, nn.Identity()),
-        ((TOKENS.clamp(min=1),), nn.Embedding(9, 2, padding_idx=0)),
-        ({"x": TOKENS, "y": MASK}, nn.Identity()),  # ordinal targets
-        ((torch.randn(8, 5), MASK), nn.Identity()),
-        ({"x": torch.randn(8, 5, 2), "target_mask": MASK.float()}, nn.Identity()),
-        ({"x": torch.randn(8, 5, 2), "loss_mask": MASK.float()}, nn.Identity()),
-        ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), nn.Embedding(9, 2, padding_idx=0)),  # a word too
+        ({"x": TOKENS, "attention_mask": MASK.long()}, SAME, LENGTHS),
+        ({"x": TOKENS, "key_padding_mask": ~MASK}, SAME, LENGTHS),
+        ({"x": TOKENS, "mask": MASK.float()}, SAME, LENGTHS),
+        ((TOKENS, MASK, TOKENS), SAME, LENGTHS),
+        ({"x": TOKENS, "target_padding_mask": MASK}, SAME, LENGTHS),
+        (((TOKENS, MASK), torch.zeros(8)), SAME, LENGTHS),
+        ((TOKENS, torch.zeros(8)), WORDS, LENGTHS),
+        ((TOKENS, TARGETS), WORDS, LONGER),
+        ((TOKENS,), nn.Embedding(9, 2), None),
+        ({"x": TOKENS, "mask": torch.tensor([[1, 0, 1, 0, 1]] * 8)}, SAME, None),  # picks places
+        ({"x": TOKENS, "mask": torch.ones(8, 5)}, SAME, None),
+        ({"x": TOKENS, "mask": torch.rand(8, 5)}, SAME, None),
+        ((TOKENS.clamp(min=1),), WORDS, None),
+        ({"x": TOKENS, "y": MASK}, SAME, None),  # ordinal targets
+        ((torch.randn(8, 5), MASK), SAME, None),
+        ({"x": torch.randn(8, 5, 2), "target_mask": MASK.float()}, SAME, None),
+        ({"x": torch.randn(8, 5, 2), "loss_mask": MASK.float()}, SAME, None),
+        ((torch.tensor([[1, 0, 2], [3, 4, 0]]),), WORDS, None),  # a word too
     ],
 )
-def test_what_is_no_padding_is_left_alone(batch: Any, model: nn.Module) -> None:
-    assert find_padding(batch, model) is None
+def test_padding_is_told_by_a_mask_or_a_token(batch: Any, model: nn.Module, valid: Tensor | None) -> None:
+    found = find_padding(batch, model)
+    assert (found is None) == (valid is None)
+    if found is not None and valid is not None:
+        assert (found.length, found.valid) == (5, tuple(valid.tolist()))
+        assert model is WORDS or "mask" in found.source or "[1]" in found.source
 
 
 def test_refilled_rows_differ_in_padded_places_alone() -> None:
@@ -112,9 +97,6 @@ def test_refilled_rows_differ_in_padded_places_alone() -> None:
         assert not (other[name][~MASK] == batch[name][~MASK]).any()
     assert other["labels"].equal(TOKENS)
     assert other["mask"].equal(MASK)
-
-
-# ---- what may be a denominator
 
 
 LABELS = torch.tensor([[3, 1, -100], [2, -100, -100], [0, 1, 2]])
@@ -139,6 +121,7 @@ BATCH = {
         ("micro['mask'].sum()", 6),
         ("(~micro['mask']).sum()", 3),
         ("weight[micro['labels'][micro['labels'] >= 0]].sum()", 4 + 2 + 3 + 1 + 2 + 3),
+        ("weight[micro['picked']].sum()", 7 * 2 + 2 * 1),
         ("(~micro['reach'].isnan()).sum()", 2),
         ("(micro['lengths'] - 1).sum()", 3),
         ("(micro['mask'] * micro['picked']).sum()", 4),
@@ -159,34 +142,24 @@ class Weighted(nn.Module):
         self.register_buffer("balance", weight)
 
 
-class Trainer:
-    """Holds class weights and a loss, and cannot be called."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.balance = weight
-
-    def measure(self, model: nn.Module, micro: Tensor) -> Tensor:
-        return micro
-
-
 def test_class_weights_are_found_wherever_they_are_held() -> None:
     weight, numbers = torch.ones(3), [1.0, 2.0]
-    trainer = Trainer(weight)
 
     def default(model: nn.Module, micro: Tensor, balance: Tensor = weight) -> Tensor:
         return balance[micro]
 
-    holders: list[Callable[..., Any]] = [
+    holder = SimpleNamespace(balance=weight)  # cannot be called
+    method = MethodType(lambda self, model, micro: micro, holder)
+    for one in (
         lambda model, micro: weight[micro],
         default,
         partial(F.cross_entropy, weight=weight),
         Weighted(weight),
-        trainer.measure,
-    ]
-    for holder in holders:
-        (found,) = held_weights(holder).values()
+        method,
+    ):
+        (found,) = held_weights(one).values()
         assert found is weight
-    assert list(held_weights(trainer.measure)) == ["self.balance"]
+    assert list(held_weights(method)) == ["self.balance"]
     ((name, values),) = held_weights(lambda model, micro: numbers).items()
     assert (name, values.tolist()) == ("torch.tensor(numbers)", numbers)
     assert held_weights(F.mse_loss, lambda model, micro: LABELS) == {}

@@ -1,32 +1,65 @@
-"""What `anybatch check` is pointed at: functions in the current directory, recipes, and every refusal."""
+"""What `anybatch check` and `anybatch plan` are pointed at, and what they say of it."""
 
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
 import torch
 from torch import nn
 
+from anybatch.cli import main as cli
+from anybatch.cli import plan as plan_action
 from anybatch.cli import target
 from anybatch.core.errors import PlanError
+from anybatch.engine.plan import Plan
+from anybatch.memory.ledger import Ledger
+from tests.check.conftest import unhurried as unhurried
+from tests.cli.test_main import run
 
 SOURCE = """
 import torch
 from torch import nn
+from tests.budgets import Net
 
-def mine():
-    return nn.Linear(2, 1), nn.MSELoss(), (torch.ones(4, 2), torch.ones(4, 1))
+def net():
+    return Net(), nn.CrossEntropyLoss(), (torch.zeros(2, 5, 8), torch.zeros(2, dtype=torch.long))
 
-def with_collate():
-    return [nn.Linear(2, 1), nn.MSELoss(), [1, 2], torch.tensor]
+def on_meta():
+    with torch.device("meta"):
+        return net()
 
 def with_optimizer():
-    model, loss, batch = mine()
+    model, loss, batch = net()
     return model, loss, batch, torch.optim.SGD(model.parameters(), lr=0.1)
 
 def with_two():
     return *with_optimizer(), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+def collate(rows):
+    return torch.zeros(len(rows), 5, 8), torch.zeros(len(rows), dtype=torch.long)
+
+def with_collate():
+    return [*net()[:2], [0, 1, 2, 3], collate]
+
+def sound():
+    return nn.Linear(3, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
+
+def meeting():
+    layers = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+    return layers, nn.MSELoss(), (torch.eye(9)[:, :3], torch.arange(9.0)[:, None])
+
+def talking():
+    print("I print what I like")
+    return sound()
+
+def endless():
+    raise KeyboardInterrupt
+
+def failing():
+    return nn.Linear(2, 1), nn.MSELoss(), (torch.ones(9, 3), torch.arange(9.0)[:, None])
 
 def wrong():
     return nn.MSELoss(), (torch.ones(4, 2), torch.ones(4, 1))
@@ -48,19 +81,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_function_of_the_current_directory(here: str) -> None:
     path = list(sys.path)
-    found = target.find(f"{here}:mine", "digits")
-    assert isinstance(found.loss, nn.MSELoss)
+    found = target.find(f"{here}:net", "digits")
+    assert isinstance(found.loss, nn.CrossEntropyLoss)
     assert (found.collate, found.optimizer) == (None, None)
-    assert target.find(f"{here}:with_collate", "digits").collate is torch.tensor
+    assert target.find(f"{here}:with_collate", "digits").collate.__name__ == "collate"
     assert isinstance(target.find(f"{here}:with_optimizer", "digits").optimizer, torch.optim.SGD)
     assert sys.path == path
+    moved = found.to(torch.device("meta"))
+    assert {leaf.device.type for leaf in (*moved.batch, *moved.model.parameters())} == {"meta"}
     found = target.find("lenet5", "digits")
     assert len(found.batch[0]) == len(found.batch[1]) == target.FIRST_ROWS
-
-
-def test_target_moves_to_a_device(here: str) -> None:
-    moved = target.find(f"{here}:mine", "digits").to(torch.device("meta"))
-    assert {leaf.device.type for leaf in (*moved.batch, *moved.model.parameters())} == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -80,8 +110,100 @@ def test_refusals_say_what_came(here: str, name: str, words: str) -> None:
     with pytest.raises(PlanError) as error:
         target.find(name.format(here=here), "digits")
     assert words in str(error.value)
-
-
-def test_module_that_lacks_another_says_so(here: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_module_at_all"):
         target.find(f"{here}_late:f", "digits")
+
+
+def test_check_says_exact_and_only_then_returns_0(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, _ = run(capsys, "check", f"{here}:sound", "--rows", 5, "--json")
+    assert (code, json.loads(printed)["exact"]) == (0, True)
+    code, printed, _ = run(capsys, "check", f"{here}:meeting", "--micro-batch", 4, "--json")
+    told = json.loads(printed)
+    assert (code, told["cuts"][0]) == (1, "4+4+1")
+    assert told["findings"][0]["culprit"] == "0 (BatchNorm1d)"
+    code, printed, _ = run(capsys, "check", f"{here}:meeting", "--batch-norm", "frozen", "--device", "cpu")
+    assert (code, printed.partition(":")[0]) == (0, "exact")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "{}:on_meta"], "Expected a model with values to check, got"),
+        (["plan", "{}:sound", "--memory", "much"], "'much'"),
+        (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
+        (["plan", "{}:failing", "--memory", "1MB"], "Error"),
+        (["plan", "{}:sound", "--memory", "10", "--estimate"], "The smallest budget"),
+        (["check", "{}:failing"], "could not check: RuntimeError"),
+    ],
+)
+def test_targets_that_cannot_be_checked_or_planned(
+    here: str, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    code, printed, error = run(capsys, *[one.format(here) for one in arguments])
+    assert (code, printed) == (2 if arguments[0] == "check" else 1, "")
+    assert error.startswith(f"anybatch {arguments[0]}: ")
+    assert words in error
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_json_is_all_that_is_printed_whatever_the_target_prints(
+    here: str, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    code, printed, error = run(capsys, command, f"{here}:talking", "--json")
+    assert (code, printed.count("\n"), error) == (0, 1, "I print what I like\n")
+    assert json.loads(printed)
+    code, printed, _ = run(capsys, command, f"{here}:endless", "--json")
+    assert (code, json.loads(printed)) == (130, {"error": "interrupted"})
+
+
+def planned(*arguments: str) -> tuple[dict[str, Any], str]:
+    return plan_action.plan(cli._parser().parse_args(["plan", *arguments, "--estimate"]))
+
+
+def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", f"{here}:sound", "--batch-size", 30, "--memory", "1MB", "--json", "--estimate"]
+    code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
+    told = json.loads(printed)
+    assert code == 0
+    assert Plan.from_json(json.dumps(told["plan"])) == Plan(rows=30, micro_batch=30)
+    assert Ledger.from_json(json.dumps(told["ledger"])).peak == told["peak"] <= told["budget"] == 10**6
+    assert Path("memory.svg").exists()
+
+
+def test_function_on_the_meta_device_gives_the_same_plan(here: str) -> None:
+    options = "--batch-size", "64", "--memory", "200KB"
+    values, meta = [planned(f"{here}:{name}", *options)[0] for name in ("net", "on_meta")]
+    assert values["plan"] == meta["plan"]
+    # An optimizer's counts of its steps lie on the processor, and so not where the model is.
+    assert 0 <= values["peak"] - meta["peak"] <= 4 * 14
+
+
+def test_optimizer_of_the_target_or_the_one_named(here: str) -> None:
+    options = "--memory", "1MB"
+    own, told = planned(f"{here}:with_optimizer", *options)
+    adamw, taken = planned(f"{here}:net", *options)
+    sgd, _ = planned(f"{here}:net", *options, "--optimizer", "sgd")
+    assert own["peak"] == sgd["peak"] < adamw["peak"]
+    assert "note: the optimizer was taken to be adamw" in taken
+    assert "taken to be" not in told
+
+
+@pytest.mark.parametrize(
+    ("recompute", "blocks"), [("all", 3), ("blocks.1", 1), ("blocks.[01]", 2), ("selective", 3)]
+)
+def test_recompute_is_a_policy_or_a_pattern(here: str, recompute: str, blocks: int) -> None:
+    found, _ = planned(f"{here}:net", "--memory", "1MB", "--recompute", recompute)
+    assert len(found["plan"]["blocks"]) == blocks
+
+
+def test_samples_precisions_and_no_budget_with_which_nothing_is_chosen(here: str) -> None:
+    free = "--memory", "none", "--batch-size"
+    found, told = planned(f"{here}:with_collate", *free, "7", "--micro-batch", "3")
+    assert (found["budget"], found["plan"]["rows"]) == (None, 7)
+    assert "3, 3, 1 rows" in told
+    whole, _ = planned(f"{here}:net", *free, "64")
+    mixed, _ = planned(f"{here}:net", *free, "64", "--precision", "bf16-mixed")
+    short, told = planned(f"{here}:net", *free, "64", "--precision", "bf16-true")
+    assert "precision    bf16-true" in told
+    assert mixed["plan"]["precision"]["compute"] == "bfloat16"
+    assert short["peak"] < whole["peak"]

@@ -1,5 +1,6 @@
 """A cut batch is the batch: every row once, in order, the ragged tail kept, nothing copied."""
 
+import re
 from typing import Any
 
 import pytest
@@ -41,16 +42,11 @@ def test_uncut_batch_is_the_very_value_and_cut_it_is_views(micro_batch: int) -> 
 
 def test_samples_are_collated_one_micro_batch_at_a_time() -> None:
     collated: list[list[int]] = []
-
-    def collate(samples: list[int]) -> Any:
-        collated.append(samples)
-        return torch.tensor(samples)
-
-    cut = SampleBatch(range(5), collate).cut(2)
+    cut = SampleBatch(range(5), lambda samples: collated.append(samples) or samples).cut(2)
     assert collated == []
-    assert next(cut).tolist() == [0, 1]
+    assert next(cut) == [0, 1]
     assert collated == [[0, 1]]
-    assert [part.tolist() for part in cut] == [[2, 3], [4]]
+    assert list(cut) == [[2, 3], [4]]
 
 
 @pytest.mark.parametrize(
@@ -66,10 +62,8 @@ def test_samples_are_collated_one_micro_batch_at_a_time() -> None:
     ],
 )
 def test_tensors_that_cannot_be_cut_are_refused(value: Any, got: str, todo: str) -> None:
-    with pytest.raises(BatchError, match=r"^Expected ") as caught:
+    with pytest.raises(BatchError, match=rf"^Expected .*{re.escape(got)}.*{re.escape(todo)}") as caught:
         TensorBatch(value)
-    assert got in str(caught.value)
-    assert todo in str(caught.value)
     assert len(str(caught.value)) < 400
 
 

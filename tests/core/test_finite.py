@@ -42,7 +42,6 @@ def test_looking_does_not_disturb_a_backward() -> None:
     value = x.sum().exp()  # backward needs the value itself
     assert all_finite([value])
     value.backward()
-    assert x.grad is not None
     assert all_finite([x])  # a term may be a parameter itself
 
 

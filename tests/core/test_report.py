@@ -10,13 +10,9 @@ from anybatch.core.report import Event, MicroBatchDone
 def test_listener_hears_every_micro_batch_then_the_report() -> None:
     heard: list[tuple[Event, Tensor]] = []
     model = nn.Linear(2, 1)
-    step = Step(
-        model,
-        nn.MSELoss(),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        micro_batch=3,
-        listeners=[lambda event: heard.append((event, model.weight.detach().clone()))],
-    )
+    listeners = [lambda event: heard.append((event, model.weight.detach().clone()))]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(model, nn.MSELoss(), optimizer, micro_batch=3, listeners=listeners)
     start = model.weight.detach().clone()
     report = step((torch.randn(7, 2), torch.randn(7, 1)))
     events, weights = zip(*heard, strict=True)

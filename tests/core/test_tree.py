@@ -1,6 +1,7 @@
 """Nests of every kind come apart into their tensors and back, with nothing of the caller's changed."""
 
 import dataclasses
+import re
 import types
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
@@ -80,11 +81,13 @@ def shape(value: Any) -> Any:
     """The nest without its tensors: types, keys and order."""
     if isinstance(value, Tensor | None):
         return type(value)
-    if dataclasses.is_dataclass(value):
-        return type(value), [shape(getattr(value, field.name)) for field in dataclasses.fields(value)]
-    if isinstance(value, dict | UserDict):
-        return type(value), [(key, shape(item)) for key, item in value.items()]
-    return type(value), [shape(item) for item in value]
+    keys = list(value) if isinstance(value, dict | UserDict) else None
+    return type(value), keys, [shape(part) for part in tree.parts(value) or ()]
+
+
+def are(some: Any, others: Any) -> bool:
+    """The very same, one by one."""
+    return all(one is other for one, other in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize(("nest", "paths"), NESTS.values(), ids=NESTS)
@@ -95,15 +98,13 @@ def test_nests_come_apart_and_back(nest: Any, paths: list[str]) -> None:
         again = tree.mould(nest)(found)
         assert again is not nest or not found
         assert shape(again) == shape(nest)
-        assert all(a is b for a, b in zip(tree.parts(again) or [], found, strict=True))
+        assert are(tree.parts(again), found)
     assert all(leaf is X or leaf is Y for leaf in flat.leaves)
     changed = [leaf[:1] + 1 for leaf in flat.leaves]
     built = flat.build(iter(changed))
     assert shape(built) == shape(nest)
-    assert all(a is b for a, b in zip(tree.flatten(built).leaves, changed, strict=True))
-    assert all(
-        a is b for a, b in zip(tree.flatten(nest).leaves, flat.leaves, strict=True)
-    )  # the caller's own
+    assert are(tree.flatten(built).leaves, changed)
+    assert are(tree.flatten(nest).leaves, flat.leaves)  # the caller's own
 
 
 def test_a_mapping_that_cannot_be_copied_becomes_a_dict() -> None:
@@ -145,11 +146,8 @@ def test_what_a_mapping_carries_besides_its_items_is_kept() -> None:
     ],
 )
 def test_other_leaves_are_refused_by_place(nest: Any, got: str) -> None:
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(BatchError, match=f"{re.escape(got)}. Turn it into a tensor"):
         tree.flatten(nest)
-    assert got in str(caught.value)
-    assert "Expected tensors (or None) at every leaf" in str(caught.value)
-    assert "Turn it into a tensor with one entry per row" in str(caught.value)
 
 
 @pytest.mark.parametrize("make", [lambda x: (x, [x]), lambda x: Pair(x, {"x": x})], ids=["plain", "named"])

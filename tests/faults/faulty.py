@@ -24,20 +24,13 @@ NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
 
 
 class Fault:
-    """What goes wrong, and where. A plain object, so that no snapshot of modules holds its counters.
-
-    Attributes:
-        power: what the gradient of marked rows is multiplied by on its way, as a power of two.
-        spoil: what it is multiplied by for good.
-        largest: the largest gradient of marked rows so far.
-        ran: rows of each forward.
-        met: planted faults that were met.
-        told: events so far.
-    """
+    """What goes wrong, and where. A plain object, so that no snapshot of modules holds its counters."""
 
     def __init__(self) -> None:
-        self.power, self.spoil, self.largest = 0, 1.0, 0.0
-        self.ran: list[int] = []
+        self.power = 0  # of two, which the gradient of marked rows is multiplied by on its way
+        self.spoil = 1.0  # what it is multiplied by for good
+        self.largest = 0.0  # of marked rows so far
+        self.ran: list[int] = []  # rows of each forward
         self.told: list[Event] = []
         self.arm("")
 
@@ -53,7 +46,7 @@ class Fault:
         """
         self.planted = [(place, at, what, times)]
         self.passed: dict[str, int] = {}
-        self.met: list[BaseException | float] = []
+        self.met: list[BaseException | float] = []  # planted faults that were met
 
     def __call__(self, place: str) -> float:
         passed = self.passed[place] = self.passed.get(place, 0) + 1
@@ -196,14 +189,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def build(
     kind: str = "dropout", *, dtype: torch.dtype = torch.float32, warm: int = 0, **options: Any
 ) -> ab.Step:
-    """A step, the same one every time, after some updates.
+    """A step, the same one every time, after `warm` updates.
 
-    Args:
-        kind: of model.
-        dtype: of the model.
-        warm: how many updates.
-        options: of the step; `momentum` and `lr` for the optimizer, `model` for the class of the model, and
-            what makes a `scheduler`.
+    Options are those of the step, `momentum` and `lr` of the optimizer, the class of the `model`, and what
+    makes a `scheduler`.
     """
     torch.manual_seed(0)
     model = options.pop("model", Net)(kind).to(dtype)
@@ -309,25 +298,18 @@ def assert_as_unfaulted(
 ) -> None:
     """All is as in the twin, which begins where the step began, and does the same cut without a fault.
 
-    An `add` of a window that came in halves is merged as one: its additions are in another order. So they are
-    at another loss scale.
-
-    Args:
-        bound: how far parameters and optimizers may differ.
+    Parameters and optimizers may differ by `bound`: an `add` of a window that came in halves is merged as
+    one, so that its additions are in another order. So they are at another loss scale.
     """
     found = snapshot(step)
-    del found["scale"]  # it counts updates without an overflow
-    if way == "window":
-        seed(BEGIN)
-        other = windowed(twin, batch, report.cut)
-    else:
-        other = with_cut(twin, report.cut, batch)
+    seed(BEGIN)
+    other = windowed(twin, batch, report.cut) if way == "window" else with_cut(twin, report.cut, batch)
     assert other.cut == report.cut
     expected = snapshot(twin)
-    del expected["scale"]
+    for one in (found, expected):
+        del one["scale"]  # it counts updates without an overflow
     if bound:
-        written = ("parameter", "float32 copy", "optimizer")
-        names = [name for name in expected if name.startswith(written)]
+        names = [name for name in expected if name.startswith(("parameter", "float32 copy", "optimizer"))]
         pairs = [(found.pop(name), expected.pop(name)) for name in names]
         compared = [(one, two) for one, two in pairs if isinstance(one, Tensor)]
         assert relative_error([one for one, _ in compared], [two for _, two in compared]) <= bound
@@ -345,11 +327,8 @@ def plant(step: ab.Step, largest: float, halvings: int) -> None:
 
 def weights(step: ab.Step) -> dict[str, Tensor]:
     """As the optimizer knows them, in the widest dtype they have."""
-    found = {}
-    for name, parameter in step.model.named_parameters():
-        full = step.masters.of(parameter)
-        found[name] = (parameter if full is None else full).detach().double().clone()
-    return found
+    pairs = [(name, one, step.masters.of(one)) for name, one in step.model.named_parameters()]
+    return {name: (one if full is None else full).detach().double().clone() for name, one, full in pairs}
 
 
 def moved(step: ab.Step, before: dict[str, Tensor]) -> dict[str, Tensor]:

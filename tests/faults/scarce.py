@@ -14,12 +14,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from anybatch.engine import Accumulator
 
-SAYINGS: list[BaseException] = [
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: can't allocate memory: 64"),
-    MemoryError("Unable to allocate 1.00 GiB for an array"),
-]
-
 
 class Scarce(TorchDispatchMode):
     """Refuses allocations inside of watched functions.
@@ -29,9 +23,9 @@ class Scarce(TorchDispatchMode):
         most: bytes of what is allocated while watched, and still held, above which every allocation fails.
     """
 
-    def __init__(self, refuse: set[int] | None = None, *, most: float = math.inf, saying: int = 0) -> None:
+    def __init__(self, refuse: set[int] | None = None, *, most: float = math.inf) -> None:
         super().__init__()
-        self.refuse, self.most, self.saying = refuse or set(), most, saying
+        self.refuse, self.most = refuse or set(), most
         self.count = self.refused = self.watched = 0
         self.held: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
@@ -43,8 +37,7 @@ class Scarce(TorchDispatchMode):
         self.count += 1
         if self.count - 1 in self.refuse or (self.most < math.inf and self.in_use() > self.most):
             self.refused += 1
-            error = SAYINGS[self.saying]
-            raise type(error)(*error.args)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         made = func(*args, **(kwargs or {}))
         if self.most < math.inf:
             for one in made if isinstance(made, tuple | list) else [made]:

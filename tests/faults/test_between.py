@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import OutOfMemoryError, WindowError
-from anybatch.testing import relative_error, tolerance
+from anybatch.testing import tolerance
+from tests.faults.faulty import NO_MEMORY, ROWS, assert_as_unfaulted, build, make_batch, parts, take
 
-ROWS = torch.ones(4, 3), torch.ones(4, 1)
+BATCH = torch.ones(4, 3), torch.ones(4, 1)
 
 
 class Counting(nn.Module):
@@ -29,7 +30,7 @@ class Counting(nn.Module):
         if self.writes:
             self.store["count"] += 1
         if len(self.cache) == self.fails_at and len(x) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise NO_MEMORY
         return self.layer(x) * len(self.cache)
 
 
@@ -42,10 +43,10 @@ def test_unfreezing_between_two_adds_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
     model[0].requires_grad_(False)
     window = make(model).window()
-    window.add(ROWS)
+    window.add(BATCH)
     model[0].requires_grad_(True)
     with pytest.raises(WindowError, match="same 2 parameters"):
-        window.add(ROWS)
+        window.add(BATCH)
     window.discard()
 
 
@@ -55,7 +56,7 @@ def test_a_cache_that_is_renewed_before_each_step_comes_back() -> None:
     for number in range(6):
         model.cache = []
         model.fails_at = 2 if number == 5 else -1
-        report = step(ROWS)
+        report = step(BATCH)
     assert report.redone == 1
     assert len(model.cache) == report.micro_batches
 
@@ -64,7 +65,7 @@ def test_a_tensor_in_a_dict_that_a_forward_writes_to_is_named() -> None:
     model = Counting()
     model.writes, model.fails_at = True, 2
     with pytest.raises(OutOfMemoryError, match="store"):
-        make(model, micro_batch=2)(ROWS)
+        make(model, micro_batch=2)(BATCH)
 
 
 def test_gradients_found_come_back_unclipped_where_the_update_fails() -> None:
@@ -77,53 +78,25 @@ def test_gradients_found_come_back_unclipped_where_the_update_fails() -> None:
     assert model.extra.grad.tolist() == [5.0, 5.0, 5.0]
 
 
-def test_memory_that_runs_out_half_way_through_the_backward_of_a_later_add() -> None:
-    def trained(fails_at: set[int], sizes: tuple[int, ...]) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-        rows = torch.randn(12, 3).double(), torch.randn(12, 1).double()
-        backwards = [0]
-
-        def fail(gradient: Tensor) -> None:  # the last layer has its gradient by now
-            backwards[0] += 1
-            if backwards[0] in fails_at:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-
-        step = make(model)
-        with step.window() as window:
-            model[0].weight.register_hook(fail)
-            for x, y in zip(rows[0].split(sizes), rows[1].split(sizes), strict=True):
-                window.add((x, y))
-        return [p.detach() for p in model.parameters()]
-
-    # After the first failure each add comes in halves.
-    cases = [({1}, (4, 4, 4)), ({3}, (4, 4, 4)), ({1, 6}, (4, 4, 4)), ({1, 7}, (4, 4, 4)), ({2}, (4, 8))]
-    for fails_at, sizes in cases:
-        error = relative_error(trained(fails_at, sizes), trained(set(), (12,)))
-        assert error <= tolerance(torch.float64, 3)
+@pytest.mark.parametrize("at", [[0], [2], [0, 5], [0, 6], [1, 3]], ids=str)
+def test_memory_that_runs_out_half_way_through_the_backward_of_a_later_add(at: list[int]) -> None:
+    """The last layer has its gradient by then. After the first failure each add comes in halves."""
+    step, twin = (build("plain", dtype=torch.float64) for _ in range(2))
+    batch = make_batch(dtype=torch.float64)
+    step.model.fault.planted = [("mid", one, NO_MEMORY, 1) for one in at]
+    report = take(step, "window", batch)
+    assert report.redone == len(at)
+    assert_as_unfaulted(step, report, twin, batch, way="window", bound=tolerance(torch.float64, ROWS))
 
 
 def test_an_add_that_was_done_again_counts_once() -> None:
-    model = Counting()
-    model.forward = fails_once(model)  # type: ignore[method-assign]
-    step = make(model)
+    step = build("plain")
+    step.model.fault.arm("forward", 1, NO_MEMORY)
     with step.window() as window:
-        for _ in range(3):
-            window.add((torch.ones(1, 3), torch.ones(1, 1)))
+        for micro in parts(make_batch(rows=3), 1):
+            window.add(micro)
         report = window.update()
     assert (report.redone, report.rows) == (1, 3)
-
-
-def fails_once(model: Counting) -> object:
-    calls = [0]
-
-    def forward(x: Tensor) -> Tensor:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return model.layer(x)
-
-    return forward
 
 
 def test_a_window_lets_the_rows_of_an_add_go() -> None:

@@ -1,4 +1,4 @@
-"""Killed at any moment, a training goes on to the very same end; asked to stop, it ends its update first."""
+"""Killed at any moment, a training and a window go on to the very same end."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import pytest
 
 from anybatch.train import checkpoint
 from anybatch.train.trainer import BEST, LAST
-from tests.faults.midway import SAVED
+from tests.faults.mortal import SAVED
 from tests.halves import CASES
-from tests.snapshots import changes
+from tests.snapshots import assert_same, changes
 from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -40,145 +39,82 @@ SCENARIOS: dict[str, list[list[Any]]] = {
     "last save": [[f"before {LAST}", SAVES], [f"after {LAST}", 1]],
     "between best and last": [[f"after {BEST}", 1], [f"before {BEST}", 1], [f"after {BEST}", 1]],
     "every save but one": [[f"before {LAST}", 2]] * 6,
-} | draw_scenarios(random.Random(0))
+    "at places": draw_scenarios(random.Random(0))["at places"],
+}
 
 
-def environment() -> dict[str, str]:
+Lives = tuple[Path, dict[str, list[int]]]  # where they left their files, and how each ended
+
+
+def played(folder: Path, what: str) -> Lives:
+    """All lives, played by one program: to load torch for each would take a minute."""
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path}
-
-
-def command(*arguments: object, program: str = "mortal") -> list[str]:
-    return [sys.executable, "-m", f"tests.faults.{program}", *map(str, arguments)]
-
-
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """All scenarios, played by one program: to load torch for each life would take a minute."""
-    folder = tmp_path_factory.mktemp("lives")
-    done = subprocess.run(
-        command(folder, json.dumps(SCENARIOS)), env=environment(), capture_output=True, text=True, check=False
-    )
+    asked, variables = [sys.executable, "-m", "tests.faults.mortal", str(folder), what], {"PYTHONPATH": path}
+    done = subprocess.run(asked, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout)
 
 
-def end(folder: Path) -> dict[str, Any]:
-    """What the last checkpoint says, without what a clock says."""
-    found = checkpoint.load(folder / LAST)
-    del found.progress["seconds"]
-    names = ("model", "optimizers", "schedulers", "progress")
-    return {name: getattr(found, name) for name in names} | {"random": found.random["cpu"]}
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return played(tmp_path_factory.mktemp("lives"), json.dumps(SCENARIOS))
 
 
 def assert_same_end(folder: Path, name: str) -> None:
     """The last and the best checkpoint are those of the training that was not disturbed."""
-    assert changes(end(folder / "undisturbed"), end(folder / name)) == []
-    best = [checkpoint.load(folder / one / BEST) for one in ("undisturbed", name)]
-    assert changes(best[0].model, best[1].model) == []
-    assert best[0].progress["epoch"] == best[1].progress["epoch"]
+    last, best = (
+        [checkpoint.load(folder / one / file) for one in ("undisturbed", name)] for file in (LAST, BEST)
+    )
+    for one in last:
+        del one.progress["seconds"]  # a clock says it
+    for part in ("model", "optimizers", "schedulers", "progress"):
+        assert_same(*({part: getattr(one, part)} for one in last))
+    assert_same(*(one.model | {"cpu": one.random["cpu"]} for one in last))
+    assert_same(*(one.model | {"epoch": one.progress["epoch"]} for one in best))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_training_comes_to_the_same_end(name: str, lives: tuple[Path, dict[str, list[int]]]) -> None:
-    folder, ends = lives
-    *killed, last = ends[name]
-    assert last == 0
-    if name != "at times":  # where a life may end well before its time
-        assert killed == [-signal.SIGKILL] * len(SCENARIOS[name])
-    assert_same_end(folder, name)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_killed_training_leaves_no_half_files_and_whole_logs(
-    name: str, lives: tuple[Path, dict[str, list[int]]]
-) -> None:
+def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
+    """It leaves no half-written files, and whole logs."""
     folder, ends = lives[0] / name, lives[1][name]
+    assert ends == [-signal.SIGKILL] * len(SCENARIOS[name]) + [0]
+    assert_same_end(lives[0], name)
     files = sorted(path.name for path in folder.rglob("*") if path.is_file())
     assert files == [BEST, LAST, "log.jsonl", "log.txt"]
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     counts = Counter(one["event"] for one in events)
-    if name == "at times":  # where a life may be over before its first word, or after its last one
-        assert counts["start"] <= len(ends)
-        assert counts["stop"] >= ends.count(0)
-    else:
-        assert counts["start"] == len(ends)
-        assert counts["stop"] == ends.count(0)
+    assert (counts["start"], counts["stop"]) == (len(ends), 1)
     assert {one["epoch"] for one in events if one["event"] == "epoch"} <= set(range(1, EPOCHS + 1))
     starts = [one["done_updates"] for one in events if one["event"] == "start"]
     assert starts == sorted(starts)
 
 
-def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: tuple[Path, dict[str, list[int]]]) -> None:
+def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: Lives) -> None:
     trainer = make_trainer()
     trainer.resume(lives[0] / "undisturbed")
-    assert changes(undisturbed().state, state(trainer)) == []
-
-
-@pytest.fixture
-def waiting(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A program in the middle of its fourth update."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command(tmp_path), env=environment(), text=True, **pipes) as child:
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "in the middle\n"
-            yield child
-        finally:
-            child.kill()  # does nothing to one that has ended
-
-
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
-)
-def test_program_that_is_asked_to_stop_finishes_its_update(
-    number: int, code: int, waiting: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    waiting.send_signal(number)
-    _, errors = waiting.communicate("go on\n")
-    assert waiting.returncode == code, errors  # a shell shows 130 for a program that ended by SIGINT
-    assert errors.count("Traceback") == (number == signal.SIGINT)
-    events = [json.loads(line)["event"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert events == ["start", *["step"] * UPDATES, "epoch", "step", "stop"]
-    trainer = make_trainer()
-    trainer.resume(tmp_path)
-    assert trainer.updates == UPDATES + 1
-    trainer.fit(epochs=EPOCHS)
-    assert changes(undisturbed().state, state(trainer)) == []
+    assert_same(undisturbed().state, state(trainer))
 
 
 # ---- in the middle of a window
 
-PARTS = ("model", "optimizers", "schedulers", "progress", "random")
-
 
 @pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """All cases, played by one program."""
-    folder = tmp_path_factory.mktemp("windows")
-    asked = command(folder, program="midway")
-    done = subprocess.run(asked, env=environment(), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+def windows(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return played(tmp_path_factory.mktemp("windows"), "windows")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(
-    name: str, windows: tuple[Path, dict[str, list[int]]]
-) -> None:
+def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(name: str, windows: Lives) -> None:
     """Parameters, short and long, optimizer, scheduler, random streams, reports and the loss scale."""
     folder, ends = windows[0] / name, windows[1]
     assert ends[name] == [0, -signal.SIGKILL, 0]
-    undisturbed, resumed = (
-        {part: getattr(checkpoint.load(folder / one), part) for part in PARTS}
-        for one in ("undisturbed", "resumed")
-    )
-    assert changes(undisturbed, resumed) == []
-    saved = checkpoint.load(folder / SAVED)
-    assert changes(undisturbed["model"], saved.model) != []  # there was something left to do
-    window, report = saved.progress["window"], undisturbed["progress"]["reports"][0]
+    undisturbed, resumed, saved = (checkpoint.load(folder / one) for one in ("undisturbed", "resumed", SAVED))
+    for part in ("model", "optimizers", "schedulers", "progress", "random"):
+        assert_same(*({part: getattr(one, part)} for one in (undisturbed, resumed)))
+    assert changes(undisturbed.model, saved.model) != []  # there was something left to do
+    window, report = saved.progress["window"], undisturbed.progress["reports"][0]
     assert window["cut"] == list(report["cut"])[:2]
-    assert window["scale"]["value"] >= undisturbed["progress"]["scale"]["value"]
+    assert window["scale"]["value"] >= undisturbed.progress["scale"]["value"]
     if "fp16" in name or name == "drop":
         assert report["redone"] >= len(window["redone"]) > 0
         assert 1.0 < window["scale"]["value"] < 2.0**22

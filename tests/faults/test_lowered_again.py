@@ -3,12 +3,13 @@
 import copy
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import anybatch as ab
 from anybatch import Precision, Step, Total
@@ -25,18 +26,15 @@ def squares(model: nn.Module, micro: Any) -> Total:
     return Total(((model(micro[0]) - micro[1]) ** 2).sum(), len(micro[0]))
 
 
-def rows_of(model: nn.Module) -> tuple[Tensor, Tensor]:
-    return X, torch.ones_like(model(X)).detach()
-
-
-def make_step(model: nn.Module, precision: str | Precision, **options: Any) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return Step(model, squares, optimizer, precision=precision, check=False, **options)
+def make_step(model: nn.Module, precision: Any, optimizer: Any = None, loss: Any = squares) -> Step:
+    optimizer = optimizer or SGD(model.parameters(), lr=0.01)
+    return Step(model, loss, optimizer, precision=precision, check=False)
 
 
 def trains(step: Step) -> bool:
-    batch = rows_of(step.model)
-    return step.model(X).dtype == torch.float32 and step(batch).loss > step(batch).loss
+    out = step.model(X)
+    batch = X, torch.ones_like(out).detach()
+    return out.dtype == torch.float32 and step(batch).loss > step(batch).loss
 
 
 def make_model() -> nn.Sequential:
@@ -59,22 +57,17 @@ def test_a_part_and_the_whole_may_both_be_trained(inner: Precision, outer: Preci
         assert trains(step)
 
 
-def test_only_the_outermost_casts() -> None:
-    """Between two parts values stay short, and what the outer model keeps in float32 stays so."""
-    model, seen = make_model(), []
-    lower(model[0], BF16, [])
-    lower(model, BF16, [])
-    model[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    model(X)
-    assert seen == [torch.bfloat16]
-    assert model[0](X).dtype == torch.float32
+def lowered() -> tuple[nn.Sequential, nn.Module]:
+    """A model of which a part is lowered, too, and another one."""
+    model, other = make_model(), nn.Linear(4, 2)
+    for one in (model[0], model, other):
+        lower(one, BF16, [])
+    return model, other
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_after_an_error_every_model_casts_again(error: type[BaseException]) -> None:
-    model, other = make_model(), nn.Linear(4, 2)
-    for one in (model[0], model, other):
-        lower(one, BF16, [])
+    model, other = lowered()
 
     def fail(*_: Any) -> None:
         raise error
@@ -86,34 +79,32 @@ def test_after_an_error_every_model_casts_again(error: type[BaseException]) -> N
     assert [one(X).dtype for one in (other, model[0], model)] == [torch.float32] * 3
 
 
-def test_threads_do_not_meet() -> None:
-    """One model begins while another runs in another thread."""
-    model, other, found = make_model(), nn.Linear(4, 2), []
-    for one in (model, other):
-        lower(one, BF16, [])
+def test_only_the_outermost_casts_and_threads_do_not_meet() -> None:
+    """Between two parts values stay short, while another model begins in another thread."""
+    (model, other), found = lowered(), []
 
-    def look(*_: Any) -> None:
+    def look(_: nn.Module, args: Any) -> None:
+        found.append(args[0].dtype)
         thread = threading.Thread(target=lambda: found.append(other(X).dtype))
         thread.start()
         thread.join()
 
     model[1].register_forward_pre_hook(look)
-    assert model(X).dtype == torch.float32
-    assert found == [torch.float32]
-
-
-class Student(nn.Module):
-    """Asks another model, which is no part of it and is stored in another dtype."""
-
-    def __init__(self, teacher: nn.Module) -> None:
-        super().__init__()
-        self.others, self.linear, self.head = [teacher], nn.Linear(4, 4), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.others[0](self.linear(x)))
+    assert model(X).dtype == model[0](X).dtype == torch.float32
+    assert found == [torch.bfloat16, torch.float32]
 
 
 def test_another_model_may_be_asked_in_between() -> None:
+    """A teacher, which is no part of it and is stored in another dtype."""
+
+    class Student(nn.Module):
+        def __init__(self, teacher: nn.Module) -> None:
+            super().__init__()
+            self.others, self.linear, self.head = [teacher], nn.Linear(4, 4), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.others[0](self.linear(x)))
+
     teacher = nn.Linear(4, 2)
     lower(teacher, FP16, [])
     student = Student(teacher)
@@ -140,30 +131,22 @@ def test_lowered_models_may_be_compiled(is_whole: bool) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(NORMS, BF16), (BF16, NORMS)], ids=["kept first", "kept then"])
-def test_what_stays_in_float32_may_change(first: Precision, then: Precision) -> None:
+def test_what_stays_in_float32_may_change_and_gets_its_digits_back(first: Precision, then: Precision) -> None:
     model = make_model()
-    model[0].register_buffer("shift", torch.ones(8))
-    before = make_step(model, first)
-    assert trains(before)
-    after = make_step(model, then)
     norm = model[0][1]
-    assert norm.weight.dtype == (torch.float32 if then is NORMS else torch.bfloat16)
+    nn.init.constant_(norm.weight, 0.3)  # no short dtype holds it
+    norm.register_buffer("shift", torch.ones(8))
+    digits = norm.weight.detach().clone()
+    before = make_step(model, first)
+    after = make_step(model, then)
+    dtype = torch.float32 if then is NORMS else torch.bfloat16
+    assert (norm.weight.dtype, norm.shift.dtype) == (dtype, dtype)
+    assert torch.equal(norm.weight, digits.to(dtype))
     assert ("forward" in vars(norm)) == (then is NORMS)
     for step in (after, before):
         assert trains(step)
-
-
-def test_what_stays_in_float32_gets_its_digits_back() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    model[1].register_buffer("shift", torch.ones(2))
-    digits = model[1].weight.detach().clone()
-    first = make_step(model, BF16)
-    then = make_step(model, Precision(store="bfloat16", keep_float32=("1",)))
-    assert torch.equal(model[1].weight, digits)
-    assert model[1].shift.dtype == torch.float32
-    then((X, Y))
-    assert torch.equal(first.masters.of(model[1].weight), model[1].weight)
+    if then is NORMS:
+        assert torch.equal(before.masters.of(norm.weight), norm.weight)
 
 
 # ---- one backup for all
@@ -173,64 +156,41 @@ def slope(model: nn.Module, micro: Any) -> Total:
     return Total(model(micro[0]).sum(), len(micro[0]))
 
 
-def alternating(model: nn.Module, optimizer: Any) -> Iterator[Step]:
-    steps = [Step(model, slope, optimizer, precision="fp16-true", check=False) for _ in range(2)]
-    while True:
-        yield from steps
-
-
-def made_anew(model: nn.Module, optimizer: Any) -> Iterator[Step]:
-    while True:
-        step = Step(model, slope, optimizer, precision="fp16-true", check=False)
-        yield step
-
-
-def of_a_copy(model: nn.Module, optimizer: Any) -> Iterator[Step]:
-    first = copy.deepcopy(Step(model, slope, optimizer, precision="fp16-true", check=False))
-    yield first
-    while True:
-        yield Step(first.model, slope, first.optimizers, precision="fp16-true", check=False)
-
-
-@pytest.mark.parametrize("make", [alternating, made_anew, of_a_copy])
-def test_a_second_step_begins_where_the_first_one_stands(make: Callable[..., Iterator[Step]]) -> None:
+@pytest.mark.parametrize("way", ["alternating", "made anew", "of a copy"])
+def test_a_second_step_begins_where_the_first_one_stands(way: str) -> None:
     """100 updates of 1e-4 on a weight of 1: each by itself is lost in float16."""
-    model = nn.Linear(1, 1, bias=False)
+    model, one = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     nn.init.ones_(model.weight)
-    steps = make(model, torch.optim.SGD(model.parameters(), lr=1e-4, fused=True))
-    one = torch.ones(1, 1)
-    for _ in range(100):
-        step = next(steps)
-        step((one,))
+    optimizer = SGD(model.parameters(), lr=1e-4, fused=True)
+    step, other = (make_step(model, "fp16-true", optimizer, slope) for _ in range(2))
+    if way == "of a copy":
+        step = copy.deepcopy(step)
     expected = one.clone()
     for _ in range(100):
+        step((one,))
         expected -= 1e-4
+        again = make_step(step.model, "fp16-true", step.optimizers, slope)
+        step, other = (other, step) if way == "alternating" else (again, step)
     weight = step.model.weight
     assert torch.equal(step.masters.of(weight), expected)
     assert torch.equal(weight, expected.half())
 
 
-def test_what_was_written_meanwhile_counts_for_all() -> None:
+def test_what_was_written_meanwhile_counts_for_all_and_nothing_is_kept_once_they_are_gone() -> None:
     model = make_model()
     first = make_step(model, BF16)
     weight = model[1].weight
     digits = first.masters.of(weight).clone()
     with torch.no_grad():
-        weight[0] = 0.5
+        weight[0] = digits[0] = 0.5
     second = make_step(model, BF16)
-    digits[0] = 0.5
     for step in (first, second):
         assert torch.equal(step.masters.of(weight), digits)
     assert first.masters.tensors[0] is second.masters.tensors[0]
-
-
-def test_nothing_is_kept_once_the_last_step_is_gone() -> None:
-    model = make_model()
-    make_step(model, BF16)
+    del first, second, step
     gc.collect()
     again = make_step(model, BF16)
-    for parameter in model.parameters():
-        assert torch.equal(again.masters.of(parameter), parameter.float())
+    assert all(torch.equal(again.masters.of(one), one.float()) for one in model.parameters())
 
 
 @pytest.mark.parametrize("precision", ["fp16-true", NORMS], ids=str)
@@ -242,106 +202,90 @@ def test_a_plan_in_another_precision_takes_no_digit(precision: str | Precision) 
     optimizer = torch.optim.Adagrad(model.parameters())
     ab.plan(model, squares, optimizer, (X, Y), precision=precision, measure=False)
     assert torch.equal(model(X), result)
-    assert all(
-        torch.equal(step.masters.of(p), was) for p, was in zip(model.parameters(), before, strict=True)
-    )
+    assert all(map(torch.equal, map(step.masters.of, model.parameters()), before))
     assert {slots["sum"].dtype for slots in optimizer.state.values()} == {torch.bfloat16}
 
 
 # ---- made short by others
 
 
-MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda ps: torch.optim.SGD(ps, lr=0.01, momentum=0.9),
-    "Adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
-    "Adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.01),
-}
+def dtypes(of: Any) -> set[torch.dtype]:
+    """Of the parameters of a model, or the state of an optimizer."""
+    if isinstance(of, nn.Module):
+        return {parameter.dtype for parameter in of.parameters()}
+    values = [value for slots in of.state.values() for value in slots.values()]
+    return {value.dtype for value in values if isinstance(value, Tensor)}
 
 
-def used(make: Callable[[Any], torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def used(kind: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """After one update of a plain loop in bfloat16."""
     model = make_model().bfloat16()
-    optimizer = make(model.parameters())
+    optimizer = kind(model.parameters(), lr=0.01)
     model(X.bfloat16()).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
 
 
-def state_dtypes(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
-    values = [value for slots in optimizer.state.values() for value in slots.values()]
-    return {value.dtype for value in values if isinstance(value, Tensor)}
-
-
 @pytest.mark.parametrize("precision", [BF16, FP16, NORMS], ids=str)
-@pytest.mark.parametrize("name", MAKE)
-def test_an_optimizer_with_short_state_goes_on_in_float32(name: str, precision: Precision) -> None:
-    model, optimizer = used(MAKE[name])
-    step = Step(model, squares, optimizer, precision=precision, check=False)
-    assert step((X, Y)).updated
-    assert state_dtypes(optimizer) == {torch.float32}
+@pytest.mark.parametrize("kind", [partial(SGD, momentum=0.9), torch.optim.Adam, torch.optim.Adagrad])
+def test_an_optimizer_with_short_state_goes_on_in_float32(kind: Any, precision: Precision) -> None:
+    model, optimizer = used(kind)
+    assert make_step(model, precision, optimizer)((X, Y)).updated
+    assert dtypes(optimizer) == {torch.float32}
 
 
 def test_short_state_of_weights_that_come_later_is_made_float32() -> None:
-    model, old = used(MAKE["Adam"])
-    head = list(model[1].parameters())
-    optimizer = MAKE["Adam"](model[0].parameters())
-    step = Step(model, squares, optimizer, precision=BF16, check=False)
-    optimizer.add_param_group({"params": head})
-    for parameter in head:
+    model, old = used(torch.optim.Adam)
+    optimizer = torch.optim.Adam(model[0].parameters(), lr=0.01)
+    step = make_step(model, BF16, optimizer)
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+    for parameter in model[1].parameters():
         optimizer.state[parameter] = old.state[parameter]
     assert step((X, Y)).updated
-    assert state_dtypes(optimizer) == {torch.float32}
+    assert dtypes(optimizer) == {torch.float32}
 
 
 # ---- made as it was again
-
-SHORT = {"fp16-true": "float16", "bf16-true": "bfloat16"}
-
-
-def dtypes(model: nn.Module) -> set[torch.dtype]:
-    return {p.dtype for p in model.parameters()}
-
 
 STORED = "Expected a model that stores its weights as it was made, got one that an earlier step stores in "
 
 
 @pytest.mark.parametrize("second", ["float32", "tf32", "bf16-mixed", "fp16-mixed"])
-@pytest.mark.parametrize("name", SHORT)
-def test_weights_that_an_earlier_step_stores_short_are_brought_back_first(name: str, second: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), [("fp16-true", torch.float16), ("bf16-true", torch.bfloat16)])
+def test_weights_that_an_earlier_step_stores_short_are_brought_back_first(
+    name: str, dtype: torch.dtype, second: str
+) -> None:
     """Each update is less than half of what weights of 16 bits are apart."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False), nn.Linear(3, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, momentum=0.9)
-    options = {"batch_norm": "micro"}
-    step = Step(model, nn.MSELoss(), optimizer, precision=name, **options)
-    step((torch.rand(4, 3), torch.ones(4, 3)))
-    with pytest.raises(PlanError, match=STORED + SHORT[name]) as caught:
-        Step(model, nn.MSELoss(), optimizer, precision=second, **options)
-    assert dtypes(model[2]) == {getattr(torch, SHORT[name])}
+    optimizer = SGD(model.parameters(), lr=1e-5, momentum=0.9)
+    batch = torch.rand(4, 3), torch.ones(4, 3)
 
+    def make(precision: str) -> Step:
+        return Step(model, nn.MSELoss(), optimizer, precision=precision, batch_norm="micro")
+
+    step = make(name)
+    step(batch)
+    with pytest.raises(PlanError, match=STORED + str(dtype)[6:]) as caught:
+        make(second)
+    assert dtypes(model) == {dtype}
     digits = [step.masters.of(p).clone() for p in model[2].parameters()]
     # As the message says it.
-    assert "weights = step.masters.state_dict(model); model.float(); model.load_state_dict(weights)" in str(
-        caught.value
-    )
-    weights = step.masters.state_dict(model)
-    model.float()
-    model.load_state_dict(weights)
-    assert all(torch.equal(p, was) for p, was in zip(model[2].parameters(), digits, strict=True))
-    again = Step(model, nn.MSELoss(), optimizer, precision=second, **options)
-    assert again((torch.rand(4, 3), torch.ones(4, 3))).updated
-    assert not any(torch.equal(p, was) for p, was in zip(model[2].parameters(), digits, strict=True))
+    done = "weights = step.masters.state_dict(model); model.float(); model.load_state_dict(weights)"
+    assert done in str(caught.value)
+    exec(done, {"step": step, "model": model})
+    assert all(map(torch.equal, model[2].parameters(), digits))
+    assert make(second)(batch).updated
+    assert not any(map(torch.equal, model[2].parameters(), digits))
     assert dtypes(model) == {torch.float32}
     assert model(torch.ones(2, 3)).dtype == torch.float32
 
 
 def test_a_short_model_of_the_callers_and_a_part_that_nobody_trains_are_left_as_they_are() -> None:
-    own = nn.Linear(3, 2).bfloat16()
-    lower(own, find_precision("float32"), own.parameters())
-    assert dtypes(own) == {torch.bfloat16}
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    lower(model[0], find_precision("bf16-true"), [])
-    lower(model, find_precision("float32"), model[1].parameters())
-    assert dtypes(model[0]) == {torch.bfloat16}
-    assert model(torch.ones(2, 3)).dtype == torch.float32
+    own, model = nn.Linear(4, 2).bfloat16(), make_model()
+    lower(model[0], BF16, [])
+    for one, trained in ((own, own), (model, model[1])):
+        lower(one, find_precision("float32"), trained.parameters())
+    assert dtypes(own) == dtypes(model[0]) == {torch.bfloat16}
+    assert model(X).dtype == torch.float32

@@ -16,21 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import Step, StepReport, Total
-from anybatch.core.errors import BudgetError, OutOfMemoryError
+from anybatch.core.errors import OutOfMemoryError
 from anybatch.engine import admit
-from tests.faults.faulty import (
-    BEGIN,
-    CLASSES,
-    FEATURES,
-    ROWS,
-    VARIANTS,
-    build,
-    make_batch,
-    of_form,
-    seed,
-    windowed,
-)
-from tests.faults.scarce import scarce, scarce_in_passes
+from tests.faults.faulty import CLASSES, FEATURES, ROWS, build, make_batch, windowed
+from tests.faults.scarce import scarce_in_passes
 from tests.snapshots import assert_same, same_as_before, snapshot
 
 
@@ -43,10 +32,8 @@ def whole_only(batch_norm: str | None = None, micro_batch: int | None = None, lo
     torch.manual_seed(0)
     norm = nn.Identity() if loss else nn.BatchNorm1d(5)
     model = nn.Sequential(nn.Linear(FEATURES + 1, 5), norm, nn.Linear(5, CLASSES))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Step(
-        model, loss or nn.CrossEntropyLoss(), optimizer, batch_norm=batch_norm, micro_batch=micro_batch
-    )
+    optimizer, loss = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loss or nn.CrossEntropyLoss()
+    return Step(model, loss, optimizer, batch_norm=batch_norm, micro_batch=micro_batch)
 
 
 def at_once(step: Step) -> StepReport:
@@ -109,22 +96,16 @@ def test_a_size_that_may_not_be_cut_is_tried_again_and_not_learned(
     assert_same(snapshot(twin), snapshot(step))
 
 
-def test_a_size_that_may_be_cut_is_learned() -> None:
-    step = whole_only("frozen")
+@pytest.mark.parametrize("batch_norm", [None, "micro", "frozen"])
+def test_what_was_learned_does_not_hold_where_the_cut_matters(batch_norm: str | None) -> None:
+    step = whole_only(batch_norm)
+    step.model.train(batch_norm == "frozen")
     with scarce_in_passes({2}):
         assert at_once(step).too_large == ROWS
     assert at_once(step).cut == (8, 8)
-
-
-@pytest.mark.parametrize("batch_norm", [None, "micro"])
-def test_what_was_learned_does_not_hold_where_the_cut_matters(batch_norm: str | None) -> None:
-    step = whole_only(batch_norm)
-    step.model.eval()
-    with scarce_in_passes({2}):
-        at_once(step)
-    assert at_once(step).cut == (8, 8)
     step.model.train()
-    assert at_once(step).cut == in_window(step).cut == (ROWS,)
+    cut = (8, 8) if batch_norm == "frozen" else (ROWS,)
+    assert at_once(step).cut == in_window(step).cut == cut
 
 
 def test_a_lasting_lack_of_memory_is_learned_once() -> None:
@@ -139,55 +120,13 @@ def test_a_lasting_lack_of_memory_is_learned_once() -> None:
     assert step.plan(ROWS).micro_batch == 8  # other rows
 
 
-# ---- the update, and windows
-
-
-def test_an_optimizer_whose_state_does_not_fit_changes_nothing() -> None:
-    step = build("dropout")
-    no_room = pytest.raises(OutOfMemoryError, match="No update was made")
-    with same_as_before(step), scarce(torch.optim.SGD, "step", set(range(1000))), no_room:
-        at_once(step)
-
-
-def test_a_collated_micro_batch_of_a_window_comes_back() -> None:
-    step, twin = (build("dropout", warm=3, **VARIANTS["collated"]) for _ in range(2))
-    batch = make_batch(rows=4)
-    samples = of_form(step, batch)
-    with step.window() as window, scarce_in_passes({1}):
-        window.add(samples)
-        assert window.close().cut == (2, 2)
-    seed(BEGIN)
-    windowed(twin, batch, 2)
-    assert_same(snapshot(twin), snapshot(step))
-
-
-def test_a_micro_batch_for_which_there_is_no_plan_leaves_the_window_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_plan(*_: Any) -> None:
-        raise BudgetError("Expected a budget that one row fits, got 1 B. Allow more.")
-
-    step, twin = build("dropout"), build("dropout")
-    with step.window() as window:
-        window.add(make_batch())
-        monkeypatch.setattr(type(step.planning), "of_window", no_plan)
-        with pytest.raises(BudgetError), same_as_before(step):
-            window.add(make_batch())
-        monkeypatch.undo()
-        assert window.rows == ROWS
-        window.close()
-    seed(BEGIN)
-    in_window(twin)
-    assert_same(snapshot(twin), snapshot(step))
-
-
 # ---- a real limit
 
 
 def confined(spare_bytes: int, cut: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.faults.confined", str(spare_bytes), cut]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,7 +1,6 @@
 """Reentrant checkpoints of the caller's own, and a micro-batch that has to come again."""
 
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Step
-from anybatch.testing import relative_error
+from anybatch.testing import relative_error, tolerance
+from tests.faults.faulty import take
 
 REPLAYS = 12  # four micro-batches through three layers
 
@@ -19,8 +19,7 @@ REPLAYS = 12  # four micro-batches through three layers
 class Frozen(nn.Module):
     """Trained layers that are only reached through checkpoints, as adapters over frozen weights are.
 
-    Args:
-        is_tied: all layers are one.
+    Where it is tied all layers are one.
     """
 
     def __init__(self, *, is_tied: bool) -> None:
@@ -47,10 +46,8 @@ class Frozen(nn.Module):
 
 def make(*, is_tied: bool = False, **options: Any) -> Step:
     model = Frozen(is_tied=is_tied)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return Step(
-        model, nn.CrossEntropyLoss(), torch.optim.SGD(trained, lr=1.0), **{"micro_batch": 4} | options
-    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    return Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=4, **options)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -58,40 +55,24 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randint(20, (16, 5), generator=generator), torch.randint(4, (16,), generator=generator)
 
 
-def weights(step: Step) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in step.model.parameters()])
+def assert_same_weights(step: Step, twin: Step) -> None:
+    one, two = ([*each.model.parameters()] for each in (step, twin))
+    assert relative_error(one, two) <= tolerance(torch.float32, 4)
+
+
+PLACES = [("step", at) for at in range(REPLAYS)] + [("window", at) for at in range(0, REPLAYS, 3)]
 
 
 @pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "skip"}], ids=str)
 @pytest.mark.parametrize("is_tied", [False, True], ids=["three", "tied"])
-@pytest.mark.parametrize("at", range(REPLAYS))
+@pytest.mark.parametrize(("way", "at"), PLACES)
 def test_memory_that_runs_out_in_a_replay_loses_nothing(
-    at: int, is_tied: bool, options: dict[str, Any]
+    way: str, at: int, is_tied: bool, options: dict[str, Any]
 ) -> None:
     step, twin = (make(is_tied=is_tied, **options) for _ in range(2))
     step.model.fault.at = at
-    assert step(batch()).redone == 1
-    twin(batch())
-    assert relative_error(weights(step), weights(twin)) < 1e-6
-
-
-@pytest.mark.parametrize("at", range(0, REPLAYS, 3))
-def test_in_a_window_only_the_add_comes_again(at: int) -> None:
-    step, twin = make(), make()
-    step.model.fault.at = at
-    for one in (step, twin):
-        with one.window() as window:
-            for micro in zip(*(leaf.split(4) for leaf in batch()), strict=True):
-                window.add(micro)
-            assert window.close().redone == (one is step)
-    assert relative_error(weights(step), weights(twin)) < 1e-6
-
-
-def overflowing(step: Step) -> Callable[[], None]:
-    """The first gradient of the first layer is infinite."""
-    first = [math.inf]
-    weight = step.model.layers[0].weight
-    return weight.register_hook(lambda gradient: gradient * (first.pop() if first else 1.0)).remove
+    assert [take(one, way, batch()).redone for one in (step, twin)] == [1, 0]
+    assert_same_weights(step, twin)
 
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["three", "tied"])
@@ -101,8 +82,9 @@ def test_where_gradients_are_looked_at_in_parts_an_overflow_loses_nothing(
     monkeypatch.setattr("anybatch.engine.gradients.BUCKET", 64)  # bytes, less than any layer has
     options: dict[str, Any] = {"precision": "fp16-mixed", "is_tied": is_tied}
     step, twin = make(**options), make(**options)
-    overflowing(step)
+    first = [math.inf]  # the first gradient of the first layer is infinite
+    step.model.layers[0].weight.register_hook(lambda gradient: gradient * (first.pop() if first else 1.0))
     assert step(batch()).redone == 1
     twin.scale.give_way()
     assert twin(batch()).redone == 0
-    assert relative_error(weights(step), weights(twin)) < 1e-6
+    assert_same_weights(step, twin)

@@ -1,8 +1,12 @@
-"""What a step finds and must not lose: gradients, and attributes that its forward changes."""
+"""What a step must not lose: gradients it finds, attributes its forward changes, and what it draws."""
 
 import math
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,23 +14,10 @@ from torch.optim import SGD
 
 import anybatch as ab
 from anybatch.core.errors import NonFiniteLossError, WindowError
+from anybatch.state.snapshot import EVERY, FIRST
 from anybatch.testing import relative_error
-from tests.faults.faulty import (
-    BEGIN,
-    NO_MEMORY,
-    SIZE,
-    VARIANTS,
-    ZOO,
-    Net,
-    build,
-    by_hand,
-    make_batch,
-    parts,
-    said,
-    seed,
-    take,
-    windowed,
-)
+from tests.faults import faulty
+from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, Net, build, make_batch, parts, seed, take
 from tests.snapshots import DRAWN, assert_same, same_as_before, snapshot
 
 EXACT = 1e-12  # additions in another order, in float64
@@ -37,38 +28,32 @@ def give_gradients(model: nn.Module) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(5)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
-    }
+    return {name: parameter.grad for name, parameter in model.named_parameters()}  # type: ignore[misc]
 
 
 # ---- gradients found before a step
 
 
+@pytest.mark.parametrize("micro_batch", [None, SIZE])
 @pytest.mark.parametrize("clip_norm", [None, 0.01])
-@pytest.mark.parametrize("kind", [kind for kind in ZOO if kind not in ("float64 sums", "compensated")])
-def test_gradients_found_before_an_uncut_step_are_added_to_the_bit(
-    kind: str, clip_norm: float | None
+@pytest.mark.parametrize("kind", faulty.ZOO)
+def test_gradients_found_before_a_step_are_added(
+    kind: str, clip_norm: float | None, micro_batch: int | None
 ) -> None:
-    step, twin = (build(kind, micro_batch=None, clip_norm=clip_norm) for _ in range(2))
-    give_gradients(step.model)
-    give_gradients(twin.model)
-    by_hand(twin, make_batch(), (16,), clip_norm)
+    """To the bit where it is not cut, and sums are kept as the gradients are."""
+    is_same = micro_batch is None and kind not in ("float64 sums", "compensated")
+    dtype = torch.float32 if is_same else torch.float64
+    step, twin = (build(kind, micro_batch=micro_batch, clip_norm=clip_norm, dtype=dtype) for _ in range(2))
+    for one in (step, twin):
+        give_gradients(one.model)
+    faulty.by_hand(
+        twin, make_batch(dtype=dtype), (micro_batch or ROWS,) * (ROWS // (micro_batch or ROWS)), clip_norm
+    )
     other = snapshot(twin)
-    seed(BEGIN)
-    step(make_batch())
-    assert_same(other, snapshot(step))
-
-
-@pytest.mark.parametrize("clip_norm", [None, 0.01])
-@pytest.mark.parametrize("kind", ZOO)
-def test_gradients_found_before_a_cut_step_are_added(kind: str, clip_norm: float | None) -> None:
-    step, twin = (build(kind, clip_norm=clip_norm, dtype=torch.float64) for _ in range(2))
-    give_gradients(step.model)
-    give_gradients(twin.model)
-    by_hand(twin, make_batch(dtype=torch.float64), (SIZE,) * 4, clip_norm)
-    seed(BEGIN)
-    step(make_batch(dtype=torch.float64))
+    seed(faulty.BEGIN)
+    step(make_batch(dtype=dtype))
+    if is_same:
+        assert_same(other, snapshot(step))
     assert relative_error(list(step.model.parameters()), list(twin.model.parameters())) <= EXACT
     assert all(parameter.grad is None for parameter in step.model.parameters())
 
@@ -80,27 +65,16 @@ def test_gradients_found_are_in_the_norm_that_is_reported() -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [SIZE, None])
-def test_gradients_found_that_are_not_finite_are_refused_and_stay(micro_batch: int | None) -> None:
-    step = build("dropout", micro_batch=micro_batch)
+@pytest.mark.parametrize("bad", ["raise", "skip", "found"])
+def test_a_step_that_fails_or_is_skipped_gives_gradients_back(bad: str, micro_batch: int | None) -> None:
+    """The very same tensors, too; also those found that are not finite."""
+    step = build("dropout", micro_batch=micro_batch, non_finite="skip" if bad == "skip" else "raise")
     found = give_gradients(step.model)
-    found["leave.weight"][0] = math.nan
-    with pytest.raises(NonFiniteLossError), same_as_before(step):
-        step(make_batch())
-
-
-@pytest.mark.parametrize("micro_batch", [SIZE, None])
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_a_step_that_fails_or_is_skipped_gives_gradients_back(policy: str, micro_batch: int | None) -> None:
-    step = build("dropout", micro_batch=micro_batch, non_finite=policy)
-    give_gradients(step.model)
     x, y = make_batch()
-    x[9, 0] = math.nan
-    with same_as_before(step, *DRAWN):  # the very same tensors, too
-        if policy == "skip":
-            assert not step((x, y)).updated
-        else:
-            with pytest.raises(NonFiniteLossError):
-                step((x, y))
+    (found["leave.weight"] if bad == "found" else x)[0] = math.nan
+    expected = nullcontext() if bad == "skip" else pytest.raises(NonFiniteLossError)
+    with same_as_before(step, *(() if bad == "found" else DRAWN)), expected:
+        assert not step((x, y)).updated
 
 
 @pytest.mark.parametrize("way", ["step", "uncut", "window"])
@@ -109,28 +83,26 @@ def test_parameters_that_a_step_does_not_train_keep_their_gradients(way: str) ->
     model = Net("dropout")
     model.inner.bias.requires_grad_(False)
     trained = [model.enter.weight, model.enter.bias]
-    step = ab.Step(
-        model,
-        nn.CrossEntropyLoss(),
-        SGD(trained, 0.1),
-        micro_batch=None if way == "uncut" else 4,
-        check=False,
-    )
+    size = None if way == "uncut" else SIZE
+    step = ab.Step(model, nn.CrossEntropyLoss(), SGD(trained, 0.1), micro_batch=size, check=False)
     found = give_gradients(model)
-    model.large.grad = None
-    for parameter in trained:
+    for parameter in (*trained, model.large):
         parameter.grad = None
     others = {name: found[name] for name in found if not name.startswith(("enter", "large"))}
     values = {name: gradient.clone() for name, gradient in others.items()}
+
+    def are_kept() -> bool:
+        return all(model.get_parameter(name).grad is others[name] for name in others)
+
     if way == "window":
         with step.window() as window:
             for micro in parts(make_batch()):
                 window.add(micro)
-                assert all(model.get_parameter(name).grad is others[name] for name in others)
+                assert are_kept()
             assert window.close().updated
     else:
         assert step(make_batch()).updated
-    assert all(model.get_parameter(name).grad is others[name] for name in others)
+    assert are_kept()
     assert_same(values, others)
     assert [parameter.grad for parameter in (*trained, model.large)] == [None] * 3
 
@@ -138,7 +110,7 @@ def test_parameters_that_a_step_does_not_train_keep_their_gradients(way: str) ->
 # ---- gradients and windows
 
 
-@pytest.mark.parametrize("added", [0, 2])
+@pytest.mark.parametrize("added", [0, 2, 4])
 @pytest.mark.parametrize("kind", ["dropout", "tied", "float64 sums", "compensated"])
 def test_a_gradient_that_a_window_finds_is_refused_by_name(kind: str, added: int) -> None:
     step, twin = build(kind), build(kind)
@@ -147,25 +119,16 @@ def test_a_gradient_that_a_window_finds_is_refused_by_name(kind: str, added: int
         window.add(micro)
     step.model.leave.weight.grad = torch.ones_like(step.model.leave.weight)
     with pytest.raises(WindowError, match=r"leave\.weight"), same_as_before(step):
-        window.add(micros[added])
+        window.add(micros[added]) if added < 4 else window.close()
     step.optimizers[0].zero_grad(set_to_none=False)  # zeros are dropped
     for micro in micros[added:]:
         window.add(micro)
         assert all(parameter.grad is None for parameter in step.model.parameters())
     window.close()
     found = snapshot(step)
-    seed(BEGIN)
-    windowed(twin, make_batch())
+    seed(faulty.BEGIN)
+    faulty.windowed(twin, make_batch())
     assert_same(snapshot(twin), found)
-
-
-def test_a_gradient_found_at_close_is_refused() -> None:
-    step = build("dropout")
-    window = step.window()
-    window.add(make_batch())
-    step.model.leave.weight.grad = torch.ones_like(step.model.leave.weight)
-    with pytest.raises(WindowError):
-        window.close()
 
 
 # ---- attributes and buffers that a forward changes
@@ -203,7 +166,7 @@ def test_attributes_come_back_or_the_error_names_them(way: str, warm: int) -> No
     # Attributes are noted by reference: one that is changed in place cannot be put back, and is named.
     with pytest.raises(ValueError, match="no") as caught, same_as_before(step, "attribute .average"):
         act(make_batch())
-    assert "average" in said(caught.value) or not step.model.average
+    assert "average" in faulty.said(caught.value) or not step.model.average
 
 
 @pytest.mark.parametrize("warm", [0, 5])
@@ -231,12 +194,9 @@ def test_a_table_that_grows_does_not_keep_a_bad_row_coming_for_ever(way: str, po
         assert take(step, way, (x, y)).dropped == SIZE
         assert (step.model.calls, len(step.model.table)) == (3, 6)
         return
-    with same_as_before(step, *DRAWN):
-        if policy == "skip":
-            assert not take(step, way, (x, y)).updated
-        else:
-            with pytest.raises(NonFiniteLossError):
-                take(step, way, (x, y))
+    expected = pytest.raises(NonFiniteLossError) if policy == "raise" else nullcontext()
+    with same_as_before(step, *DRAWN), expected:
+        assert not take(step, way, (x, y)).updated
 
 
 class Restless(Net):
@@ -244,9 +204,8 @@ class Restless(Net):
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
-        self.register_buffer("empty", None)
-        self.register_buffer("removed", torch.zeros(2))
-        self.register_buffer("constant", torch.zeros(1).expand(9))
+        for name, value in (("empty", None), ("removed", torch.ones(2)), ("fixed", torch.ones(1).expand(9))):
+            self.register_buffer(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         self.table = self.table + 1
@@ -267,3 +226,63 @@ def test_buffers_that_a_forward_puts_in_place_adds_or_removes_come_back() -> Non
         window.add(make_batch())
         window.discard()
     assert step.model.table is table
+
+
+# ---- random streams
+
+
+class Drawing(Net):
+    """Its forward draws a number from the stream of this name."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__("plain")
+        self.stream = kind
+        self.torch = torch.Generator().manual_seed(0)
+        self.numpy = np.random.default_rng(0)
+        self.state = np.random.RandomState(0)
+        self.python = random.Random(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + STREAMS[self.stream](self)))
+
+
+STREAMS: dict[str, Callable[[Drawing], float]] = {
+    "nothing": lambda model: 0.5,
+    "torch": lambda model: torch.rand(()).item(),
+    "Python": lambda model: random.random(),
+    "NumPy": lambda model: np.random.rand(),
+    "a generator of torch": lambda model: torch.rand((), generator=model.torch).item(),
+    "a generator of NumPy": lambda model: model.numpy.random(),
+    "a state of NumPy": lambda model: model.state.rand(),
+    "a generator of Python": lambda model: model.python.random(),
+}
+
+
+def after(steps: int, kind: str, before: str = "", change_at: int = 0) -> ab.Step:
+    """A step after some updates, which has drawn from another stream up to one of them."""
+    step = build(before or kind, model=Drawing)
+    for number in range(steps):
+        step.model.stream = kind if number >= change_at else before or kind
+        seed(number)
+        step(make_batch(number))
+    step.model.stream = kind
+    return step
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "before", "change_at"),
+    [
+        *[(kind, steps, "", 0) for kind in STREAMS for steps in (0, FIRST, EVERY + 1)],
+        ("Python", EVERY + 1, "nothing", FIRST + 1),  # it begins to draw later, and a looking step sees it
+        ("torch", FIRST, "nothing", FIRST),  # nobody has seen it: the step begins again
+    ],
+)
+@pytest.mark.parametrize("place", ["forward", "mid"])
+def test_every_stream_that_a_forward_draws_from_comes_back(
+    place: str, kind: str, steps: int, before: str, change_at: int
+) -> None:
+    step, twin = (after(steps, kind, before, change_at) for _ in range(2))
+    step.model.fault.arm(place, 1, NO_MEMORY)
+    report = take(step, "step", make_batch())
+    assert report.redone == 1
+    faulty.assert_as_unfaulted(step, report, twin, make_batch())

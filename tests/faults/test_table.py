@@ -6,7 +6,7 @@ and then all is as it was before.
 
 import copy
 import math
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,85 +17,53 @@ from torch.optim.lr_scheduler import LambdaLR
 import anybatch as ab
 from anybatch.core.errors import BatchError, LossError, NonFiniteLossError, OutOfMemoryError
 from anybatch.testing import tolerance
-from tests.faults.faulty import (
-    BEGIN,
-    NO_MEMORY,
-    ROWS,
-    SIZE,
-    VARIANTS,
-    ZOO,
-    assert_as_unfaulted,
-    build,
-    by_hand,
-    make_batch,
-    of_form,
-    parts,
-    said,
-    seed,
-    spread,
-    take,
-    windowed,
-)
+from tests.faults import faulty
+from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, assert_as_unfaulted, build, make_batch, seed, take
 from tests.snapshots import DRAWN, assert_same, changes, same_as_before, snapshot
 
-WHOLE_BATCH = VARIANTS["whole batch"]
+WHOLE_BATCH = faulty.VARIANTS["whole batch"]
 HALVES = (SIZE // 2,) * (ROWS // 2)
 STATEFUL = ["dropout", "counting", "drawing"]
 ROUNDED = tolerance(torch.float32, 8)  # additions in another order
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ZOO if kind not in ("float64 sums", "compensated")])
+@pytest.mark.parametrize("kind", [kind for kind in faulty.ZOO if kind not in ("float64 sums", "compensated")])
 def test_what_faulted_steps_are_compared_with_is_the_loop_by_hand(kind: str) -> None:
     step, twin, cut, batch = build(kind), build(kind), (4, 2, 2, 4, 2, 1, 1), make_batch()
-    by_hand(twin, batch, cut)
+    faulty.by_hand(twin, batch, cut)
     expected = snapshot(twin)
-    seed(BEGIN)
-    windowed(step, batch, cut)
+    seed(faulty.BEGIN)
+    faulty.windowed(step, batch, cut)
     assert_same(expected, snapshot(step))
 
 
 # ---- what recovers
 
 
-@dataclass(frozen=True)
-class Recovers:
-    """A row of the table, in those columns where the step goes on or begins again.
-
-    Attributes:
-        place: where the fault is.
-        what: the fault.
-        step, window, passes: how the rows come there: "same", "rest halved", "halved", or "even" parts.
-    """
-
-    place: str
-    what: BaseException | float
-    step: str
-    window: str
-    passes: str
-
-
-RECOVERS = {
-    "out of memory in forward": Recovers("forward", NO_MEMORY, "rest halved", "rest halved", "halved"),
-    "... in backward, nothing accepted": Recovers("end", NO_MEMORY, "rest halved", "rest halved", "even"),
-    "... after something reached .grad": Recovers("mid", NO_MEMORY, "halved", "rest halved", "halved"),
-    "overflow at a loss scale": Recovers("mid", math.inf, "same", "same", "same"),
+COLUMNS = ("step", "window", "passes")
+# Where the fault is, what it is, and how the rows come in each column.
+RECOVERS: dict[str, tuple[str, Any, tuple[str, str, str]]] = {
+    "out of memory in forward": ("forward", NO_MEMORY, ("rest halved", "rest halved", "halved")),
+    "... in backward, nothing accepted": ("end", NO_MEMORY, ("rest halved", "rest halved", "even")),
+    "... after something reached .grad": ("mid", NO_MEMORY, ("halved", "rest halved", "halved")),
+    "overflow at a loss scale": ("mid", math.inf, ("same", "same", "same")),
 }
+SCALED = {"precision": ab.Precision(compute="float16", loss_scale=2.0**8)}
 
 
 @pytest.mark.parametrize(("at", "warm"), [(0, 1), (2, 0), (2, 5)])
-@pytest.mark.parametrize("way", ["step", "window", "passes"])
-@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("way", COLUMNS)
+@pytest.mark.parametrize("kind", faulty.ZOO)
 @pytest.mark.parametrize("row", RECOVERS)
 def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
-    fault, options = RECOVERS[row], WHOLE_BATCH if way == "passes" else {}
-    if fault.what == math.inf:
-        options = options | {"precision": ab.Precision(compute="float16", loss_scale=2.0**8)}
+    place, what, cells = RECOVERS[row]
+    options = (WHOLE_BATCH if way == "passes" else {}) | (SCALED if what == math.inf else {})
     step, twin = (build(kind, warm=warm, **options) for _ in range(2))
     batch = make_batch()
-    step.model.fault.arm(fault.place, at, fault.what)
+    step.model.fault.arm(place, at, what)
     report = take(step, way, batch)
     assert report.redone == 1
-    expected = getattr(fault, way)
+    expected = cells[COLUMNS.index(way)]
     if expected == "halved":
         assert report.cut == HALVES
     elif expected == "same":
@@ -103,22 +71,29 @@ def test_recovers(row: str, kind: str, way: str, at: int, warm: int) -> None:
     elif expected == "rest halved" and (way == "window" or (warm and kind != "counting")):
         # In a step, what was noted only once may have changed in the micro-batches before: it begins again.
         assert report.cut == (SIZE,) * at + HALVES[2 * at :]
-    is_halved = way == "window" and fault.what is NO_MEMORY
+    is_halved = way == "window" and what is NO_MEMORY
     assert_as_unfaulted(step, report, twin, batch, way=way, bound=ROUNDED * is_halved)
 
 
-@pytest.mark.parametrize("place", ["forward", "end", "mid"])
-@pytest.mark.parametrize("kind", ZOO)
-def test_memory_that_runs_out_in_an_uncut_step_cuts_it(kind: str, place: str) -> None:
-    step, twin = (build(kind, micro_batch=None) for _ in range(2))
-    step.model.fault.arm(place, 0, NO_MEMORY)
+UNCUT: dict[str, Any] = {"micro_batch": None}
+ELSEWHERE = [(UNCUT, place, 0) for place in ("forward", "end", "mid")]
+ELSEWHERE += [(WHOLE_BATCH, "forward", at) for at in (4, 6)]  # in the second pass
+
+
+@pytest.mark.parametrize(("options", "place", "at"), ELSEWHERE)
+@pytest.mark.parametrize("kind", faulty.ZOO)
+def test_memory_that_runs_out_in_an_uncut_step_or_a_second_pass(
+    kind: str, options: dict[str, Any], place: str, at: int
+) -> None:
+    step, twin = (build(kind, **options) for _ in range(2))
+    step.model.fault.arm(place, at, NO_MEMORY)
     report = step(make_batch())
-    assert (report.cut, report.redone) == ((8, 8), 1)
+    assert options is not UNCUT or (report.cut, report.redone) == ((8, 8), 1)
     assert_as_unfaulted(step, report, twin, make_batch())
 
 
 @pytest.mark.parametrize("place", ["forward", "end", "mid"])
-@pytest.mark.parametrize("way", ["step", "window", "passes"])
+@pytest.mark.parametrize("way", COLUMNS)
 def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> None:
     step = build("dropout", **(WHOLE_BATCH if way == "passes" else {}))
     step.model.fault.arm(place, 1, NO_MEMORY)
@@ -127,18 +102,9 @@ def test_a_size_that_was_too_large_is_not_tried_again(way: str, place: str) -> N
     assert (report.cut, report.redone, report.too_large) == (HALVES, 0, 0)
 
 
-@pytest.mark.parametrize("at", [4, 6])
-@pytest.mark.parametrize("kind", ZOO)
-def test_memory_that_runs_out_in_the_forward_of_a_second_pass(kind: str, at: int) -> None:
-    step, twin = (build(kind, **WHOLE_BATCH) for _ in range(2))
-    step.model.fault.arm("forward", at, NO_MEMORY)
-    assert_as_unfaulted(step, step(make_batch()), twin, make_batch())
-
-
 def test_an_overflow_where_gradients_are_too_large_to_be_held() -> None:
     """Some are added before the overflow shows, so the step begins again."""
-    precision = ab.Precision(compute="float16", loss_scale=2.0**8)
-    step, twin = (build("large", momentum=0.0, precision=precision) for _ in range(2))
+    step, twin = (build("large", momentum=0.0, **SCALED) for _ in range(2))
     step.model.fault.arm("mid", 2, math.inf)
     report = step(make_batch())
     assert (report.cut, report.redone) == ((SIZE,) * 4, 1)
@@ -148,18 +114,13 @@ def test_an_overflow_where_gradients_are_too_large_to_be_held() -> None:
 @pytest.mark.parametrize("kind", ["dropout", "counting", "compensated"])
 def test_a_first_pass_has_a_loss_scale_of_its_own(kind: str) -> None:
     """Its gradient overflows where the scale of a first pass begins, and the second pass does not."""
-    precision = ab.Precision(compute="float16", loss_scale=2.0)
-    step, twin = (
-        build(kind, precision=precision, momentum=0.0, loss=ab.WholeBatch(lambda x, y, f=f: f * spread(x, y)))
-        for f in (2.0**8, 1.0)
-    )
-    found = []
-    for one, rate in ((step, 2.0**-10), (twin, 2.0**-2)):
-        one.optimizers[0].param_groups[0]["lr"] = rate
-        seed(BEGIN)
-        assert one(make_batch()).redone == 0
-        one.optimizers[0].param_groups[0]["lr"] = 0.0
-        found.append(snapshot(one))
+    precision, found = ab.Precision(compute="float16", loss_scale=2.0), []
+    for factor, rate in ((2.0**8, 2.0**-10), (1.0, 2.0**-2)):
+        loss = ab.WholeBatch(lambda x, y, f=factor: f * faulty.spread(x, y))
+        step = build(kind, precision=precision, momentum=0.0, lr=rate, loss=loss)
+        assert step(make_batch()).redone == 0
+        step.optimizers[0].param_groups[0]["lr"] = 0.0
+        found.append(snapshot(step))
     assert_same(*found)
 
 
@@ -177,7 +138,7 @@ OTHERS = [("collate", 2, 0), ("loss", 2, 0), ("MicroBatchDone", 0, 0), ("MicroBa
 WAYS = [("step", kind, *place) for kind in STATEFUL for place in PLACES]
 WAYS += [("passes", kind, *place) for kind in STATEFUL for place in [*PLACES, ("forward", 5, 0)]]
 WAYS += [(name, "dropout", *place) for name in ("divided late", "several terms") for place in OTHERS[1:]]
-WAYS += [("compensated", "counting", "mid", 2, 0), *[("collated", "dropout", *place) for place in OTHERS[:1]]]
+WAYS += [("compensated", "counting", "mid", 2, 0), ("collated", "dropout", *OTHERS[0])]
 
 
 def expected(row: str) -> type[BaseException]:
@@ -186,7 +147,7 @@ def expected(row: str) -> type[BaseException]:
 
 # Memory that a listener lacks is not the step's.
 RAISES = [
-    (row, *one) for row in ERRORS for one in WAYS if one[2:5] not in OTHERS or row != "one row is too large"
+    (row, *one) for row in ERRORS for one in WAYS if one[2:] not in OTHERS or ERRORS[row] is not NO_MEMORY
 ]
 
 
@@ -194,13 +155,13 @@ RAISES = [
 def test_a_step_that_raises_changes_nothing(
     row: str, way: str, kind: str, place: str, at: int, warm: int
 ) -> None:
-    options = WHOLE_BATCH if way == "passes" else VARIANTS.get(way, {})
+    options = WHOLE_BATCH if way == "passes" else faulty.VARIANTS.get(way, {})
     step, twin = (build(kind, warm=warm, **options) for _ in range(2))
     for parameter in step.model.parameters():
         parameter.grad = torch.full_like(parameter, 0.25)
     step.model.fault.arm(place, at, ERRORS[row], math.inf)
     with pytest.raises(expected(row)) as caught, same_as_before(step):
-        step(of_form(step, make_batch()))
+        step(faulty.of_form(step, make_batch()))
     assert expected(row) is OutOfMemoryError or caught.value is ERRORS[row]
     step.model.fault.arm("")
     step.optimizers[0].zero_grad()
@@ -211,8 +172,8 @@ def test_a_step_that_raises_changes_nothing(
 @pytest.mark.parametrize("kind", [*STATEFUL, "float64 sums", "compensated", "several terms"])
 @pytest.mark.parametrize("row", ERRORS)
 def test_an_add_that_raises_loses_only_itself(row: str, kind: str, place: str, at: int, warm: int) -> None:
-    step, twin = (build(kind, warm=warm, **VARIANTS.get(kind, {})) for _ in range(2))
-    micros = parts(make_batch())
+    step, twin = (build(kind, warm=warm, **faulty.VARIANTS.get(kind, {})) for _ in range(2))
+    micros = faulty.parts(make_batch())
     window = step.window()
     for micro in micros[:at]:
         window.add(micro)
@@ -241,7 +202,7 @@ def spoiled(step: ab.Step, where: str, rows: int = ROWS, bad: int = BAD) -> Any:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-@pytest.mark.parametrize("way", ["step", "window", "passes"])
+@pytest.mark.parametrize("way", COLUMNS)
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_not_finite_is_raised(kind: str, way: str, where: str) -> None:
     step, twin = (build(kind, **(WHOLE_BATCH if way == "passes" else {})) for _ in range(2))
@@ -265,9 +226,9 @@ def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
     report = take(step, way, batch)
     assert (report.dropped, report.updated, report.weights) == (SIZE, True, {"loss": ROWS})
     found = snapshot(step)
-    seed(BEGIN)
+    seed(faulty.BEGIN)
     with twin.window() as window:
-        for index, micro in enumerate(parts(batch)):
+        for index, micro in enumerate(faulty.parts(batch)):
             if index == BAD // SIZE:
                 copy.deepcopy(twin.model)(micro[0])
             else:
@@ -279,12 +240,15 @@ def test_not_finite_is_dropped(kind: str, way: str, where: str) -> None:
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("way", ["step", "window"])
 @pytest.mark.parametrize("kind", STATEFUL)
-@pytest.mark.parametrize("bad", [0, BAD])
-def test_not_finite_is_skipped(bad: int, kind: str, way: str, where: str) -> None:
-    step = build(kind, non_finite="skip")
+@pytest.mark.parametrize(("bad", "precision"), [(0, "bf16-mixed"), (BAD, "float32"), (ROWS - 1, "bf16-true")])
+def test_not_finite_is_skipped(bad: int, precision: str, kind: str, way: str, where: str) -> None:
+    step = build(kind, non_finite="skip", precision=precision)
     with same_as_before(step, *DRAWN):  # what was drawn is drawn, or what made this one bad would come again
         report = take(step, way, spoiled(step, where, bad=bad))
-    assert (report.updated, report.rows) == (False, ROWS)
+    assert (report.updated, report.rows, report.dropped) == (False, ROWS, 0)
+    assert step.model.fault.ran == [SIZE] * (bad // SIZE + 1)  # nothing runs in vain
+    step.model.fault.spoil = 1.0
+    assert take(step, way, make_batch()).updated
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
@@ -296,12 +260,9 @@ def test_rows_that_meet_in_the_loss_are_not_left_out_of_a_part_of_it(
     """The others' losses know of them. Uncut, all rows may be left out, and so may the update."""
     step = build("counting", non_finite=policy, micro_batch=micro_batch, **WHOLE_BATCH)
     batch = spoiled(step, where)
-    with same_as_before(step, *DRAWN):
-        if policy == "skip" or (policy == "drop" and micro_batch is None):
-            assert not step(batch).updated
-        else:
-            with pytest.raises(LossError):
-                step(batch)
+    is_left_out = policy == "skip" or (policy == "drop" and micro_batch is None)
+    with same_as_before(step, *DRAWN), nullcontext() if is_left_out else pytest.raises(LossError):
+        assert not step(batch).updated
 
 
 # ---- an error in the update
@@ -328,16 +289,14 @@ def failing(kind: str, how: str, error: BaseException, **options: Any) -> ab.Ste
     """A step whose update fails."""
     step = build(kind, momentum=0.0, **options)
     optimizer, parameters = step.optimizers[0], list(step.model.parameters())
-    if how == "second optimizer":
-        optimizers = [SGD(parameters[:2], lr=0.125), SGD(parameters[2:], lr=0.125)]
-        step = ab.Step(step.model, step.loss, optimizers, micro_batch=SIZE, check=False)
-        optimizer = step.optimizers[1]
-    elif how == "foreign":
-        optimizer = Foreign(parameters, lr=0.125)
-        optimizer.error = error
-        step = ab.Step(step.model, step.loss, optimizer, micro_batch=SIZE, check=False)
-    elif how == "hooked":
+    if how == "hooked":
         optimizer.register_step_post_hook(lambda *_: None)
+    elif how in ("second optimizer", "foreign"):
+        made, at = (Foreign, 0) if how == "foreign" else (SGD, 2)
+        optimizer = made(parameters[at:], lr=0.125)
+        optimizer.error = error
+        optimizers = [SGD(parameters[:at], lr=0.125), optimizer] if at else optimizer
+        step = ab.Step(step.model, step.loss, optimizers, micro_batch=SIZE, check=False)
     rate = optimizer.param_groups[0]["lr"] = Rate(0.125)
     rate.left, rate.error = 2 if how == "after the first write" else 0, error
     return step
@@ -353,7 +312,7 @@ def test_an_update_that_fails_before_its_first_write_changes_nothing(
     kinds = OutOfMemoryError if isinstance(error, MemoryError) else type(error)
     with pytest.raises(kinds) as caught, same_as_before(step):
         take(step, way, make_batch())
-    assert "checkpoint" not in said(caught.value)
+    assert "checkpoint" not in faulty.said(caught.value)
     step.optimizers[0].param_groups[0]["lr"] = 0.125
     assert_as_unfaulted(step, step(make_batch()), twin, make_batch())
 
@@ -367,7 +326,7 @@ def test_an_update_that_may_be_torn_is_named_so_and_nothing_is_put_back(
     step, twin = failing("counting", how, error("CUDA out of memory.")), build("counting", momentum=0.0)
     with pytest.raises((error, ab.AnybatchError)) as caught:
         take(step, way, make_batch())
-    assert "go on from a checkpoint" in said(caught.value)
+    assert "go on from a checkpoint" in faulty.said(caught.value)
     found = snapshot(step)
     take(twin, way, make_batch())
     ahead = set(changes(snapshot(twin), found))

@@ -35,6 +35,7 @@ SPAN = {
     "end_positions": torch.tensor([6, 2, 9, 1, 5, 3, 6, 0]),
 }
 OTHER = {"next_sentence_label": torch.tensor([0, 1, 1, 0, -100, 1, 0, 0])}
+ORDER = {"sentence_order_label": OTHER["next_sentence_label"]}
 CHOICES: Batch = {
     "input_ids": torch.stack([TOKENS, TOKENS.flip(0)], 1),
     "attention_mask": torch.stack([MASK, MASK.flip(0)], 1),
@@ -72,49 +73,44 @@ class Head:
     def build(self) -> nn.Module:
         """A random model in float64, the same each time."""
         kind = getattr(transformers, self.name)
+        config = kind.config_class(**self.settings)
+        for name, value in vars(config).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(config, name, 0.0)
         torch.manual_seed(0)
-        model = kind(kind.config_class(**self.settings)).double()
+        model = kind(config).double()
         return model.train(self.training)
 
 
-NO_DROPOUT = dict.fromkeys(
-    ("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout", "classifier_dropout"), 0.0
-)
 GPT2 = {
-    "vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 1, "n_head": 2,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "classifier_dropout": 0.0,
-    "summary_first_dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "vocab_size": WORDS, "n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 1, "n_head": 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 LLAMA = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.0, "pad_token_id": 0,
-    "max_position_embeddings": LENGTH,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "max_position_embeddings": LENGTH,
 }  # fmt: skip
-BERT = NO_DROPOUT | {
+BERT = {
     "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1,
     "num_attention_heads": 2, "max_position_embeddings": LENGTH + 4, "pad_token_id": 0,
 }  # fmt: skip
 ROBERTA = BERT | {"pad_token_id": 1}
-ALBERT = BERT | {"embedding_size": WIDTH, "classifier_dropout_prob": 0.0}
-ELECTRA = BERT | {"embedding_size": WIDTH, "summary_last_dropout": 0.0}
+ALBERT = ELECTRA = BERT | {"embedding_size": WIDTH}
 DISTILBERT = {
-    "vocab_size": WORDS, "dim": WIDTH, "hidden_dim": 12, "n_layers": 1, "n_heads": 2, "dropout": 0.0,
-    "attention_dropout": 0.0, "qa_dropout": 0.0, "seq_classif_dropout": 0.0,
+    "vocab_size": WORDS, "dim": WIDTH, "hidden_dim": 12, "n_layers": 1, "n_heads": 2,
     "max_position_embeddings": LENGTH,
 }  # fmt: skip
 T5 = {
     "vocab_size": WORDS, "d_model": WIDTH, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_decoder_layers": 1,
-    "num_heads": 2, "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
-    "feed_forward_proj": "gated-gelu", "classifier_dropout": 0.0,
+    "num_heads": 2, "pad_token_id": 0, "decoder_start_token_id": 0, "feed_forward_proj": "gated-gelu",
 }  # fmt: skip
 BART = {
     "vocab_size": WORDS, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 12,
-    "decoder_ffn_dim": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.0,
-    "attention_dropout": 0.0, "activation_dropout": 0.0, "classifier_dropout": 0.0, "pad_token_id": 0,
+    "decoder_ffn_dim": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": 2,
     "max_position_embeddings": LENGTH + 4,
 }  # fmt: skip
-VIT = NO_DROPOUT | {
+VIT = {
     "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 16, "patch_size": 8, "num_labels": 3,
 }  # fmt: skip
@@ -122,25 +118,22 @@ RESNET = {
     "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 3,
     "hidden_act": "gelu",
 }  # fmt: skip
-SEGFORMER = NO_DROPOUT | {
+SEGFORMER = {
     "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 8],
     "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 8, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0, "num_labels": 3,
+    "decoder_hidden_size": 8, "num_labels": 3,
 }  # fmt: skip
 WAV2VEC2 = {
     "vocab_size": 6, "hidden_size": WIDTH, "intermediate_size": 12, "num_hidden_layers": 1,
     "num_attention_heads": 2, "conv_dim": (8, 8), "conv_kernel": (8, 4), "conv_stride": (4, 2),
     "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
-    "hidden_dropout": 0.0, "activation_dropout": 0.0, "attention_dropout": 0.0, "feat_proj_dropout": 0.0,
-    "feat_quantizer_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0, "mask_time_prob": 0.0,
-    "mask_feature_prob": 0.0, "apply_spec_augment": False, "pad_token_id": 0,
+    "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "apply_spec_augment": False, "pad_token_id": 0,
 }  # fmt: skip
 WHISPER = {
     "vocab_size": WORDS, "num_mel_bins": 4, "d_model": WIDTH, "encoder_layers": 1, "decoder_layers": 1,
     "encoder_ffn_dim": 12, "decoder_ffn_dim": 12, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-    "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0, "max_source_positions": 8,
-    "max_target_positions": LENGTH + 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "decoder_start_token_id": 1, "suppress_tokens": [], "begin_suppress_tokens": [],
+    "max_source_positions": 8, "max_target_positions": LENGTH + 4, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2, "decoder_start_token_id": 1, "suppress_tokens": [], "begin_suppress_tokens": [],
     "apply_spec_augment": False,
 }  # fmt: skip
 EXPERTS = LLAMA | {
@@ -159,7 +152,7 @@ MEL = {"input_features": _floats(ROWS, 4, 16), "labels": NEXT["labels"]}
 #: Classes and variants, the settings of their tiny configs, and batches.
 _TABLE: list[tuple[str, str, Mapping[str, Any], Batch]] = [
     ("GPT2LMHeadModel", "", GPT2, {**TEXT, **NEXT}),
-    ("GPT2ForTokenClassification", "", GPT2 | LABELS3, {**TEXT, **TAGS}),
+    ("GPT2ForTokenClassification", "", GPT2 | LABELS3 | {"classifier_dropout": 0.0}, {**TEXT, **TAGS}),
     ("GPT2ForSequenceClassification", "", GPT2 | LABELS3, {**TEXT, **CLASS}),
     ("LlamaForCausalLM", "", LLAMA, {**TEXT, **NEXT}),
     ("LlamaForSequenceClassification", "", LLAMA | LABELS3, {**TEXT, **CLASS}),
@@ -181,12 +174,7 @@ _TABLE: list[tuple[str, str, Mapping[str, Any], Batch]] = [
     ("RobertaForMaskedLM", "", ROBERTA, {**TEXT, **MASKED}),
     ("RobertaForSequenceClassification", "", ROBERTA | LABELS3, {**TEXT, **CLASS}),
     ("AlbertForMaskedLM", "", ALBERT, {**TEXT, **MASKED}),
-    (
-        "AlbertForPreTraining",
-        "",
-        ALBERT,
-        {**TEXT, **MASKED, "sentence_order_label": OTHER["next_sentence_label"]},
-    ),
+    ("AlbertForPreTraining", "", ALBERT, {**TEXT, **MASKED, **ORDER}),
     ("DistilBertForMaskedLM", "", DISTILBERT, {**TEXT, **MASKED}),
     ("DistilBertForQuestionAnswering", "", DISTILBERT, {**TEXT, **SPAN}),
     ("ElectraForPreTraining", "", ELECTRA, {**TEXT, "labels": _ints(0, 2, ROWS, LENGTH, seed=8)}),

@@ -13,21 +13,23 @@ from transformers.models.mixtral import modeling_mixtral
 
 import anybatch as ab
 from anybatch.core.errors import LossError, PlanError
-from anybatch.integrations.transformers import (
-    homes,
-    recorded,
-    with_empty_cache,
-    with_own_cache,
-)
+from anybatch.integrations.transformers import homes, recorded, with_empty_cache, with_own_cache
 from anybatch.losses.model.model_loss import ModelLoss
 from anybatch.testing import GradientRecorder, relative_error
 from tests.house import ROOT
-from tests.integrations.heads import HEADS, LENGTH, ROWS, WORDS, Head
+from tests.integrations.heads import HEADS, LENGTH, ROWS, T5, VIT, WORDS, Head
+from tests.snapshots import assert_same
 
 LIMIT = 1e-12  # the law, in float64
 FLOAT32 = 1e-6  # where a head computes its loss in float32 and the division comes at the end
 MICRO_BATCHES = 4
-MIXTRAL = next(head for head in HEADS if head.name.startswith("Mixtral"))
+
+
+def named(name: str) -> Head:
+    return next(head for head in HEADS if head.name == name)
+
+
+MIXTRAL = named("MixtralForCausalLM")
 
 # What transformers says about configs as tiny as these is about nothing that matters here.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
@@ -49,6 +51,17 @@ def cut(
     return step(batch), recorder.gradients
 
 
+def assert_exact(
+    model: nn.Module, batch: Any, micro_batch: int, limit: float = LIMIT, rows: Any = None, **options: Any
+) -> None:
+    """The rows may come in another form."""
+    loss, gradients = whole(model, batch)
+    report, found = cut(model, rows or dict(batch), micro_batch, **options)
+    assert report.micro_batches == -(-ROWS // micro_batch)
+    assert relative_error(found, gradients) <= limit
+    assert relative_error(report.loss, loss) <= FLOAT32
+
+
 def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Samples of unequal lengths, padded as far as this micro-batch needs."""
     fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
@@ -58,26 +71,17 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     }
 
 
-def samples_of(head: Head) -> list[dict[str, Tensor]]:
-    lengths = head.batch["attention_mask"].sum(1).tolist()
-    return [
-        {name: value[row, : lengths[row]] for name, value in head.batch.items()}
-        for row in range(len(lengths))
-    ]
-
-
 # ---- every head
 
 
-@pytest.mark.parametrize("micro_batch", [ROWS // MICRO_BATCHES, 3, 1])
+@pytest.mark.parametrize("micro_batch", [None, ROWS // MICRO_BATCHES, 3, 1])
 @pytest.mark.parametrize("head", HEADS, ids=[head.title for head in HEADS])
-def test_head_is_exact(head: Head, micro_batch: int) -> None:
-    model = head.build()
-    loss, gradients = whole(model, head.batch)
-    report, found = cut(model, dict(head.batch), micro_batch)
-    assert report.micro_batches == -(-ROWS // micro_batch)
-    assert relative_error(found, gradients) <= LIMIT
-    assert relative_error(report.loss, loss) <= FLOAT32
+def test_head_is_exact(head: Head, micro_batch: int | None) -> None:
+    """Uncut to the bit."""
+    if micro_batch is None:
+        assert_same(whole(head.build(), head.batch)[1], cut(head.build(), dict(head.batch), None)[1])
+    else:
+        assert_exact(head.build(), head.batch, micro_batch)
 
 
 @pytest.mark.parametrize(
@@ -85,24 +89,11 @@ def test_head_is_exact(head: Head, micro_batch: int) -> None:
 )
 def test_first_rows_without_a_target_tell_no_less(name: str) -> None:
     """Heads in float32, where only a weight that is known beforehand gives the same arithmetic."""
-    head = next(head for head in HEADS if head.name == name)
+    head = named(name)
     labels = torch.where(torch.arange(ROWS)[:, None] < 2, -100, head.batch["labels"])
     labels[4:, 0] = -100  # so that it matters which tokens are the targets
-    batch = {**head.batch, "labels": labels}
-    model = head.build()
-    _, gradients = whole(model, batch)
     for micro_batch in (1, 2):
-        _, found = cut(model, batch, micro_batch)
-        assert relative_error(found, gradients) <= LIMIT
-
-
-@pytest.mark.parametrize("head", HEADS, ids=[head.title for head in HEADS])
-def test_uncut_is_the_models_own_to_the_bit(head: Head) -> None:
-    model = head.build()
-    _, gradients = whole(model, head.batch)
-    _, found = cut(model, dict(head.batch), None)
-    assert found.keys() == gradients.keys()
-    assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+        assert_exact(head.build(), {**head.batch, "labels": labels}, micro_batch)
 
 
 def test_every_head_stands_in_the_docs() -> None:
@@ -120,10 +111,12 @@ def test_every_head_stands_in_the_docs() -> None:
     ],
 )
 def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str, limit: float) -> None:
-    head = next(head for head in HEADS if head.name == name)
-    _, gradients = whole(head.build(), head.batch)
-    _, found = cut(head.build(), samples_of(head), 3, collate=collate)
-    assert relative_error(found, gradients) <= limit
+    head = named(name)
+    lengths = head.batch["attention_mask"].sum(1).tolist()
+    samples = [
+        {key: value[row, :length] for key, value in head.batch.items()} for row, length in enumerate(lengths)
+    ]
+    assert_exact(head.build(), head.batch, 3, limit, rows=samples, collate=collate)
 
 
 # ---- router losses
@@ -131,10 +124,7 @@ def test_lists_of_samples_padded_micro_batch_by_micro_batch(name: str, limit: fl
 
 def test_router_loss_without_mask() -> None:
     batch = {name: value for name, value in MIXTRAL.batch.items() if name != "attention_mask"}
-    model = MIXTRAL.build()
-    _, gradients = whole(model, batch)
-    _, found = cut(model, batch, 3)
-    assert relative_error(found, gradients) <= LIMIT
+    assert_exact(MIXTRAL.build(), batch, 3)
 
 
 def test_router_loss_has_its_value_and_its_share() -> None:
@@ -186,26 +176,19 @@ def test_a_mean_of_other_losses_beside_a_router_loss() -> None:
             output = self.body(**text)
             size = nn.functional.mse_loss(output.logits.mean(1), torch.zeros_like(output.logits[:, 0]))
             two = torch.stack([size, output.logits.square().mean()]).mean()
-            loss = output.loss + two + nn.functional.cross_entropy(self.score(output.logits[:, 0]), classes)
-            output.loss = loss
+            output.loss += two + nn.functional.cross_entropy(self.score(output.logits[:, 0]), classes)
             return output
 
     torch.manual_seed(0)
-    model = Several()
     batch = {**MIXTRAL.batch, "classes": torch.tensor([0, 1, 2, -100, 1, 1, 0, 2])}
-    _, gradients = whole(model, batch)
     for micro_batch in (1, 3):
-        _, found = cut(model, batch, micro_batch)
-        assert relative_error(found, gradients) <= LIMIT
+        assert_exact(Several(), batch, micro_batch)
 
 
 def test_switch_transformers_are_refused_by_name() -> None:
     """Their router's z-loss is a sum over tokens that the model itself divides."""
-    settings = {
-        "vocab_size": 24, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 2, "num_decoder_layers": 2,
-        "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_heads": 2, "num_experts": 2,
-        "dropout_rate": 0.0, "pad_token_id": 0, "decoder_start_token_id": 0,
-    }  # fmt: skip
+    sparse = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2}
+    settings = T5 | sparse | {"num_layers": 2, "num_decoder_layers": 2}
     head = Head(name="SwitchTransformersForConditionalGeneration", settings=settings, batch=HEADS[0].batch)
     model = head.build()
     model.forward = lambda **rows: type(model).forward(model, output_router_logits=True, **rows)
@@ -217,14 +200,9 @@ def test_switch_transformers_are_refused_by_name() -> None:
     ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "Rows meet")]
 )
 def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
-    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = tower | {"vocab_size": 24, "max_position_embeddings": LENGTH, "eos_token_id": 2}
-    settings = {
-        "text_config": text,
-        "vision_config": tower | {"image_size": 16, "patch_size": 8},
-        "projection_dim": 4,
-    }
-    images = next(head for head in HEADS if head.name.startswith("ViT")).batch["pixel_values"]
+    text = VIT | {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "eos_token_id": 2}
+    settings = {"text_config": text, "vision_config": VIT, "projection_dim": 4}
+    images = named("ViTForImageClassification").batch["pixel_values"]
     batch = {"input_ids": HEADS[0].batch["input_ids"], "pixel_values": images}
     model = Head(name=name, settings=settings, batch=batch).build()
     model.forward = lambda **rows: type(model).forward(model, return_loss=True, **rows)
@@ -232,21 +210,14 @@ def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
         cut(model, batch, 4)
 
 
-def gpt2() -> nn.Module:
-    return next(head for head in HEADS if head.name == "GPT2LMHeadModel").build()
-
-
-def test_every_run_of_a_layer_has_an_empty_cache_of_its_own() -> None:
-    block, cache, states = gpt2().get_submodule("transformer.h.0"), DynamicCache(), torch.zeros(1, 2, 3, 4)
+def test_every_run_of_a_layer_has_an_empty_cache_of_its_own_and_one_with_tokens_is_refused() -> None:
+    cache, states = DynamicCache(), torch.zeros(1, 2, 3, 4)
+    block = named("GPT2LMHeadModel").build().get_submodule("transformer.h.0")
     given = with_empty_cache(block, (1, cache), {"past": cache})
     for _ in range(2):
         args, kwargs = with_own_cache(*given)
         assert [own.update(states, states, 0)[0].shape[2] for own in (args[1], kwargs["past"])] == [3, 3]
     assert cache.get_seq_length() == 0
-
-
-def test_a_cache_that_holds_tokens_is_refused() -> None:
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    cache.update(states, states, 0)
     with pytest.raises(PlanError, match="got 3 tokens in that of GPT2Block"):
-        with_empty_cache(gpt2().get_submodule("transformer.h.0"), (cache,), {})
+        with_empty_cache(block, (cache,), {})

@@ -12,6 +12,7 @@ from anybatch import Step, Terms, Total
 from anybatch.check.check import check
 from anybatch.core.errors import LossError
 from anybatch.testing import GradientRecorder, relative_error, tolerance
+from tests.check.conftest import unhurried as unhurried
 
 ROWS = 5
 X = torch.randn(ROWS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -18,14 +18,12 @@ MOMENTS = (
     moment("backward", 10, 4, 0, 7, 3, module="0"),
     moment("update", 10, 4, 0, 0, 6),
 )
+HELD = (Holding("0", "parameters", 10), Holding("1", "activations", 7), Holding("", "gradients", 4))
 
 
 def ledger(**changes: object) -> Ledger:
     values = {"moments": MOMENTS, "source": "predicted", "device": "cpu", "by_module": HELD} | changes
-    return Ledger(**values)  # pyright: ignore
-
-
-HELD = (Holding("0", "parameters", 10), Holding("1", "activations", 7), Holding("", "gradients", 4))
+    return Ledger(**values)
 
 
 def test_the_peak_and_each_phase_are_those_of_their_highest_moment() -> None:

@@ -35,19 +35,12 @@ def slowly(gradients: list[Tensor], scale: float = 1.0, precision: str = "float3
     """One number after the other."""
     numbers = [number for gradient in gradients for number in gradient.flatten().double().tolist()]
     held = [number for number in numbers if number and math.isfinite(number)]
+    fates = {dtype: Counter(fate(number, dtype) for number in held) for dtype in LAYOUTS}
     return Exponents(
         counts=dict(sorted(Counter(math.frexp(number)[1] - 1 for number in held).items())),
         zeros=numbers.count(0.0),
         not_finite=sum(not math.isfinite(number) for number in numbers),
-        fates={
-            dtype: Fates(
-                **{
-                    name: sum(fate(number, dtype) == name for number in held)
-                    for name in ("normal", "subnormal", "vanish", "overflow")
-                }
-            )
-            for dtype in LAYOUTS
-        },
+        fates={dtype: Fates(**{name: found[name] for name in COLOURS}) for dtype, found in fates.items()},
         scale=scale,
         precision=precision,
     )
@@ -105,22 +98,13 @@ def test_a_loss_scale_brings_back_what_float16_loses() -> None:
     assert gradient_exponents(step, (inputs, targets), precision="fp16-mixed", scale=2.0**24).not_finite > 0
 
 
-def test_embeddings_with_sparse_gradients_are_counted() -> None:
+def test_sparse_gradients_are_counted_and_a_precision_that_stores_otherwise_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 1))
     optimizers = [torch.optim.SparseAdam(model[0].parameters()), torch.optim.SGD(model[1].parameters())]
-    step = ab.Step(model, nn.MSELoss(), optimizers)
-    found = gradient_exponents(step, (torch.tensor([1, 1, 4]), torch.ones(3, 1)))
-    assert found.numbers == 2 * 3 + 4  # two rows of ten
-
-
-def test_a_precision_that_stores_otherwise_is_refused() -> None:
-    model = nn.Linear(2, 1)
-    step = ab.Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step, batch = ab.Step(model, nn.MSELoss(), optimizers), (torch.tensor([1, 1, 4]), torch.ones(3, 1))
+    assert gradient_exponents(step, batch).numbers == 2 * 3 + 4  # two rows of ten
     with pytest.raises(PlanError, match=r"stored as in float32, got fp16-true"):
-        gradient_exponents(step, (torch.ones(1, 2), torch.ones(1, 1)), precision="fp16-true")
-
-
-# ---- the picture
+        gradient_exponents(step, batch, precision="fp16-true")
 
 
 def record(counts: dict[int, int], zeros: int = 0) -> Exponents:
@@ -138,18 +122,10 @@ def record(counts: dict[int, int], zeros: int = 0) -> Exponents:
 def test_each_exponent_has_the_colour_of_its_fate(
     tmp_path: Path, dtype: str, first: int, fates: list[str]
 ) -> None:
-    for at in (
-        0,
-        *(
-            index + side
-            for index in range(1, len(fates))
-            if fates[index] != fates[index - 1]
-            for side in (-1, 0)
-        ),
-    ):
-        page = (
-            draw(record({first + at: 1}), tmp_path / "a.svg", dtype=dtype).read_text(encoding="utf-8").lower()
-        )
+    edges = [index for index in range(1, len(fates)) if fates[index] != fates[index - 1]]
+    for at in (0, *edges, *(edge - 1 for edge in edges)):
+        path = draw(record({first + at: 1}), tmp_path / "a.svg", dtype=dtype)
+        page = path.read_text(encoding="utf-8").lower()
         assert [name for name, colour in COLOURS.items() if colour.lower() in page] == [fates[at]], first + at
 
 

@@ -2,9 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,12 +13,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch import Step
+from anybatch import Step, StepReport
 from tests.snapshots import same
 
 UPDATES, ROWS, CLASSES, LENGTH = 20, 12, 5, 6
 Batch = tuple[Any, Tensor]
-Update = Callable[[Batch], float]
+MakeBatch = Callable[[torch.dtype], Batch]
+MakeOptimizer = Callable[[nn.Module], Optimizer]
 
 
 # ---- models
@@ -41,31 +41,20 @@ class ConvNet(nn.Sequential):
     """With running statistics and random numbers."""
 
     def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(1, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Dropout(0.3),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(36, CLASSES),
-        )
+        layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.MaxPool2d(2)
+        super().__init__(*layers, nn.Flatten(), nn.Linear(36, CLASSES))
 
 
-def mlp(last: nn.Module | None = None, outputs: int = CLASSES) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, outputs), last or nn.Identity())
+def mlp(last: nn.Module | None = None) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, CLASSES), last or nn.Identity())
 
 
-def features(dtype: torch.dtype) -> Tensor:
-    return torch.randn(ROWS, 4, dtype=dtype)
-
-
-def classes(shape: Sequence[int] = (ROWS,)) -> Tensor:
-    return torch.randint(CLASSES, tuple(shape))
+def classes(*shape: int) -> Tensor:
+    return torch.randint(CLASSES, (ROWS, *shape))
 
 
 def mlp_batch(dtype: torch.dtype) -> Batch:
-    return features(dtype), classes()
+    return torch.randn(ROWS, 4, dtype=dtype), classes()
 
 
 def image_batch(dtype: torch.dtype) -> Batch:
@@ -73,72 +62,49 @@ def image_batch(dtype: torch.dtype) -> Batch:
 
 
 def token_batch(dtype: torch.dtype) -> Batch:
-    target = classes((ROWS, LENGTH))
+    target = classes(LENGTH)
     target[torch.rand(ROWS, LENGTH) < 0.3] = -100
-    return classes((ROWS, LENGTH)), target
+    return classes(LENGTH), target
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.dtype], Batch]]] = {
-    "mlp": (mlp, mlp_batch),
-    "conv": (ConvNet, image_batch),
-    "tied": (Tied, token_batch),
+def values(make: Callable[..., Tensor]) -> MakeBatch:
+    """A batch whose target has a value for each output."""
+    return lambda dtype: (torch.randn(ROWS, 4, dtype=dtype), make(ROWS, CLASSES).to(dtype))
+
+
+class Problem(NamedTuple):
+    """A model, its rows, and a loss with what its sum over all rows is divided by."""
+
+    build: Callable[[], nn.Module]
+    make_batch: MakeBatch
+    loss: Any = nn.CrossEntropyLoss()
+    weight: Callable[[Tensor], Any] = lambda target: (target != -100).sum()
+
+
+MODELS = {
+    "mlp": Problem(mlp, mlp_batch),
+    "conv": Problem(ConvNet, image_batch),
+    "tied": Problem(Tied, token_batch),
 }
-
-
-# ---- the loop a person writes, and the comparison
-
-
-def five_lines(
-    model: nn.Module,
-    criterion: Callable[..., Tensor],
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    clip_norm: float,
-) -> Update:
-    def update(batch: Batch) -> float:
-        x, y = batch
-        loss = criterion(model(x), y)
-        loss.backward()
-        if clip_norm < math.inf:
-            clip_grad_norm_(model.parameters(), clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-        return loss.item()
-
-    return update
-
-
-def assert_identical(
-    build: Callable[[], nn.Module],
-    make_optimizer: Callable[[nn.Module], Optimizer],
-    make_batch: Callable[[torch.dtype], Batch],
-    by_hand: Callable[[nn.Module, Optimizer], Update],
-    by_step: Callable[[nn.Module, Optimizer], Update],
-    *,
-    dtype: torch.dtype = torch.float32,
-    compare_loss: bool = True,
-) -> None:
-    """Losses, parameters, buffers and optimizer state after all updates, bit for bit."""
-    torch.manual_seed(0)
-    batches = [make_batch(dtype) for _ in range(UPDATES)]
-    models = [build().to(dtype)]
-    models.append(copy.deepcopy(models[0]))
-    start = copy.deepcopy(models[0].state_dict())
-    ends: list[Any] = []
-    for model, make in zip(models, (by_hand, by_step), strict=True):
-        optimizer = make_optimizer(model)
-        update = make(model, optimizer)
-        torch.manual_seed(1)
-        losses = [update(batch) for batch in batches]
-        ends.append([losses, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
-    if not compare_loss:
-        ends[0][0] = ends[1][0]
-    assert all(map(math.isfinite, ends[1][0]))
-    for what, hand, step in zip(("losses", "model", "optimizer", "random state"), *ends, strict=True):
-        assert same(hand, step), what
-    assert not all(same(start[name], value) for name, value in ends[0][1].items()), "nothing was trained"
+WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0])
+LOSSES = {
+    "CE all": Problem(
+        mlp,
+        mlp_batch,
+        nn.CrossEntropyLoss(WEIGHT, ignore_index=2, label_smoothing=0.2),
+        lambda target: WEIGHT[target[target != 2]].sum(),
+    ),
+    "MSE": Problem(mlp, values(torch.randn), nn.MSELoss(), Tensor.numel),
+    "L1": Problem(mlp, values(torch.randn), nn.L1Loss(), Tensor.numel),
+    "SmoothL1": Problem(mlp, values(torch.randn), nn.SmoothL1Loss(beta=0.5), Tensor.numel),
+    "BCEWithLogits": Problem(mlp, values(torch.rand), nn.BCEWithLogitsLoss(pos_weight=WEIGHT), Tensor.numel),
+    "KLDiv batchmean": Problem(
+        lambda: mlp(nn.LogSoftmax(-1)),
+        values(lambda *shape: torch.rand(shape).softmax(-1)),
+        nn.KLDivLoss(reduction="batchmean"),
+        len,
+    ),
+}
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -149,48 +115,83 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def assert_same_as_five_lines(
-    build: Callable[[], nn.Module],
-    make_batch: Callable[[torch.dtype], Batch],
-    loss: Any,
+# ---- the loop a person writes, and the comparison
+
+
+def assert_identical(
+    problem: Problem,
+    make_optimizer: MakeOptimizer = sgd,
     *,
-    make_optimizer: Callable[[nn.Module], Optimizer] = sgd,
     dtype: torch.dtype = torch.float32,
+    micro_batch: int | None = None,
     clip_norm: float = math.inf,
-    make_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    make_scheduler: Callable[[Optimizer], Any] = lambda optimizer: (),
 ) -> None:
-    def by_hand(model: nn.Module, optimizer: Optimizer) -> Update:
-        scheduler = None if make_scheduler is None else make_scheduler(optimizer)
-        return five_lines(model, loss, optimizer, scheduler, clip_norm)
+    """Losses where uncut, parameters, buffers and optimizer state after all updates, bit for bit."""
+    summed = copy.copy(problem.loss)
+    summed.reduction = "sum"
 
-    def by_step(model: nn.Module, optimizer: Optimizer) -> Update:
-        scheduler = () if make_scheduler is None else make_scheduler(optimizer)
-        step = Step(model, loss, optimizer, clip_norm=clip_norm, scheduler=scheduler)
-        return lambda batch: step(batch).loss
+    def by_hand(model: nn.Module, optimizer: Optimizer) -> Callable[[Batch], Tensor]:
+        scheduler = make_scheduler(optimizer)
 
-    assert_identical(build, make_optimizer, make_batch, by_hand, by_step, dtype=dtype)
+        def update(batch: Batch) -> Tensor:
+            x, y = batch
+            if micro_batch is None:
+                loss = problem.loss(model(x), y)
+                loss.backward()
+            else:
+                loss, weight = torch.zeros(()), problem.weight(y)
+                for part, target in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
+                    (summed(model(part), target) / weight).backward()
+            if clip_norm < math.inf:
+                clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler:
+                scheduler.step()
+            return loss
+
+        return update
+
+    def by_step(model: nn.Module, optimizer: Optimizer) -> Callable[[Batch], StepReport]:
+        norm = None if micro_batch is None else "micro"
+        options = {"micro_batch": micro_batch, "clip_norm": clip_norm, "batch_norm": norm}
+        return Step(model, problem.loss, optimizer, scheduler=make_scheduler(optimizer), **options)
+
+    torch.manual_seed(0)
+    batches = [problem.make_batch(dtype) for _ in range(UPDATES)]
+    models = [problem.build().to(dtype)]
+    models.append(copy.deepcopy(models[0]))
+    start = copy.deepcopy(models[0].state_dict())
+    ends: list[Any] = []
+    for model, make in zip(models, (by_hand, by_step), strict=True):
+        optimizer = make_optimizer(model)
+        update = make(model, optimizer)
+        torch.manual_seed(1)
+        told = [update(batch) for batch in batches]
+        losses = [one.loss if isinstance(one, StepReport) else one.item() for one in told]
+        ends.append([losses, model.state_dict(), optimizer.state_dict(), torch.get_rng_state()])
+    if micro_batch is not None:
+        ends[0][0] = ends[1][0]
+    assert all(map(math.isfinite, ends[1][0]))
+    for what, hand, step in zip(("losses", "model", "optimizer", "random state"), *ends, strict=True):
+        assert same(hand, step), what
+    assert not all(same(start[name], value) for name, value in ends[0][1].items()), "nothing was trained"
 
 
 # ---- uncut
-
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize(("build", "make_batch"), MODELS.values(), ids=MODELS)
-def test_uncut_step_is_the_five_lines(
-    build: Callable[[], nn.Module],
-    make_batch: Callable[[torch.dtype], Batch],
-    make_optimizer: Callable[[nn.Module], Optimizer],
-    dtype: torch.dtype,
-) -> None:
-    loss = nn.CrossEntropyLoss()
-    assert_same_as_five_lines(build, make_batch, loss, make_optimizer=make_optimizer, dtype=dtype)
+@pytest.mark.parametrize("name", MODELS)
+def test_uncut_step_is_the_five_lines(name: str, make_optimizer: MakeOptimizer, dtype: torch.dtype) -> None:
+    assert_identical(MODELS[name], make_optimizer, dtype=dtype)
 
 
-OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "SGD fused": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, fused=True),
     "SGD foreach": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, foreach=True),
     "AdamW fused": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True),
@@ -203,40 +204,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_uncut_step_is_the_five_lines_for_every_optimizer(
-    make_optimizer: Callable[[nn.Module], Optimizer],
-) -> None:
-    assert_same_as_five_lines(ConvNet, image_batch, nn.CrossEntropyLoss(), make_optimizer=make_optimizer)
-
-
-def to_values(make: Callable[[torch.Size, torch.dtype], Tensor]) -> Callable[[torch.dtype], Batch]:
-    """A batch whose target has a value for each output."""
-    return lambda dtype: (features(dtype), make(torch.Size((ROWS, CLASSES)), dtype))
-
-
-def normal(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, dtype=dtype)
-
-
-def zero_or_one(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.randint(2, shape).to(dtype)
-
-
-def distribution(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.rand(shape, dtype=dtype).softmax(-1)
-
-
-WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.0, 3.0])
-LOG, SIGMOID = partial(nn.LogSoftmax, dim=-1), nn.Sigmoid
-LOSSES: dict[str, tuple[Any, Callable[[torch.dtype], Batch], Callable[[], nn.Module]]] = {
-    "CE all": (nn.CrossEntropyLoss(WEIGHT, ignore_index=2, label_smoothing=0.2), mlp_batch, nn.Identity),
-    "MSE": (nn.MSELoss(), to_values(normal), nn.Identity),
-    "L1": (nn.L1Loss(), to_values(normal), nn.Identity),
-    "SmoothL1": (nn.SmoothL1Loss(beta=0.5), to_values(normal), nn.Identity),
-    "BCEWithLogits": (nn.BCEWithLogitsLoss(pos_weight=WEIGHT), to_values(zero_or_one), nn.Identity),
-    "KLDiv batchmean": (nn.KLDivLoss(reduction="batchmean"), to_values(distribution), LOG),
-}
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_uncut_step_is_the_five_lines_for_every_optimizer(name: str) -> None:
+    assert_identical(MODELS["conv"], OPTIMIZERS[name])
 
 
 SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
@@ -248,20 +218,12 @@ SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
 
 @pytest.mark.parametrize("clip_norm", [0.5, 1e6])
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
-@pytest.mark.parametrize("make_scheduler", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_clipped_and_scheduled_step_is_the_loop(
-    make_scheduler: Callable[[Optimizer], LRScheduler],
-    make_optimizer: Callable[[nn.Module], Optimizer],
-    clip_norm: float,
+    name: str, make_optimizer: MakeOptimizer, clip_norm: float
 ) -> None:
-    assert_same_as_five_lines(
-        ConvNet,
-        image_batch,
-        nn.CrossEntropyLoss(),
-        make_optimizer=make_optimizer,
-        clip_norm=clip_norm,
-        make_scheduler=make_scheduler,
-    )
+    options: dict[str, Any] = {"clip_norm": clip_norm, "make_scheduler": SCHEDULERS[name]}
+    assert_identical(MODELS["conv"], make_optimizer, **options)
 
 
 # ---- cut
@@ -270,69 +232,14 @@ def test_clipped_and_scheduled_step_is_the_loop(
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("clip_norm", [math.inf, 0.5])
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
-@pytest.mark.parametrize(("build", "make_batch"), MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_cut_step_is_the_loop_with_the_same_cut(
-    build: Callable[[], nn.Module],
-    make_batch: Callable[[torch.dtype], Batch],
-    micro_batch: int,
-    clip_norm: float,
-    make_optimizer: Callable[[nn.Module], Optimizer],
+    name: str, micro_batch: int, clip_norm: float, make_optimizer: MakeOptimizer
 ) -> None:
-    def by_hand(model: nn.Module, optimizer: Optimizer) -> Update:
-        def update(batch: Batch) -> float:
-            x, y = batch
-            tokens = (y != -100).sum()
-            for part, target in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
-                (F.cross_entropy(model(part), target, reduction="sum") / tokens).backward()
-            if clip_norm < math.inf:
-                clip_grad_norm_(model.parameters(), clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            return 0.0
-
-        return update
-
-    def by_step(model: nn.Module, optimizer: Optimizer) -> Update:
-        step = Step(
-            model,
-            nn.CrossEntropyLoss(),
-            optimizer,
-            micro_batch=micro_batch,
-            clip_norm=clip_norm,
-            batch_norm="micro",
-        )
-        return lambda batch: step(batch).loss
-
-    assert_identical(build, make_optimizer, make_batch, by_hand, by_step, compare_loss=False)
+    assert_identical(MODELS[name], make_optimizer, micro_batch=micro_batch, clip_norm=clip_norm)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", LOSSES)
 def test_cut_step_is_the_loop_with_the_same_cut_for_more_losses(name: str, micro_batch: int) -> None:
-    loss, make_batch, last = LOSSES[name]
-
-    def weight(target: Tensor) -> Tensor | int:
-        if name == "CE all":
-            return WEIGHT[target[target != 2]].sum()
-        return len(target) if "batchmean" in name else target.numel()
-
-    def by_hand(model: nn.Module, optimizer: Optimizer) -> Update:
-        criterion = copy.copy(loss)
-        criterion.reduction = "sum"
-
-        def update(batch: Batch) -> float:
-            x, y = batch
-            divisor = weight(y)
-            for part, target in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
-                (criterion(model(part), target) / divisor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return 0.0
-
-        return update
-
-    def by_step(model: nn.Module, optimizer: Optimizer) -> Update:
-        step = Step(model, loss, optimizer, micro_batch=micro_batch)
-        return lambda batch: step(batch).loss
-
-    assert_identical(lambda: mlp(last()), sgd, make_batch, by_hand, by_step, compare_loss=False)
+    assert_identical(LOSSES[name], micro_batch=micro_batch)

@@ -17,14 +17,8 @@ ROWS = 6
 def adapted() -> nn.Module:
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=16,
-    )
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 16}
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **sizes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         base = transformers.LlamaForCausalLM(config)
@@ -43,24 +37,17 @@ def trained(precision: str, micro_batch: int) -> tuple[nn.Module, Step, list[flo
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_adapters_train_and_frozen_weights_stay(precision: str) -> None:
+def test_adapters_train_and_frozen_weights_stay_in_every_cut(precision: str) -> None:
     model, step, losses = trained(precision, 2)
-    frozen = [p for p in model.parameters() if not p.requires_grad]
-    ours = [p for p in model.parameters() if p.requires_grad]
     dtype = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}.get(precision, torch.float32)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    fresh = dict(adapted().named_parameters())
-    names = [name for name, p in model.named_parameters() if not p.requires_grad]
-    assert all(torch.equal(p, fresh[name].to(dtype)) for name, p in zip(names, frozen, strict=True))
-    assert len(step.masters.tensors) == (0 if dtype is torch.float32 else len(ours))
+    fresh, ours = dict(adapted().named_parameters()), 0
+    for name, parameter in model.named_parameters():
+        ours += parameter.requires_grad
+        assert parameter.dtype == dtype
+        assert parameter.requires_grad or torch.equal(parameter, fresh[name].to(dtype))
+    assert len(step.masters.tensors) == (0 if dtype is torch.float32 else ours)
     assert {state["exp_avg"].dtype for state in step.optimizers[0].state.values()} == {torch.float32}
     assert losses[2] < losses[0]
-
-
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_cut_changes_no_more_than_the_dtype_does(precision: str) -> None:
-    _, _, two = trained(precision, 2)
-    _, _, five = trained(precision, 5)
     short = torch.bfloat16 if precision.startswith("bf16") else torch.float16
     limit = tolerance(torch.float32 if precision == "float32" else short, terms=ROWS * 8)
-    assert relative_error(torch.tensor(two), torch.tensor(five)) <= limit
+    assert relative_error(torch.tensor(losses), torch.tensor(trained(precision, 5)[2])) <= limit

@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import default_collate
 
-from anybatch import Step, Terms, Total
+from anybatch import Step, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
 from anybatch.testing import Transformer
+from tests.halves import TERMS
 
 ROWS, FEW, MANY = 4, 4, 64  # rows of a micro-batch; numbers of micro-batches
 Batch = tuple[Tensor, Tensor]
@@ -39,27 +41,19 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 200))
 
 
-def images(rows: int) -> Batch:
-    return torch.randn(rows, 1, 8, 8), torch.randint(10, (rows,))
+def labels(rows: int, classes: int) -> Tensor:
+    return torch.randint(classes, (rows,))
 
 
 def tokens(rows: int) -> Batch:
     return torch.randint(1, 50, (rows, 12)), torch.randint(50, (rows, 12))
 
 
-def labels(rows: int) -> Batch:
-    return torch.randn(rows, 16), torch.randint(200, (rows,))
-
-
-def values(rows: int) -> Batch:
-    return torch.randn(rows, 16), torch.randn(rows, 200)
-
-
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Any]] = {
-    "conv": (ConvNet, images, nn.CrossEntropyLoss()),
+    "conv": (ConvNet, lambda rows: (torch.randn(rows, 1, 8, 8), labels(rows, 10)), nn.CrossEntropyLoss()),
     "transformer": (lambda: Transformer(50, width=16), tokens, nn.CrossEntropyLoss()),
-    "labels": (mlp, labels, nn.CrossEntropyLoss()),
-    "values": (mlp, values, nn.MSELoss()),
+    "labels": (mlp, lambda rows: (torch.randn(rows, 16), labels(rows, 200)), nn.CrossEntropyLoss()),
+    "values": (mlp, lambda rows: (torch.randn(rows, 16), torch.randn(rows, 200)), nn.MSELoss()),
 }
 
 
@@ -119,7 +113,7 @@ def by_step(model: nn.Module, optimizer: Optimizer, criterion: Any, **options: A
 
 
 def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    step = Step(model, criterion, optimizer, batch_norm="micro", check=False)
+    step = by_step(model, optimizer, criterion)
 
     def update(batch: Batch) -> None:
         with step.window() as window:
@@ -129,33 +123,21 @@ def by_window(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
     return update
 
 
-def by_total(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    def loss(model: nn.Module, micro: Batch) -> Total:
-        losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
-        return Total(losses.sum(), losses.numel())
+def total(model: nn.Module, micro: Batch) -> Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1], reduction="none")
+    return Total(losses.sum(), losses.numel())
 
-    return by_step(model, optimizer, loss)
+
+def by_total(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
+    return by_step(model, optimizer, total)
 
 
 def by_terms(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    def loss(model: nn.Module, micro: Batch) -> dict[str, Total]:
-        outputs = model(micro[0])
-        losses = F.cross_entropy(outputs, micro[1], reduction="none")
-        return {
-            "fit": Total(losses.sum(), losses.numel()),
-            "size": Total(outputs.square().sum(), outputs.numel()),
-        }
-
-    return by_step(model, optimizer, Terms(loss, coefficients={"size": 0.1}))
+    return by_step(model, optimizer, TERMS)
 
 
 def by_samples(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-    def collate(samples: list[tuple[Tensor, Tensor]]) -> Batch:
-        return torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-
-    step = Step(
-        model, criterion, optimizer, micro_batch=ROWS, collate=collate, batch_norm="micro", check=False
-    )
+    step = by_step(model, optimizer, criterion, collate=default_collate)
     return lambda batch: step(list(zip(*batch, strict=True)))
 
 
@@ -175,21 +157,21 @@ WAYS: dict[str, Callable[[nn.Module, Optimizer, Any], Update]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", ["conv", "transformer", "labels"])
 def test_peak_is_flat_in_the_number_of_micro_batches(case: str, way: str) -> None:
-    few, many = (measure(case, number, make_update=WAYS[way]) for number in (FEW, MANY))
+    assert_flat(case, WAYS[way])
+
+
+def assert_flat(case: str, make_update: Callable[[nn.Module, Optimizer, Any], Update]) -> None:
+    few, many = (measure(case, number, make_update=make_update) for number in (FEW, MANY))
     assert abs(many - few) <= few / 100
 
 
 def test_peak_is_flat_also_where_a_sum_drags_its_rows_along() -> None:
     """On the CPU `mse_loss` returns a scalar in a storage of the size of its input."""
 
-    def by_squares(model: nn.Module, optimizer: Optimizer, criterion: Any) -> Update:
-        def loss(model: nn.Module, micro: Batch) -> Total:
-            return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), micro[1].numel())
+    def squares(model: nn.Module, micro: Batch) -> Total:
+        return Total(F.mse_loss(model(micro[0]), micro[1], reduction="sum"), micro[1].numel())
 
-        return by_step(model, optimizer, loss)
-
-    few, many = (measure("values", number, make_update=by_squares) for number in (FEW, MANY))
-    assert abs(many - few) <= few / 100
+    assert_flat("values", lambda model, optimizer, criterion: by_step(model, optimizer, squares))
 
 
 def test_flatness_can_fail() -> None:
@@ -230,19 +212,14 @@ def test_peak_is_not_above_the_hand_written_loop(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_half_precision_costs_one_float32_sum_per_parameter(case: str) -> None:
-    hand = measure(case, FEW, sgd, dtype=torch.bfloat16)
-    step = measure(case, FEW, sgd, by_step, dtype=torch.bfloat16)
+def test_what_half_precision_and_a_further_term_cost(case: str) -> None:
+    """One float32 sum for each parameter; a bank, and the gradient under way."""
     sums = sum(4 * parameter.numel() for parameter in CASES[case][0]().parameters())
+    hand, step = (measure(case, FEW, sgd, one, torch.bfloat16) for one in (by_hand, by_step))
     assert step <= hand + sums + overhead(case, FEW)
-
-
-@pytest.mark.parametrize("case", ["conv", "labels"])
-def test_each_further_term_costs_one_gradient(case: str) -> None:
-    one = measure(case, FEW, make_update=by_total)
-    two = measure(case, FEW, make_update=by_terms)
-    parameters = sum(parameter.nbytes for parameter in CASES[case][0]().parameters())
-    assert two <= one + 2 * parameters + 4096  # a bank for each term, and the gradient under way
+    if case in ("conv", "labels"):
+        one, two = (measure(case, FEW, make_update=way) for way in (by_total, by_terms))
+        assert two <= one + 2 * sums + 4096
 
 
 def test_two_passes_are_flat_apart_from_the_outputs() -> None:
@@ -261,9 +238,8 @@ def test_two_passes_are_flat_apart_from_the_outputs() -> None:
     class Twins(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.Sequential(
-                nn.Linear(16, 1024), nn.Tanh(), nn.Dropout(0.2), nn.Linear(1024, width)
-            )
+            wide, narrow = nn.Linear(16, 1024), nn.Linear(1024, width)
+            self.layers = nn.Sequential(wide, nn.Tanh(), nn.Dropout(0.2), narrow)
 
         def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
             return self.layers(one), self.layers(other)

@@ -27,7 +27,6 @@ class Case:
         kinds: kinds of findings of which one must be made; empty for a sound case.
         culprit: a pattern that the culprit or the text of such a finding must match.
         dtype: in which the case can be run; float32 where the user's own code holds on to it.
-        repad: gives a collated batch with other content in its padded places.
     """
 
     model: nn.Module
@@ -37,7 +36,6 @@ class Case:
     kinds: frozenset[str] = frozenset()
     culprit: str = ""
     dtype: torch.dtype = torch.float64
-    repad: Callable[[Any], Any] = lambda batch: batch
 
 
 Make = Callable[[], Case]
@@ -86,24 +84,19 @@ class Corpus(list[Make]):
 # ---- rows
 
 
-def vectors() -> Vectors:
-    """Features and classes."""
-    return torch.randn(ROWS, WIDTH), torch.randint(CLASSES, (ROWS,))
+def vectors(*shape: int) -> Vectors:
+    """Features, or inputs of another shape, and classes."""
+    return torch.randn(ROWS, *(shape or (WIDTH,))), torch.randint(CLASSES, (ROWS,))
+
+
+def images() -> Vectors:
+    """Small pictures and classes."""
+    return vectors(2, 6, 6)
 
 
 def numbers(outputs: int = 1) -> Vectors:
     """Features and numbers to be predicted."""
     return torch.randn(ROWS, WIDTH), torch.randn(ROWS, outputs)
-
-
-def images() -> Vectors:
-    """Small pictures and classes."""
-    return torch.randn(ROWS, 2, 6, 6), torch.randint(CLASSES, (ROWS,))
-
-
-def series() -> Vectors:
-    """Sequences of equal length, (rows, time, features), and classes."""
-    return torch.randn(ROWS, 5, WIDTH), torch.randint(CLASSES, (ROWS,))
 
 
 def features(**more: Tensor) -> Batch:
@@ -136,11 +129,6 @@ def padded_sentences(lengths: Sequence[int] = LENGTHS) -> Batch:
     return pad(sentences(lengths))
 
 
-def repad(batch: Batch) -> Batch:
-    """Other words where the padding was; mask and labels stay."""
-    return batch | {"input_ids": torch.where(batch["attention_mask"].bool(), batch["input_ids"], 5)}
-
-
 # ---- models and losses that several cases share
 
 
@@ -168,24 +156,16 @@ def regression(*middle: nn.Module, outputs: int = 1) -> Case:
 
 
 def of_series(model: nn.Module) -> Case:
-    """Sequences of equal length to be told apart."""
-    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=series())
+    """Sequences of equal length, (rows, time, features), to be told apart."""
+    return Case(model=model, loss=nn.CrossEntropyLoss(), batch=vectors(5, WIDTH))
 
 
 class Words(nn.Module):
     """Reads words: an embedding, layers of a case's own, a head, and how they are put together."""
 
-    def __init__(
-        self,
-        forward: Callable[[Any, Tensor, Tensor], Tensor],
-        outputs: int = WORDS,
-        *,
-        width: int = WIDTH,
-        padding_idx: int | None = None,
-        **layers: nn.Module,
-    ) -> None:
+    def __init__(self, forward: Any, outputs: int = WORDS, *, width: int = WIDTH, **layers: Any) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=padding_idx)
+        self.embedding = nn.Embedding(WORDS, WIDTH, padding_idx=layers.pop("padding_idx", None))
         for name, one in layers.items():
             self.add_module(name, one)
         self.head, self.compute = nn.Linear(width, outputs), forward
@@ -212,7 +192,7 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
 
 def tag_loss(model: nn.Module, micro: Batch) -> ab.Total:
     """Of every token that has a label."""
-    losses = token_losses(model(micro["input_ids"], micro["attention_mask"]), micro["labels"])
+    losses = token_losses(model(micro["input_ids"], attention_mask=micro["attention_mask"]), micro["labels"])
     return ab.Total(losses.sum(), (micro["labels"] != -100).sum())
 
 
@@ -224,9 +204,9 @@ def topic_loss(model: nn.Module, micro: Batch) -> ab.Total:
 
 def collated(model: nn.Module, loss: object) -> Case:
     """Padded micro-batch by micro-batch, so the padding changes with the cut."""
-    return Case(model=model, loss=loss, batch=sentences(), collate=pad, repad=repad)
+    return Case(model=model, loss=loss, batch=sentences(), collate=pad)
 
 
 def tensors(model: nn.Module, loss: object) -> Case:
-    """Padded beforehand, so that no cut shows the fault; other padding does."""
-    return Case(model=model, loss=loss, batch=padded_sentences(), repad=repad)
+    """Padded beforehand, so that no cut shows the fault."""
+    return Case(model=model, loss=loss, batch=padded_sentences())

@@ -1,5 +1,6 @@
 """Faults in losses: means without their denominator, the wrong denominator, rows that meet in the loss."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from tests.probe_corpus.case import (
     CLASSES,
+    LENGTHS,
     WIDTH,
     Batch,
     Case,
@@ -42,38 +44,53 @@ def losses_of(model: nn.Module, micro: Vectors, reduction: str = "none") -> Tens
     return F.cross_entropy(model(micro[0]), micro[1], reduction=reduction)
 
 
+def times(mean: Tensor, count: Any) -> ab.Total:
+    """A mean that is taken for a sum with this weight."""
+    return ab.Total(mean * count, count)
+
+
+def tagged(loss: Any, lengths: Sequence[int] = LENGTHS) -> Case:
+    return Case(model=Tagger(), loss=loss, batch=padded_sentences(lengths))
+
+
+def of_rows(loss: Any, model: nn.Module | None = None) -> Case:
+    return Case(model=model or mlp(), loss=loss, batch=vectors())
+
+
+ODD_LENGTHS = (7, 1, 7, 1, 2, 1, 6, 1)
 FAULTS.of(
     "denominator",
     "labels",
-    bare_mean_over_tokens=lambda: Case(model=Tagger(), loss=token_mean, batch=padded_sentences()),
+    bare_mean_over_tokens=lambda: tagged(token_mean),
     bare_mean_of_collated_sentences=lambda: Case(
         model=Tagger(), loss=token_mean, batch=sentences(), collate=pad
     ),
     # The first rows are all alike and would show nothing.
-    short_rows_come_late=lambda: Case(
-        model=Tagger(), loss=token_mean, batch=padded_sentences([6] * 40 + [1, 6] * 4)
+    short_rows_come_late=lambda: tagged(token_mean, [6] * 40 + [1, 6] * 4),
+    mean_counted_as_one=lambda: tagged(lambda model, micro: ab.Total(token_mean(model, micro), 1)),
+    token_mean_times_rows=lambda: tagged(
+        lambda model, micro: times(token_mean(model, micro), len(micro["labels"]))
+    ),
+    # Padded places are counted too.
+    token_mean_times_places=lambda: tagged(
+        lambda model, micro: times(token_mean(model, micro), micro["labels"].numel()), ODD_LENGTHS
     ),
 )
-
-
-@FAULTS.loss("denominator", "row|element", model=lambda: mlp(outputs=1), batch=numbers)
-def bare_mean_over_rows(model: nn.Module, micro: Vectors) -> Tensor:
-    return F.mse_loss(model(micro[0]), micro[1])
-
-
-@of_classes("denominator", "row|element", model=lambda: mlp(nn.Dropout(0.3)))
-def bare_mean_under_dropout(model: nn.Module, micro: Vectors) -> Tensor:
-    return losses_of(model, micro, "mean")
-
-
-@of_tokens("labels")
-def mean_counted_as_one(model: nn.Module, micro: Batch) -> ab.Total:
-    return ab.Total(token_mean(model, micro), 1)
-
-
-@of_classes("denominator", IN_THE_LOSS)
-def sum_counted_as_one(model: nn.Module, micro: Vectors) -> ab.Total:
-    return ab.Total(losses_of(model, micro, "sum"), 1)
+FAULTS.of(
+    "denominator",
+    "row|element",
+    bare_mean_over_rows=lambda: Case(
+        model=mlp(outputs=1), loss=lambda model, micro: F.mse_loss(model(micro[0]), micro[1]), batch=numbers()
+    ),
+    bare_mean_under_dropout=lambda: of_rows(
+        lambda model, micro: losses_of(model, micro, "mean"), mlp(nn.Dropout(0.3))
+    ),
+)
+FAULTS.of(
+    "denominator",
+    IN_THE_LOSS,
+    sum_counted_as_one=lambda: of_rows(lambda model, micro: ab.Total(losses_of(model, micro, "sum"), 1)),
+)
 
 
 @of_tokens(IN_THE_LOSS, batch=sentences, collate=pad)
@@ -82,54 +99,32 @@ def divided_by_the_longest_row(model: nn.Module, micro: Batch) -> ab.Total:
     return ab.Total(F.cross_entropy(logits, labels.flatten(), reduction="sum"), labels.shape[1])
 
 
-@of_tokens("labels")
-def token_mean_times_rows(model: nn.Module, micro: Batch) -> ab.Total:
-    rows = len(micro["labels"])
-    return ab.Total(token_mean(model, micro) * rows, rows)
-
-
-@of_tokens("labels", batch=lambda: padded_sentences((7, 1, 7, 1, 2, 1, 6, 1)))
-def token_mean_times_places(model: nn.Module, micro: Batch) -> ab.Total:
-    """Padded places are counted too."""
-    places = micro["labels"].numel()
-    return ab.Total(token_mean(model, micro) * places, places)
-
-
 @of_tokens("shift", batch=lambda: padded_sentences((7, 2, 7, 2, 2, 2, 2, 3)))
 def labels_counted_before_the_shift(model: nn.Module, micro: Batch) -> ab.Total:
     logits, labels = model(micro["input_ids"])[:, :-1], micro["labels"][:, 1:]
-    valid = (micro["labels"] != -100).sum()
-    return ab.Total(F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * valid, valid)
+    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    return times(mean, (micro["labels"] != -100).sum())
 
 
-def class_weights_forgotten() -> Case:
+@of_classes(
+    "denominator",
+    "class weight",
+    batch=lambda: (torch.randn(8, WIDTH), torch.tensor([0, 2, 1, 0, 0, 1, 2, 2])),
+    dtype=torch.float32,
+)
+def class_weights_forgotten(model: nn.Module, micro: Vectors) -> ab.Total:
     """The weights stay in float32 whatever the model does."""
-    class_weight = torch.tensor([0.2, 1.0, 5.0])
-
-    def loss(model: nn.Module, micro: Vectors) -> ab.Total:
-        x, y = micro
-        return ab.Total(F.cross_entropy(model(x), y, weight=class_weight) * len(y), len(y))
-
-    batch = torch.randn(8, WIDTH), torch.tensor([0, 2, 1, 0, 0, 1, 2, 2])
-    return Case(model=mlp(), loss=loss, batch=batch, dtype=torch.float32)
+    return times(F.cross_entropy(model(micro[0]), micro[1], weight=BALANCE), len(micro[1]))
 
 
 def class_weights_in_a_criterion() -> Case:
     criterion = nn.CrossEntropyLoss(weight=BALANCE)
-
-    def loss(model: nn.Module, micro: Batch) -> Tensor:
-        return criterion(model(micro["x"]), micro["y"])
-
+    loss = lambda model, micro: criterion(model(micro["x"]), micro["y"])  # noqa: E731
     batch = features(y=torch.tensor([2, 2, 0, 0, 0, 1, 2, 1]))
     return Case(model=mlp(), loss=loss, batch=batch, dtype=torch.float32)
 
 
-FAULTS.of(
-    "denominator",
-    "class weight",
-    class_weights_forgotten=class_weights_forgotten,
-    class_weights_in_a_criterion=class_weights_in_a_criterion,
-)
+FAULTS.of("denominator", "class weight", class_weights_in_a_criterion=class_weights_in_a_criterion)
 
 KNOWN = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 1], [1, 1, 1], [0, 1, 0]])
 ANCHORS = torch.tensor(
@@ -146,7 +141,7 @@ ANCHORS = torch.tensor(
 def masked_bce_mean(model: nn.Module, micro: Batch) -> ab.Total:
     losses = F.binary_cross_entropy_with_logits(model(micro["x"]), micro["y"], reduction="none")
     mean = (losses * micro["label_mask"]).sum() / micro["label_mask"].sum().clamp(min=1)
-    return ab.Total(mean * len(losses), len(losses))
+    return times(mean, len(losses))
 
 
 @FAULTS.loss(
@@ -168,9 +163,8 @@ def two_means_added(model: nn.Module, micro: Batch) -> Tensor:
 
 @of_tokens(r"\A.*tokens", terms={"size": 0.1})
 def one_of_two_terms_is_wrong(model: nn.Module, micro: Batch) -> dict[str, ab.Total]:
-    rows = len(micro["labels"])
     size = model(micro["input_ids"]).square().mean(dim=(1, 2))
-    return {"tokens": ab.Total(token_mean(model, micro) * rows, rows), "size": ab.Total(size.sum(), rows)}
+    return {"tokens": times(token_mean(model, micro), len(size)), "size": ab.Total(size.sum(), len(size))}
 
 
 @of_classes("dropped rows", IN_THE_LOSS)

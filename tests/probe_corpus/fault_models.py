@@ -1,4 +1,4 @@
-"""Faults in models: rows meet, their place or earlier calls matter, gradients or rows get lost."""
+"""Faults in models: rows meet, their place, earlier calls or padding matter, gradients or rows get lost."""
 
 from typing import Any
 
@@ -11,16 +11,22 @@ import anybatch as ab
 from tests.probe_corpus.case import (
     CLASSES,
     WIDTH,
+    WORDS,
     Case,
     Corpus,
     Vectors,
+    Words,
     classifier,
+    collated,
     images,
     layer,
     mlp,
     numbers,
     of_series,
     regression,
+    tag_loss,
+    tensors,
+    topic_loss,
     vectors,
 )
 
@@ -29,41 +35,17 @@ FAULTS = Corpus()
 # ---- rows meet
 
 
-class Block(nn.Module):
+def block(norm: nn.Module) -> nn.Module:
     """A residual block."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.conv(x)))
+    forward = lambda self, x: x + torch.tanh(self.norm(self.conv(x)))  # noqa: E731
+    return layer("Block", forward, conv=nn.Conv2d(4, 4, 3, padding=1), norm=norm)
 
 
 def batch_norm_at_a_depth() -> Case:
     """The first block is sound, so the second must be named."""
-    blocks = nn.Sequential(nn.Conv2d(2, 4, 3), Block(nn.GroupNorm(2, 4)), Block(nn.BatchNorm2d(4)))
+    blocks = nn.Sequential(nn.Conv2d(2, 4, 3), block(nn.GroupNorm(2, 4)), block(nn.BatchNorm2d(4)))
     model = nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
     return Case(model=model, loss=nn.CrossEntropyLoss(), batch=images())
-
-
-def without_running_statistics() -> Case:
-    """`eval()` does not help here: there is nothing to use but the batch."""
-    case = classifier(nn.BatchNorm1d(6, track_running_stats=False))
-    case.model.eval()
-    return case
-
-
-def with_spread(x: Tensor) -> Tensor:
-    """The standard deviation over the batch as one more feature (Karras et al. 2018, section 3)."""
-    spread = (x.var(dim=0, unbiased=False) + 1e-8).sqrt().mean()
-    return torch.cat([x, spread.expand(len(x), 1)], dim=1)
-
-
-def spread_of_the_batch() -> Case:
-    model = nn.Sequential(nn.Linear(WIDTH, 6), layer("Spread", with_spread), nn.Linear(7, 1))
-    batch = torch.randn(8, WIDTH), torch.rand(8, 1).round()
-    return Case(model=model, loss=nn.BCEWithLogitsLoss(), batch=batch)
 
 
 class Series(nn.Module):
@@ -110,11 +92,6 @@ def before(name: str, forward: Any) -> Case:
     return Case(model=nn.Sequential(layer(name, forward), case.model), loss=case.loss, batch=case.batch)
 
 
-def smoothed(x: Tensor) -> Tensor:
-    """Each row with those that lie near it."""
-    return (-(x[:, None] - x[None]).square().sum(dim=2)).softmax(dim=1) @ x
-
-
 def marked(x: Tensor) -> Tensor:
     """Rows meet behind a switch that only leaves have."""
     if x.requires_grad and not x.is_leaf:
@@ -141,12 +118,15 @@ FAULTS.of(
     "meeting",
     "BatchNorm1d",
     batch_norm_in_a_perceptron=lambda: regression(nn.BatchNorm1d(6), outputs=3),
-    batch_norm_without_running_statistics=without_running_statistics,
+    # `eval()` does not help here: there is nothing to use but the batch.
+    batch_norm_without_running_statistics=lambda: classifier(
+        nn.BatchNorm1d(6, track_running_stats=False).eval()
+    ),
     batch_norm_before_dropout=lambda: classifier(nn.BatchNorm1d(6), nn.Dropout(0.4)),
 )
 FAULTS.of(
     "meeting",
-    "Meeting|Gate|Spread",
+    "Meeting|Gate",
     functional_batch_norm=lambda: classifier(
         layer("Meeting", lambda x: F.batch_norm(x, None, None, training=True))
     ),
@@ -156,10 +136,8 @@ FAULTS.of(
     softmax_over_the_rows=lambda: classifier(
         layer("Gate", lambda self, x: x * self.scores(x).softmax(dim=0), scores=nn.Linear(6, 6))
     ),
-    spread_of_the_batch_as_a_feature=spread_of_the_batch,
     inputs_divided_by_their_largest=lambda: before("Meeting", lambda x: x / x.abs().max()),
     inputs_divided_by_a_quantile=lambda: before("Meeting", lambda x: x / x.abs().flatten().quantile(0.75)),
-    neighbours_within_the_batch=lambda: regression(layer("Meeting", smoothed)),
 )
 FAULTS.of(
     "meeting",
@@ -242,20 +220,14 @@ FAULTS.of(
 
 
 def keeping(rule: Any, **state: Any) -> Case:
-    """Keeps a state: a number in Python, or a buffer; what it returns depends on the rule."""
+    """Keeps a state: a number in Python, or a buffer."""
     return classifier(layer("Keeping", rule, **state))
 
 
-def warming(self: Any, x: Tensor) -> Tensor:
-    """A buffer counts the calls and scales the output."""
+def counting(self: Any, x: Tensor) -> Tensor:
+    """Counts its calls and scales the output: in a buffer, or as a number that no state dict knows."""
     self.calls += 1
-    return x * (self.calls / 10).clamp(max=1)
-
-
-def annealed(self: Any, x: Tensor) -> Tensor:
-    """The same with a plain Python number, which no state dict knows."""
-    self.state += 1
-    return x / self.state
+    return x / self.calls
 
 
 def centred(self: Any, x: Tensor) -> Tensor:
@@ -321,8 +293,8 @@ def instance_norm() -> Case:
 FAULTS.of(
     "state",
     "Keeping|Queue|pectral|parametriz|Linear",
-    scaled_by_a_counter_in_a_buffer=lambda: keeping(warming, calls=torch.zeros(())),
-    scaled_by_a_counter_in_python=lambda: keeping(annealed, state=0),
+    scaled_by_a_counter_in_a_buffer=lambda: keeping(counting, calls=torch.zeros(())),
+    scaled_by_a_counter_in_python=lambda: keeping(counting, calls=0),
     memory_of_the_last_call=lambda: classifier(nn.Linear(6, 6), layer("Keeping", carried, state=[])),
     queue_of_negatives=queue_of_negatives,
     spectral_norm_in_training=spectral_norm_in_training,
@@ -368,17 +340,11 @@ class Balanced(torch.autograd.Function):
         return gradients[0] / (gradients[0].norm() + 1e-8)
 
 
-class Confident(nn.Module):
+def confident(self: Any, x: Tensor) -> Vectors:
     """Keeps the rows that are above the average of their batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp()
-
-    def forward(self, x: Tensor) -> Vectors:
-        logits = self.body(x)
-        kept = logits.detach().amax(dim=1) >= logits.detach().amax(dim=1).mean()
-        return logits[kept], kept
+    logits = self.body(x)
+    kept = logits.detach().amax(dim=1) >= logits.detach().amax(dim=1).mean()
+    return logits[kept], kept
 
 
 FAULTS.of(
@@ -406,7 +372,102 @@ def odd_row_dropped_by_the_model(model: nn.Module, micro: Vectors) -> ab.Total:
     return ab.Total(losses.sum(), losses.numel())
 
 
-@FAULTS.loss("dropped rows, meeting", "Confident", model=Confident, batch=vectors)
+@FAULTS.loss(
+    "dropped rows, meeting",
+    "Confident",
+    model=lambda: layer("Confident", confident, body=mlp()),
+    batch=vectors,
+)
 def rows_filtered_by_the_batch(model: nn.Module, micro: Vectors) -> ab.Total:
     logits, kept = model(micro[0])
     return ab.Total(F.cross_entropy(logits, micro[1][kept], reduction="sum"), len(logits))
+
+
+# ---- what fills short rows up is seen by the rest
+
+
+def attention(*, is_inverted: bool = False) -> nn.Module:
+    """Takes the mask and forgets it, or passes it on the wrong way round."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        x, hidden = model.embedding(words), None
+        if is_inverted:
+            hidden = mask.bool().clone()
+            hidden[:, -1] = False  # so that a row without padding has something to look at
+        return model.head(x + model.attention(x, x, x, key_padding_mask=hidden, need_weights=False)[0])
+
+    return Words(forward, attention=nn.MultiheadAttention(WIDTH, 2, batch_first=True))
+
+
+def pooled(padding_idx: int | None = None) -> nn.Module:
+    """The mean over all places, padded ones included."""
+    mean = lambda model, words, mask: model.head(model.layer(model.embedding(words)).tanh().mean(1))  # noqa: E731
+    return Words(mean, CLASSES, padding_idx=padding_idx, layer=nn.Linear(WIDTH, WIDTH))
+
+
+def last_state() -> nn.Module:
+    """Classifies what it remembers at the end, after the padding."""
+    lstm = nn.LSTM(WIDTH, 5, batch_first=True)
+    last = lambda model, words, mask: model.head(model.lstm(model.embedding(words))[1][0][-1])  # noqa: E731
+    return Words(last, CLASSES, width=5, padding_idx=0, lstm=lstm)
+
+
+def both_ways() -> nn.Module:
+    """Tags every token; the way back begins in the padding."""
+    lstm = nn.LSTM(WIDTH, 5, batch_first=True, bidirectional=True)
+    tag = lambda model, words, mask: model.head(model.lstm(model.embedding(words))[0])  # noqa: E731
+    return Words(tag, width=10, padding_idx=0, lstm=lstm)
+
+
+def convolved() -> nn.Module:
+    """The first layer's bias makes something out of padding, and the second looks at it."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        return model.second(model.first(model.embedding(words).transpose(1, 2)).tanh()).transpose(1, 2)
+
+    first, second = nn.Conv1d(WIDTH, 5, 3, padding=1), nn.Conv1d(5, WORDS, 3, padding=1)
+    return Words(forward, padding_idx=0, first=first, second=second)
+
+
+def normed() -> nn.Module:
+    """Normalises over all places of a row."""
+
+    def forward(model: Any, words: Tensor, mask: Tensor) -> Tensor:
+        return model.head(model.norm(model.embedding(words).transpose(1, 2)).transpose(1, 2))
+
+    return Words(forward, norm=nn.GroupNorm(1, WIDTH))
+
+
+def first_last() -> nn.Module:
+    """Takes the last place of every row as its end."""
+    ends = lambda model, words, mask: model.head(model.embedding(words)[:, [0, -1]].flatten(1))  # noqa: E731
+    return Words(ends, CLASSES, width=2 * WIDTH)
+
+
+FAULTS.of(
+    "padding",
+    "attention",
+    mask_ignored_by_attention=lambda: collated(attention(), tag_loss),
+    mask_ignored_by_attention_padded_beforehand=lambda: tensors(attention(), tag_loss),
+    mask_the_wrong_way_round=lambda: collated(attention(is_inverted=True), tag_loss),
+)
+FAULTS.of(
+    "padding",
+    r"\Athe model",
+    mean_over_padding=lambda: collated(pooled(padding_idx=0), topic_loss),
+    mean_over_padding_padded_beforehand=lambda: tensors(pooled(), topic_loss),
+    last_place_taken_for_the_end=lambda: tensors(first_last(), topic_loss),
+)
+FAULTS.of(
+    "padding",
+    r"LSTM|\Athe model",
+    last_state_after_padding=lambda: collated(last_state(), topic_loss),
+    last_state_after_padding_padded_beforehand=lambda: tensors(last_state(), topic_loss),
+)
+FAULTS.of(
+    "padding",
+    "LSTM|Conv1d|GroupNorm",
+    backward_reader_begins_in_padding=lambda: collated(both_ways(), tag_loss),
+    convolution_over_padding=lambda: collated(convolved(), tag_loss),
+    group_norm_over_padding=lambda: collated(normed(), tag_loss),
+)

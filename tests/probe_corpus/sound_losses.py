@@ -1,6 +1,7 @@
 """Sound losses: torch's own with their options, and functions that return a sum and its weight."""
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from tests.probe_corpus.case import (
     mlp,
     numbers,
     padded_sentences,
+    tag_loss,
     token_losses,
     vectors,
 )
@@ -31,26 +33,9 @@ of_tokens = partial(SOUND.loss, model=Tagger, batch=padded_sentences)
 of_classes = partial(SOUND.loss, model=mlp, batch=vectors)
 
 
-class Gaussian(nn.Module):
-    """Predicts a mean and a variance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean, self.spread = nn.Linear(WIDTH, 2), nn.Linear(WIDTH, 2)
-
-    def forward(self, x: Tensor) -> Vectors:
-        return self.mean(x), F.softplus(self.spread(x))
-
-
-class Embedder(nn.Module):
+def embedded(self: Any, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, ...]:
     """Embeds three things in one way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = mlp(nn.Dropout(0.2))
-
-    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, ...]:
-        return self.body(anchor), self.body(positive), self.body(negative)
+    return self.body(anchor), self.body(positive), self.body(negative)
 
 
 def pixels_with_an_ignored_class() -> Case:
@@ -73,7 +58,7 @@ def connectionist_temporal_classification() -> Case:
 SOUND.of(
     class_weights_and_label_smoothing=lambda: Case(
         model=mlp(nn.Dropout(0.2)),
-        loss=nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0]), label_smoothing=0.1),
+        loss=nn.CrossEntropyLoss(weight=BALANCE, label_smoothing=0.1),
         batch=vectors(),
     ),
     pixels_with_an_ignored_class=pixels_with_an_ignored_class,
@@ -88,24 +73,18 @@ SOUND.of(
     summed_and_never_divided=lambda: Case(
         model=mlp(), loss=nn.CrossEntropyLoss(reduction="sum"), batch=vectors()
     ),
-    mean_and_variance=lambda: Case(model=Gaussian(), loss=nn.GaussianNLLLoss(), batch=numbers(2)),
     # Outputs have no axis but the rows.
     one_number_for_each_row=lambda: Case(
         model=mlp(outputs=1).append(nn.Flatten(0)), loss=nn.MSELoss(), batch=(vectors()[0], torch.randn(8))
     ),
+    valid_tokens_counted=lambda: Case(model=Tagger(), loss=tag_loss, batch=padded_sentences()),
     connectionist_temporal_classification=connectionist_temporal_classification,
     triplets=lambda: Case(
-        model=Embedder(),
+        model=layer("Embedder", embedded, body=mlp(nn.Dropout(0.2))),
         loss=nn.TripletMarginLoss(),
         batch={name: torch.randn(8, WIDTH) for name in ("anchor", "positive", "negative")},
     ),
 )
-
-
-@of_tokens()
-def valid_tokens_counted(model: nn.Module, micro: Batch) -> ab.Total:
-    losses = token_losses(model(micro["input_ids"]), micro["labels"])
-    return ab.Total(losses.sum(), (micro["labels"] != -100).sum())
 
 
 @of_tokens(batch=lambda: padded_sentences((7, 1, 5, 1, 6, 1, 1, 3)))

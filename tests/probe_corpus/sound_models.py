@@ -1,7 +1,8 @@
 """Sound layers and models of sequences: norms within a row, dropout, padding that nothing sees."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from tests.probe_corpus.case import (
     Words,
     classifier,
     collated,
-    features,
     images,
     layer,
     mlp,
@@ -45,20 +45,14 @@ def convolutional(*middle: nn.Module) -> Case:
     return case
 
 
-def batch_norm_in_eval() -> Case:
-    """The rest trains on, as in fine-tuning."""
-    case = convolutional(nn.BatchNorm2d(4), nn.Dropout(0.2))
-    case.model[1].eval()
-    return case
-
-
 SOUND.of(
     perceptron=regression,
     convolutions_with_group_norm=lambda: convolutional(nn.GroupNorm(2, 4)),
     convolutions_with_max_pool=convolutional,
     instance_norm=lambda: convolutional(nn.InstanceNorm2d(4, affine=True)),
     layer_norm=lambda: classifier(nn.LayerNorm(6), nn.RMSNorm(6)),
-    batch_norm_in_eval=batch_norm_in_eval,
+    # The rest trains on, as in fine-tuning.
+    batch_norm_in_eval=lambda: convolutional(nn.BatchNorm2d(4).eval(), nn.Dropout(0.2)),
     dropout=lambda: classifier(nn.Dropout(0.5)),
     alpha_dropout=lambda: classifier(nn.SELU(), nn.AlphaDropout(0.3)),
     dropout_of_channels=lambda: convolutional(nn.Dropout2d(0.4)),
@@ -90,28 +84,6 @@ def noise(strength: float) -> nn.Module:
 def chosen(self: Any, x: Tensor) -> Tensor:
     """Draws from its inputs' distribution (Jang et al. 2017, section 2)."""
     return F.gumbel_softmax(x, tau=0.5) if self.noise else x.softmax(dim=1)
-
-
-class Autoencoder(nn.Module):
-    """Draws its hidden state (Kingma and Welling 2014, section 2.4)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder, self.noise = nn.Linear(WIDTH, 4), nn.Linear(2, WIDTH), 1.0
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, spread = self.encoder(x).chunk(2, dim=1)
-        hidden = mean + self.noise * spread.exp() * torch.randn(mean.shape, dtype=x.dtype)
-        return self.decoder(hidden), mean, spread
-
-
-@SOUND.loss(model=Autoencoder, batch=features, terms={"prior": 0.2})
-def variational_autoencoder(model: nn.Module, micro: Batch) -> dict[str, ab.Total]:
-    x = micro["x"]
-    again, mean, spread = model(x)
-    distance = (mean.square() + (2 * spread).exp() - 1) / 2 - spread
-    fit = ab.Total((again - x).square().sum(), x.numel())
-    return {"fit": fit, "prior": ab.Total(distance.sum(), len(x))}
 
 
 def recomputed() -> nn.Module:
@@ -163,19 +135,6 @@ def counted(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-@dataclass(frozen=True)
-class Config:
-    """Settings as models carry them."""
-
-    scale: float = 2.0
-
-
-def normalised(x: Tensor) -> Tensor:
-    """In float32, whatever comes in, as many norms and heads do."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
 def norms_of_weights() -> Case:
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)).eval()
     return classifier(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), nn.GELU(), spectral)
@@ -194,8 +153,9 @@ def bfloat16_parameters() -> Case:
 
 
 def attributes_that_are_no_tensors() -> Case:
+    """Settings as models carry them."""
     case = classifier(nn.Tanh())
-    case.model.config = Config()
+    case.model.config = SimpleNamespace(scale=2.0)
     return case
 
 
@@ -224,7 +184,10 @@ SOUND.of(
     ),
     weight_norm_and_spectral_norm_in_eval=norms_of_weights,
     frozen_layers=frozen_layers,
-    float32_inside=lambda: replace(classifier(layer("Narrow", normalised)), dtype=torch.float32),
+    # As many norms and heads do, whatever comes in.
+    float32_inside=lambda: replace(
+        classifier(layer("Narrow", lambda x: F.rms_norm(x.float(), (6,)).to(x.dtype))), dtype=torch.float32
+    ),
     bfloat16_parameters=bfloat16_parameters,
     attributes_that_are_no_tensors=attributes_that_are_no_tensors,
     hooks_and_gradients_of_the_users_own=hooks_and_gradients_of_the_users_own,
@@ -232,21 +195,19 @@ SOUND.of(
 )
 
 
-class Shared(nn.Module):
+def shared(self: Any, left: Tensor, right: Tensor) -> Batch:
     """One layer called three times, one never, the branches kept in a dictionary."""
+    x = self.layer(self.layer(left).tanh()) + self.layer(right)
+    return {name: head(F.dropout(x, 0.1, self.training)) for name, head in self.heads.items()}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
-        self.heads = nn.ModuleDict({"a": nn.Linear(WIDTH, 1), "b": nn.Linear(WIDTH, 2)})
 
-    def forward(self, left: Tensor, right: Tensor) -> Batch:
-        x = self.layer(self.layer(left).tanh()) + self.layer(right)
-        return {name: head(F.dropout(x, 0.1, self.training)) for name, head in self.heads.items()}
+def heads() -> nn.Module:
+    both = nn.ModuleDict({"a": nn.Linear(WIDTH, 1), "b": nn.Linear(WIDTH, 2)})
+    return layer("Shared", shared, layer=nn.Linear(WIDTH, WIDTH), unused=nn.Linear(2, 2), heads=both).eval()
 
 
 @SOUND.loss(
-    model=lambda: Shared().eval(),
+    model=heads,
     batch=lambda: {
         "inputs": {"left": torch.randn(8, WIDTH), "right": torch.randn(8, WIDTH)},
         "targets": {"a": torch.randn(8, 1), "b": torch.randn(8, 2)},
@@ -283,17 +244,17 @@ class Forecast(Series):
         return self.head(self.states(x))
 
 
-def lstm(*, batch_first: bool) -> nn.Module:
+def lstm(*, batch_first: bool) -> Case:
     reader = nn.LSTM(WIDTH, 5, num_layers=2, dropout=0.3, batch_first=batch_first)
-    return Series(reader, 5, swaps=not batch_first)
+    return of_series(Series(reader, 5, swaps=not batch_first))
 
 
 SOUND.of(
     encoder_with_time_first=lambda: of_series(
         Series(nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.2), WIDTH, swaps=True)
     ),
-    lstm_with_dropout=lambda: of_series(lstm(batch_first=True)),
-    lstm_with_dropout_and_time_first=lambda: of_series(lstm(batch_first=False)),
+    lstm_with_dropout=lambda: lstm(batch_first=True),
+    lstm_with_dropout_and_time_first=lambda: lstm(batch_first=False),
 )
 
 

@@ -11,47 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.recompute.apply import apply_policies
-from anybatch.recompute.blocks import Choice, find_blocks
+from anybatch.recompute import Choice, apply_policies, find_blocks
+from benchmarks.nets import ResNet
+from tests.snapshots import STREAMS
 
 ROWS = 4
-
-
-class Bottleneck(nn.Module):
-    """ResNet's, small: BatchNorm, in-place activations and a projection."""
-
-    def __init__(self, maps: int, out: int, stride: int = 1) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(maps, 4, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
-            nn.Conv2d(4, 4, 3, stride, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True),
-            nn.Conv2d(4, out, 1, bias=False), nn.BatchNorm2d(out),
-        )  # fmt: skip
-        self.side = nn.Sequential(nn.Conv2d(maps, out, 1, stride, bias=False), nn.BatchNorm2d(out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.main(x) + self.side(x))
-
-
-class ResNet(nn.Module):
-    """Two stages of bottlenecks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
-        self.stages = nn.ModuleList(
-            [
-                nn.Sequential(Bottleneck(8, 8), Bottleneck(8, 8)),
-                nn.Sequential(Bottleneck(8, 16, 2), Bottleneck(16, 16)),
-            ]
-        )
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for stage in self.stages:
-            x = stage(x)
-        return self.head(x.mean((2, 3)))
 
 
 class DoubleConv(nn.Module):
@@ -68,30 +32,18 @@ class DoubleConv(nn.Module):
         return self.layers(x)
 
 
-class Down(nn.Module):
-    """Half the size, then twice a convolution."""
-
-    def __init__(self, maps: int, out: int) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.MaxPool2d(2), DoubleConv(maps, out))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
-
-
 class UNet(nn.Module):
-    """One level down and up again, twice down."""
+    """One level down and up again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.down1, self.down2 = DoubleConv(3, 4), Down(4, 8), Down(8, 8)
-        self.up = nn.ConvTranspose2d(8, 8, 2, 2)
-        self.join = DoubleConv(16, 4)
-        self.out = nn.Conv2d(4, 1, 1)
+        self.first, self.down, self.join = DoubleConv(3, 4), DoubleConv(4, 8), DoubleConv(8, 4)
+        self.up, self.out = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(4, 1, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        middle = self.down1(self.first(x))
-        return self.out(self.join(torch.cat([middle, self.up(self.down2(middle))], 1)))
+        x = self.first(x)
+        below = self.down(nn.functional.max_pool2d(x, 2))
+        return self.out(self.join(torch.cat([x, self.up(below)], 1)))
 
 
 @dataclass
@@ -114,10 +66,8 @@ class Odd(nn.Module):
         self.first = nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
         self.old = nn.utils.spectral_norm(nn.Linear(width, width))
         self.attention = nn.MultiheadAttention(width, 2, dropout=0.2, batch_first=True)
-        self.norm = nn.BatchNorm1d(width)
-        self.drop = nn.Dropout(0.2)
-        self.own = torch.Generator().manual_seed(1)
-        self.calls = 0
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.2)
+        self.own, self.calls = torch.Generator().manual_seed(1), 0
         self.register_buffer("seen", torch.zeros(()))
         self.register_buffer("mask", torch.ones(width, width))
 
@@ -127,10 +77,8 @@ class Odd(nn.Module):
         self.mask.mul_(1.01)
         noise = random.random() + np.random.rand() + torch.rand((), generator=self.own)
         y = self.attention(x, x, x, need_weights=False)[0] + sum(seen) + places["first"]
-        y = (
-            torch.tanh(self.first(y) if self.calls % 2 else self.old(y)) * noise
-            + self.old(x) @ self.mask.clone()
-        )
+        y = torch.tanh(self.first(y) if self.calls % 2 else self.old(y)) * noise
+        y = y + self.old(x) @ self.mask.clone()
         y = self.norm(y.transpose(1, 2)).transpose(1, 2) * (1 + self.seen)
         self.last = self.drop(y)
         return Two(self.last, {"square": y.square()})
@@ -144,8 +92,7 @@ class Odds(nn.Module):
         self.blocks = nn.ModuleList([Odd(width) for _ in range(3)])
         self.blocks[1].requires_grad_(False)
         self.blocks[2].first.requires_grad_(False)
-        self.tied = nn.Linear(width, width)
-        self.out = nn.Linear(width, width)
+        self.tied, self.out = nn.Linear(width, width), nn.Linear(width, width)
         self.out.weight = self.tied.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -159,24 +106,22 @@ class Odds(nn.Module):
         return self.out(x) + total
 
 
-class Encoder(nn.Module):
-    """torch's own layers, with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, activation="gelu", batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.encoder(x)
+def encoder() -> nn.Module:
+    """Torch's own layers, with dropout."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 3)
 
 
-IMAGES, WORDS = (ROWS, 3, 8, 8), (ROWS, 5, 8)
+def resnet() -> nn.Module:
+    """BatchNorm, in-place activations and projections."""
+    return ResNet(blocks=(2, 2), width=4, classes=3)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "resnet": (ResNet, IMAGES),
-    "unet": (UNet, IMAGES),
+    "resnet": (resnet, (ROWS, 3, 16, 16)),
+    "unet": (UNet, (ROWS, 3, 8, 8)),
     "odd": (Odds, (ROWS, 5, 6)),
-    "encoder": (Encoder, WORDS),
+    "encoder": (encoder, (ROWS, 5, 8)),
 }
 
 
@@ -194,15 +139,9 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
-def streams() -> list[Any]:
+def streams() -> dict[str, Any]:
     """Where every stream stands."""
-    numbers = np.random.get_state()
-    return [
-        torch.get_rng_state(),
-        random.getstate(),
-        torch.from_numpy(numbers[1].astype("int64")),
-        numbers[2],
-    ]
+    return {"torch": torch.get_rng_state()} | {name: read() for name, read in STREAMS.items()}
 
 
 def every(model: nn.Module, policy: str) -> Choice:
@@ -229,17 +168,4 @@ def run(
                 torch.autograd.backward(loss, retain_graph=left > 0)
     found = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
     found |= {f"attributes of {name}": set(vars(module)) for name, module in model.named_modules()}
-    found |= {f"stream {index}": stream for index, stream in enumerate(streams())}
-    return {"loss": loss.detach(), **found, **dict(model.named_buffers())}
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """What is not the same to the bit."""
-    assert list(one) == list(other)
-    return [name for name, value in one.items() if not is_same(value, other[name])]
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """To the bit."""
-    tensors = isinstance(one, Tensor), isinstance(other, Tensor)
-    return torch.equal(one, other) if all(tensors) else not any(tensors) and one == other
+    return {"loss": loss.detach(), **found, **streams(), **dict(model.named_buffers())}

@@ -1,7 +1,7 @@
 """Policies change nothing but memory: loss, gradients, buffers and random streams to the bit."""
 
 import gc
-from collections.abc import Callable
+import itertools
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ import anybatch as ab
 from anybatch.core.errors import PlanError
 from anybatch.integrations.transformers import with_empty_cache, with_own_cache
 from anybatch.memory.meter import Meter
+from anybatch.recompute import POLICIES, Choice, apply_policies, find_blocks
 from anybatch.recompute import offload as offload_module
-from anybatch.recompute.apply import apply_policies
-from anybatch.recompute.blocks import POLICIES, Choice, find_blocks
 from anybatch.testing import GradientRecorder
 from tests.integrations.heads import HEADS
-from tests.recompute.models import MODELS, differences, every, is_same, make, run, seed, streams
+from tests.recompute.models import MODELS, every, make, run, seed, streams
+from tests.snapshots import changes, same
 
 policies = pytest.mark.parametrize("policy", POLICIES)
 models = pytest.mark.parametrize("name", MODELS)
@@ -49,25 +49,22 @@ def test_nothing_changes(name: str, policy: str, how: str) -> None:
     options: dict[str, Any] = {"passes": 2 if how == "two passes" else 1}
     if how == "autocast":
         options["context"] = partial(torch.autocast, "cpu", torch.bfloat16)
-    assert differences(run(model, x, (), **options), run(model, x, choice, **options)) == []
+    assert changes(run(model, x, (), **options), run(model, x, choice, **options)) == []
 
 
 @policies
 def test_a_whole_model_is_a_block(policy: str) -> None:
     model, x = make("resnet")
-    assert differences(run(model, x, ()), run(model, x, (("", policy),))) == []
+    assert changes(run(model, x, ()), run(model, x, (("", policy),))) == []
 
 
-def heads() -> list[Any]:
-    """One of each kind, with dropout."""
-    names = (
-        "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification",
-        "MixtralForCausalLM",
-    )  # fmt: skip
-    return [pytest.param(head, id=head.name) for head in HEADS if head.name in names]
+OF_EACH_KIND = (
+    "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification",
+    "MixtralForCausalLM",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("head", heads())
+@pytest.mark.parametrize("head", [head for head in HEADS if head.name in OF_EACH_KIND], ids=lambda h: h.name)
 @policies
 def test_nothing_changes_in_a_step_of_transformers(head: Any, policy: str) -> None:
     def step(choice: Choice) -> dict[str, Any]:
@@ -79,28 +76,30 @@ def test_nothing_changes_in_a_step_of_transformers(head: Any, policy: str) -> No
         seed(1)
         with apply_policies(model, choice):
             report = ab.Step(model, ab.ModelLoss(), recorder, micro_batch=3)(head.batch)
-        return {"loss": report.loss, "stream": streams()[0], **recorder.gradients}
+        return {"loss": report.loss, **streams(), **recorder.gradients}
 
     choice = every(head.build(), policy)
     assert choice
-    assert differences(step(()), step(choice)) == []
+    assert changes(step(()), step(choice)) == []
 
 
-LFM2: dict[str, Any] = {"vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3}
-LFM2 |= {"intermediate_size": 32, "max_position_embeddings": 64, "num_key_value_heads": 1}
 CACHED: dict[str, dict[str, Any]] = {
-    "GPT2": {"vocab_size": 50, "n_embd": 16, "n_layer": 3, "n_head": 2},
-    "Lfm2": {**LFM2, "layer_types": ["conv", "full_attention", "conv"]},
-}
+    "GPT2LMHeadModel": {"vocab_size": 50, "n_embd": 16, "n_layer": 3, "n_head": 2},
+    "Lfm2ForCausalLM": {
+        "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "intermediate_size": 32, "max_position_embeddings": 64, "num_key_value_heads": 1,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CACHED)
 @pytest.mark.parametrize("chosen", [slice(None), slice(1, 2)], ids=["all", "one"])
 @policies
 def test_nothing_changes_in_layers_with_a_cache(name: str, chosen: slice, policy: str) -> None:
-    config = getattr(transformers, f"{name}Config")(**CACHED[name])
+    kind = getattr(transformers, name)
     seed(0)
-    model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+    model = kind(kind.config_class(**CACHED[name]))
     ids = torch.randint(1, 50, (6, 10))
     found: list[tuple[Tensor, ...]] = []
     for choice in ((), every(model, policy)[chosen]):
@@ -130,36 +129,28 @@ def clip(one: Tensor, other: Tensor) -> Tensor:
     return nn.functional.cross_entropy(one.flatten(1) @ other.flatten(1).T, torch.arange(len(one)))
 
 
-class Both(nn.Module):
-    """Two outputs, as for pairs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = make("encoder")[0]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.encoder(x), self.encoder(x.flip(1))
-
-
 def several(model: nn.Module, micro: Any) -> dict[str, ab.Total]:
-    out = model(micro[0])
-    return {
-        "a": ab.Total(out[0].square().sum(), len(micro[0])),
-        "b": ab.Total(out[1].exp().sum(), micro[0].numel()),
-    }
+    one, other = model(micro[0])
+    return {"a": ab.Total(one.square().sum(), len(one)), "b": ab.Total(other.exp().sum(), other.numel())}
 
 
 @policies
 @pytest.mark.parametrize("kind", ["whole batch", "terms, late", "window"])
 def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
-    def step(choice_of: Callable[[nn.Module], Choice]) -> dict[str, Any]:
-        torch.manual_seed(0)
-        model = Both()
-        x = torch.randn(6, 5, 8)
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = make("encoder")[0]
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.encoder(x), self.encoder(x.flip(1))
+
+    def step(*, is_kept: bool) -> dict[str, Any]:
+        model, x = Both(), torch.randn(6, 5, 8)
         recorder = GradientRecorder(model)
         loss = ab.WholeBatch(clip) if kind == "whole batch" else ab.Terms(several)
         step = ab.Step(model, loss, recorder, micro_batch=2, check=False)
-        with apply_policies(model, choice_of(model)):
+        with apply_policies(model, () if is_kept else every(model, policy)):
             if kind == "window":
                 with step.window() as window:
                     for micro in x.split(2):
@@ -168,9 +159,9 @@ def test_nothing_changes_in_a_step(policy: str, kind: str) -> None:
                 step((x,))
         return {"stream": torch.get_rng_state(), **recorder.gradients}
 
-    plain = step(lambda model: ())
+    plain = step(is_kept=True)
     assert len(plain) > 1
-    assert differences(plain, step(lambda model: every(model, policy))) == []
+    assert changes(plain, step(is_kept=False)) == []
 
 
 @policies
@@ -184,14 +175,14 @@ def test_gradients_of_some_inputs_only(policy: str) -> None:
             model(x).square().sum().backward(inputs=[weight])
         assert all((p.grad is None) == (p is not weight) for p in model.parameters())
         found.append(weight.grad)
-    assert is_same(*found)
+    assert same(*found)
 
 
 @policies
 def test_hooks_of_a_block_run_once(policy: str) -> None:
     model, x = make("encoder")
     ran: list[str] = []
-    block = model.get_submodule("encoder.layers.1")
+    block = model.get_submodule("layers.1")
     block.register_forward_pre_hook(lambda *_: ran.append("before"))
     block.register_forward_hook(lambda *_: ran.append("after"))
     block.register_full_backward_hook(lambda *_: ran.append("backward"))
@@ -219,35 +210,28 @@ class Failure(TorchDispatchMode):
 @policies
 @pytest.mark.parametrize("name", ["odd", "resnet"])
 def test_running_out_of_memory_anywhere_leaves_no_trace(name: str, policy: str) -> None:
-    at = 0
-    while True:
-        at += 17
+    for at in itertools.count(17, 17):
         broken, x = make(name)
         seed(3)
         with torch.no_grad():
             broken(x)  # what a forward leaves is there from now on
         attributes = [set(vars(module)) for module in broken.modules()]
-        reached = "forward"
-        try:
-            with apply_policies(broken, every(broken, policy)), Failure(at):
-                loss = broken(x).square().mean()
-                before = [*[b.detach().clone() for b in broken.buffers()], *streams()]
-                reached = "backward"
-                loss.backward()
-        except torch.OutOfMemoryError:
-            loss = None
-        else:
+        before: list[Any] = []
+        with suppress(torch.OutOfMemoryError), apply_policies(broken, every(broken, policy)), Failure(at):
+            loss = broken(x).square().mean()
+            before = [*[b.detach().clone() for b in broken.buffers()], streams()]
+            loss.backward()
             break
         assert [set(vars(module)) for module in broken.modules()] == attributes
-        if reached == "backward":
-            assert all(map(is_same, before, [*broken.buffers(), *streams()]))
+        if before:
+            assert same(before, [*broken.buffers(), streams()])
     assert at > 10 * 17
 
 
 def test_nothing_is_done_without_gradient() -> None:
     model, x = make("encoder")
     ran: list[int] = []
-    model.get_submodule("encoder.layers.0.linear1").register_forward_hook(lambda *_: ran.append(1))
+    model.get_submodule("layers.0.linear1").register_forward_hook(lambda *_: ran.append(1))
     with apply_policies(model, every(model, "recompute")):
         with torch.no_grad():
             out = model(x)
@@ -259,7 +243,7 @@ def test_nothing_is_done_without_gradient() -> None:
 @policies
 def test_the_model_is_as_before(policy: str) -> None:
     model, _ = make("odd")
-    model.blocks[0].forward = partial(type(model.blocks[0]).forward, model.blocks[0])  # pyright: ignore
+    model.blocks[0].forward = partial(type(model.blocks[0]).forward, model.blocks[0])
     before = [vars(module).copy() for module in model.modules()]
     for _ in range(2):
         with suppress(KeyError), apply_policies(model, every(model, policy)):
@@ -289,7 +273,7 @@ def test_nothing_is_held_after_a_step(policy: str) -> None:
 @pytest.mark.parametrize("how", ["block.compile", "torch.compile"])
 def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # the compiler's progress bar would leave a thread
-    found: list[dict[str, Any]] = []
+    found: list[list[Tensor]] = []
     model, x = make(name)
     blocks = find_blocks(model)
     for block in blocks:
@@ -306,10 +290,9 @@ def test_compiled_blocks(name: str, policy: str, how: str, monkeypatch: pytest.M
         with apply_policies(model, choice):
             loss = model(x).square().mean()
             gradients = torch.autograd.grad(loss, list(model.parameters()))
-        left = [loss, *gradients, *[b.clone() for b in model.buffers()], streams()[0]]
-        found.append({str(index): one for index, one in enumerate(left)})
+        found.append([loss.detach(), *gradients, *[b.clone() for b in model.buffers()], streams()["torch"]])
     torch._dynamo.reset()
-    assert differences(*found) == []
+    assert same(*found)
 
 
 @pytest.mark.parametrize("how", ["compile", "torch.compile"])
@@ -328,15 +311,18 @@ def test_a_compiled_model_is_refused(how: str) -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ((("encoder.nothing", "recompute"),), "got 'encoder.nothing': TransformerEncoder has no 'nothing'"),
-        ((("encoder", "forget"),), "got 'forget'"),
+        (
+            (("layers.0.nothing", "recompute"),),
+            "'layers.0.nothing': TransformerEncoderLayer has no 'nothing'",
+        ),
+        ((("layers.0", "recompute"), ("layers", "forget")), "got 'forget'"),
     ],
 )
 def test_what_cannot_be_applied_is_refused(choice: Choice, message: str) -> None:
     model, _ = make("encoder")
     with pytest.raises(PlanError, match=message), apply_policies(model, choice):
         pass
-    assert "forward" not in vars(model.get_submodule("encoder"))
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_less_is_held() -> None:

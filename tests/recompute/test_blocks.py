@@ -10,9 +10,9 @@ from torch import nn
 
 from anybatch.core.errors import PlanError
 from anybatch.recipes.lenet5 import LeNet5
-from anybatch.recompute.blocks import choose_blocks, find_blocks
+from anybatch.recompute import choose_blocks, find_blocks
 from tests.integrations.heads import HEADS
-from tests.recompute.models import Bottleneck, DoubleConv, Encoder, ResNet, UNet
+from tests.recompute.models import DoubleConv, UNet, encoder, resnet
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
@@ -24,28 +24,25 @@ def head(name: str, **settings: Any) -> nn.Module:
     return kind(kind.config_class(**{**found.settings, **settings}))
 
 
-class Stack(nn.Module):
-    """A stack of blocks, as in an encoder."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([DoubleConv(2, 2), DoubleConv(2, 2)])
+def pair() -> list[nn.Module]:
+    return [DoubleConv(2, 2), DoubleConv(2, 2)]
 
 
 class Layer(nn.Module):
-    """A layer in which experts hold nearly all the parameters, or one of two parts that are no list."""
+    """A layer made of a list of blocks, of parts that are no list, or mostly of experts."""
 
-    def __init__(self, *, has_experts: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        if has_experts:
-            self.gate = nn.Linear(2, 3)
-            self.experts = nn.ModuleList([DoubleConv(9, 9) for _ in range(3)])
+        if kind == "stack":
+            self.layers = nn.ModuleList(pair())
+        elif kind == "experts":
+            self.gate, self.experts = nn.Linear(2, 3), nn.ModuleList([DoubleConv(9, 9) for _ in range(3)])
         else:
-            self.one, self.other = DoubleConv(2, 2), DoubleConv(2, 2)
+            self.one, self.other = pair()
 
 
-def several(kind: Callable[[], nn.Module]) -> nn.Module:
-    return nn.ModuleList([kind(), kind()])
+def several(kind: str = "stack") -> nn.Module:
+    return nn.ModuleList([Layer(kind), Layer(kind)])
 
 
 STACKS = ("0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1")
@@ -54,13 +51,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "lstm": (lambda: nn.Sequential(nn.Embedding(4, 2), nn.LSTM(2, 2), nn.LSTM(2, 2)), ()),
     "leaves": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), ()),
     "parameterless": (lambda: nn.Sequential(*[nn.Sequential(nn.Tanh()) for _ in range(3)]), ()),
-    "resnet": (ResNet, ("stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1")),
-    "unet": (UNet, ("first", "down1", "down2", "join")),
-    "encoder": (Encoder, ("encoder.layers.0", "encoder.layers.1", "encoder.layers.2")),
-    "stacks": (lambda: several(Stack), STACKS),
-    "experts": (lambda: several(lambda: Layer(has_experts=True)), ("0", "1")),
-    "pairs": (lambda: several(lambda: Layer(has_experts=False)), ("0", "1")),
-    "twice the same": (lambda: nn.Sequential(*[Bottleneck(2, 2)] * 2), ()),
+    "resnet": (resnet, ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")),
+    "unet": (UNet, ("first", "down", "join")),
+    "encoder": (encoder, ("layers.0", "layers.1", "layers.2")),
+    "stacks": (several, STACKS),
+    "experts": (lambda: several("experts"), ("0", "1")),
+    "pairs": (lambda: several("pair"), ("0", "1")),
+    "twice the same": (lambda: nn.Sequential(*[DoubleConv(2, 2)] * 2), ()),
     "gpt2": (lambda: head("GPT2LMHeadModel", n_layer=2), ("transformer.h.0", "transformer.h.1")),
     "gpt2, one": (lambda: head("GPT2LMHeadModel"), ("transformer.h.0",)),
     "t5, one": (lambda: head("T5ForConditionalGeneration"), ("encoder.block.0", "decoder.block.0")),
@@ -72,14 +69,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_blocks_are_what_is_repeated(name: str) -> None:
-    make, expected = MODELS[name]
+@pytest.mark.parametrize(("make", "expected"), MODELS.values(), ids=MODELS)
+def test_blocks_are_what_is_repeated(make: Callable[[], nn.Module], expected: tuple[str, ...]) -> None:
     assert find_blocks(make()) == expected
 
 
 def test_a_compiled_block_keeps_its_place() -> None:
-    model = ResNet()
+    model = resnet()
     expected = find_blocks(model)
     for name in expected:
         model.set_submodule(name, torch.compile(model.get_submodule(name), backend="eager"))
@@ -99,7 +95,7 @@ def test_a_compiled_block_keeps_its_place() -> None:
     ],
 )
 def test_what_a_caller_asks_for(asked: object, expected: dict[str, str]) -> None:
-    assert choose_blocks(several(Stack), asked) == tuple(expected.items())
+    assert choose_blocks(several(), asked) == tuple(expected.items())
 
 
 @pytest.mark.parametrize(
@@ -114,28 +110,28 @@ def test_what_a_caller_asks_for(asked: object, expected: dict[str, str]) -> None
 )
 def test_what_cannot_be_chosen_is_refused(asked: object, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        choose_blocks(several(Stack), asked)
+        choose_blocks(several(), asked)
 
 
 def test_all_of_nothing_and_what_transformers_recomputes_are_refused() -> None:
     with pytest.raises(PlanError, match="got none in Sequential"):
         choose_blocks(nn.Sequential(nn.Linear(1, 1)), "all")
     model = head("GPT2LMHeadModel")
-    model.get_submodule("transformer.h.0").gradient_checkpointing = True  # pyright: ignore
+    model.get_submodule("transformer.h.0").gradient_checkpointing = True
     with pytest.raises(PlanError, match="gradient_checkpointing_disable"):
         choose_blocks(model, "all")
 
 
 def test_a_sequential_of_blocks_is_a_list_and_one_of_layers_a_block() -> None:
-    model = ResNet()
-    assert choose_blocks(model, ["stages.0"]) == (("stages.0.0", "recompute"), ("stages.0.1", "recompute"))
-    assert choose_blocks(model, ["stem"]) == (("stem", "recompute"),)
+    model = nn.Sequential(nn.Sequential(*pair()), nn.Sequential(nn.Tanh()))
+    assert choose_blocks(model, ["0"]) == (("0.0", "recompute"), ("0.1", "recompute"))
+    assert choose_blocks(model, ["1"]) == (("1", "recompute"),)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_torch_jit_has_compiled_is_refused() -> None:
     blocks = [torch.jit.script(DoubleConv(2, 2)) for _ in range(2)]
-    model = nn.Sequential(*blocks, DoubleConv(2, 2), DoubleConv(2, 2))
+    model = nn.Sequential(*blocks, *pair())
     assert find_blocks(model) == ("2", "3")
     assert choose_blocks(model, {"0": "offload"}) == (("0", "offload"),)
     with pytest.raises(PlanError, match="'selective', got '1' with a ScriptModule"):

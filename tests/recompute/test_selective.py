@@ -45,14 +45,11 @@ def test_products_are_kept_and_the_rest_is_rebuilt(passes: int) -> None:
     assert ran["tanh"] == ran["exp"] == passes
 
 
-ATTENTION = torch.nn.functional.scaled_dot_product_attention
-
-
 @pytest.mark.parametrize(
     ("forward", "shapes", "kept"),
     [
         (torch.conv2d, ((1, 2, 4, 4), (3, 2, 3, 3)), "convolution"),
-        (ATTENTION, ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8)), "attention"),
+        (torch.nn.functional.scaled_dot_product_attention, ((1, 2, 4, 8),) * 3, "attention"),
     ],
 )
 def test_convolutions_and_attention_are_kept(forward: Any, shapes: Any, kept: str) -> None:
@@ -65,12 +62,9 @@ def test_convolutions_and_attention_are_kept(forward: Any, shapes: Any, kept: st
 def test_attention_that_draws_is_rebuilt() -> None:
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
     given = [torch.empty(0)] * 3
-    for more, named, expected in (
-        ((), {}, "MUST_SAVE"),
-        ((0.1,), {}, "PREFER_RECOMPUTE"),
-        ((), {"dropout_p": 0.1}, "PREFER_RECOMPUTE"),
-    ):
-        assert selective._policy(None, op, *given, *more, **named).name == expected  # pyright: ignore
+    found = [selective._policy(None, op, *given, *more) for more in ((), (0.1,))]
+    found.append(selective._policy(None, op, *given, dropout_p=0.1))
+    assert [one.name for one in found] == ["MUST_SAVE", "PREFER_RECOMPUTE", "PREFER_RECOMPUTE"]
 
 
 def test_what_was_changed_in_place_is_rebuilt() -> None:
@@ -79,7 +73,6 @@ def test_what_was_changed_in_place_is_rebuilt() -> None:
 
     a, b = leaves((3, 4), (4, 5))
     backward(forward, a, b)
-    assert a.grad is not None
     assert torch.equal(a.grad, torch.autograd.grad(forward(a, b).sum(), a)[0])
 
 

@@ -2,6 +2,8 @@
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,15 +19,6 @@ def draw() -> list[float]:
     return [*torch.rand(3).tolist(), *nn.functional.dropout(torch.ones(20)).tolist()]
 
 
-def test_replay_repeats_the_stream() -> None:
-    draw()
-    state = rng.capture()
-    first, second = draw(), draw()
-    assert first != second
-    rng.restore(state)
-    assert [draw(), draw()] == [first, second]
-
-
 def test_capture_is_a_copy_and_moves_nothing() -> None:
     before = torch.get_rng_state()
     state = rng.capture()
@@ -37,16 +30,12 @@ def test_capture_is_a_copy_and_moves_nothing() -> None:
 
 def test_preserved_gives_the_stream_back_also_after_an_error() -> None:
     before = torch.get_rng_state()
-    with rng.preserved():
-        draw()
-    assert torch.equal(torch.get_rng_state(), before)
-    try:
-        with rng.preserved():
+    for error in (None, KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), rng.preserved():
             draw()
-            raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        pass
-    assert torch.equal(torch.get_rng_state(), before)
+            if error:
+                raise error
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 @given(st.integers(0, 2**63), st.text(), st.integers(0, 10**6))
@@ -54,31 +43,27 @@ def test_seed_is_a_function_of_its_purpose(seed: int, purpose: str, number: int)
     derived = rng.derive_seed(seed, purpose, number)
     assert 0 <= derived < 2**63
     assert derived == rng.derive_seed(seed, purpose, number)
-    others = (
-        rng.derive_seed(seed + 1, purpose, number),
-        rng.derive_seed(seed, purpose + "x", number),
-        rng.derive_seed(seed, purpose, number + 1),
-        rng.derive_seed(seed, purpose),
-        rng.derive_seed(seed, purpose, str(number)),
-    )
-    assert derived not in others
+    others = [(seed + 1, purpose, number), (seed, purpose + "x", number), (seed, purpose, number + 1)]
+    others += [(seed, purpose), (seed, purpose, str(number))]
+    assert derived not in [rng.derive_seed(*other) for other in others]
 
 
 def test_seed_stays_the_same_from_run_to_run() -> None:
     assert rng.derive_seed(0, "order", 1) == 1332101017241992705  # what checkpoints and logs rely on
 
 
-def draw_everywhere() -> tuple[float, float, list[float]]:
-    return random.random(), float(np.random.rand()), draw()
+@pytest.mark.parametrize("capture", [rng.capture, rng.capture_process])
+def test_replay_repeats_the_streams(capture: Callable[[], Any]) -> None:
+    def draw_all() -> list[float]:
+        others = [random.random(), np.random.rand()] if capture is rng.capture_process else []
+        return draw() + others
 
-
-def test_process_state_holds_every_stream() -> None:
-    draw_everywhere()
-    state = rng.capture_process()
-    first = draw_everywhere()
-    assert draw_everywhere() != first
-    rng.restore_process(state)
-    assert draw_everywhere() == first
+    draw_all()
+    state = capture()
+    first, second = draw_all(), draw_all()
+    assert first != second
+    (rng.restore if capture is rng.capture else rng.restore_process)(state)
+    assert [draw_all(), draw_all()] == [first, second]
 
 
 @pytest.mark.parametrize(

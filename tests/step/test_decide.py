@@ -1,23 +1,27 @@
-"""Steps with a memory budget: the same result, within the budget, and the plans that were made for it."""
+"""Plans for a memory budget: the same result, within the budget; and told before there is a step."""
 
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import anybatch as ab
 from anybatch import Step
-from anybatch.core.errors import BudgetError, PlanError
+from anybatch.core import torch_private as private
+from anybatch.core.errors import BatchError, BudgetError, PlanError, TraceError
 from anybatch.planner import cache as budget_module
 from anybatch.planner.search import choose
+from anybatch.step.limits import PATIENCE, Limits
 from anybatch.testing import relative_error
 from tests.budgets import (
     ConvNet,
     Net,
+    Untraceable,
     adamw,
     carried_out,
-    changed_by,
     foreach,
     images,
     make,
@@ -26,9 +30,10 @@ from tests.budgets import (
     rows_of,
     sgd,
 )
-from tests.snapshots import changes, snapshot
+from tests.snapshots import assert_same, same_as_before, snapshot
 
 LIMIT = 1e-12
+CROSS_ENTROPY = nn.CrossEntropyLoss()
 ROWS = 12
 MEMORY = 48_000  # of the 75 kB that the whole batch takes
 
@@ -60,7 +65,7 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_plan_to_the_bit(optim
         assert report.cut == plan.sizes
         assert relative_error(report.loss, expected.loss) <= LIMIT
     assert relative_error(parameters(planned), parameters(whole)) <= LIMIT
-    assert changes(snapshot(obeyed), snapshot(planned)) == []
+    assert_same(snapshot(obeyed), snapshot(planned))
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"micro_batch": 5}, {"clip_norm": 0.1}])
@@ -69,23 +74,15 @@ def test_the_real_second_step_takes_what_was_predicted(options: dict[str, Any]) 
     step(batch)
     report = step.foresee(batch)
     assert metered(step, lambda: step(batch), batch) == report.peak <= MEMORY
-    if "micro_batch" in options:
-        assert report.plan.micro_batch == 5
-    if "recompute" in options:
-        assert report.plan.blocks == step.planning.settings.blocks
+    assert report.plan.micro_batch == options.get("micro_batch", report.plan.micro_batch)
+    assert "recompute" not in options or report.plan.blocks == step.planning.settings.blocks
 
 
 def test_a_budget_that_is_too_small_changes_nothing_and_the_smallest_is_enough() -> None:
     step, batch = make(net, memory=1000), vectors()
-    errors: list[BudgetError] = []
-
-    def refused() -> None:
-        with pytest.raises(BudgetError) as caught:
-            step(batch)
-        errors.append(caught.value)
-
-    assert changed_by(step, refused) == []
-    least = errors[0].smallest
+    with same_as_before(step), pytest.raises(BudgetError) as refused:
+        step(batch)
+    least = refused.value.smallest
     with pytest.raises(BudgetError):
         make(net, memory=least - 1)(batch)
     assert measured(make(net, memory=least), batch) == least
@@ -208,3 +205,107 @@ def test_windows_come_as_they_are_unless_they_do_not_fit() -> None:
         assert opened.close().cut == (24,)
     assert roomy(batch).cut == (4,) * 6
     assert metered(step, window, batch) <= MEMORY + sum(leaf.nbytes for leaf in batch)
+
+
+# ---- what memory has taught
+
+
+def test_more_is_tried_after_clean_steps_and_each_failure_doubles_the_patience() -> None:
+    limits = Limits()
+    limits.learn("rows", 32, largest=32, failed=0)
+    assert not limits.known
+    limits.learn("rows", 32, largest=32, failed=32)
+    assert limits.size("other rows", 32) == 32
+    assert limits.size("rows", 4) == 4
+    for _ in range(PATIENCE):
+        assert limits.size("rows", 32) == 16
+        limits.learn("rows", 32, largest=16, failed=0)
+    assert limits.size("rows", 32) == 24
+    limits.learn("rows", 32, largest=24, failed=24)
+    for _ in range(2 * PATIENCE):
+        assert limits.size("rows", 32) == 16  # not the half of 24
+        limits.learn("rows", 32, largest=16, failed=0)
+    limits.learn("rows", 32, largest=24, failed=0)
+    assert (limits.size("rows", 32), limits.known["rows"].clean) == (24, 0)  # kept, as it fits
+    limits.learn("rows", 32, largest=16, failed=16)  # what used to fit does no longer
+    assert limits.size("rows", 32) == 8
+
+
+# ---- told before there is a step
+
+
+def test_without_a_budget_nothing_is_chosen() -> None:
+    step, batch = make(net), vectors()
+    report = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch)
+    assert report.plan == ab.Plan(rows=12, micro_batch=12)
+    assert (report.budget, report.measured) == (None, False)
+    told = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, micro_batch=5, recompute=["blocks.1"])
+    assert told.plan == ab.Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
+    carried_out(step, told.plan, batch)
+    assert metered(step, lambda: carried_out(step, told.plan, batch), batch) == told.peak
+
+
+@pytest.mark.parametrize("rows", [0, 1.5, "7", True])
+def test_no_number_of_rows_is_refused_by_its_name(rows: Any) -> None:
+    step, batch = make(net), vectors()
+    with pytest.raises(PlanError, match=rf"^Expected rows to be a whole .*, got {rows!r}\. Leave it out"):
+        ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=rows)
+    counted = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, rows=np.int64(7))
+    assert counted.plan.to_json() == ab.Plan(rows=7, micro_batch=7).to_json()
+
+
+def test_rows_that_are_not_on_the_meta_device_need_a_device() -> None:
+    with torch.device("meta"):
+        model = net()
+    arguments: Any = model, CROSS_ENTROPY, adamw(model.parameters()), vectors()
+    with pytest.raises(BatchError, match=r"device meta, got cpu\. To plan, name the device"):
+        ab.plan(*arguments)
+    assert ab.plan(*arguments, device="cpu").plan == ab.Plan(rows=12, micro_batch=12)
+
+
+def test_a_model_without_memory_and_a_batch_of_two_rows_do() -> None:
+    with torch.device("meta"):
+        model = Net(blocks=2)
+        few = torch.zeros(2, 5, 8), torch.zeros(2, dtype=torch.long)
+    wanted: tuple[Any, ...] = model, CROSS_ENTROPY, adamw(model.parameters()), few
+    report = ab.plan(*wanted, rows=40, memory=100_000)
+    assert report.plan.rows == 40
+    assert report.plan.is_cut or report.plan.blocks
+    step, batch = make(net), rows_of(40, 5, 8)
+    carried_out(step, report.plan, batch)
+    assert metered(step, lambda: carried_out(step, report.plan, batch), batch) == report.peak <= 100_000
+    card = ab.plan(*wanted, rows=4096, memory="8MB", device="cuda:a100")  # that is not here
+    assert (card.device, card.ledger.device, card.peak % 512) == ("cuda:a100", "cuda", 0)
+    assert card.peak <= 8 * 10**6
+    assert not report.measured
+    assert not card.measured
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true", "bf16-mixed"])
+@pytest.mark.parametrize("measure", [True, False])
+def test_nothing_is_changed_whatever_is_planned_for(measure: bool, precision: Any) -> None:
+    step, batch = make(lambda: Net(0.1, 2)), vectors()
+    step(batch)
+    step.model.blocks[0].eval()
+    model, optimizer = step.model, step.optimizers[0]
+
+    def held() -> list[Any]:
+        hooks = [len(vars(optimizer)[name]) for name in private.LOAD_HOOKS]
+        return [*[(p.data_ptr(), p.dtype) for p in model.parameters()], *map(id, model.modules()), *hooks]
+
+    wanted: Any = {"memory": 60_000, "precision": precision, "measure": measure}
+    before = held()
+    with same_as_before(step):
+        report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **wanted)
+    assert held() == before
+    assert str(report.plan.precision) == precision
+
+
+def test_what_cannot_be_traced_is_measured_here_and_refused_elsewhere() -> None:
+    step, batch = make(Untraceable), rows_of(8)
+    arguments = (step.model, CROSS_ENTROPY, step.optimizers, batch)
+    report = ab.plan(*arguments, memory=10**6)
+    assert report.ledger.source == "measured"
+    assert "measured on some of the rows given" in str(report)
+    with pytest.raises(TraceError, match="nonzero"):
+        ab.plan(*arguments, memory=10**6, device="cuda:a100")

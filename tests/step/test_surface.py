@@ -9,17 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from anybatch import AnybatchError, Step, StepReport, Total
+from anybatch import AnybatchError, Step, StepReport, Terms, Total
 from anybatch.core.errors import BatchError, PlanError
 from tests.snapshots import make_batch
 
 X, Y = torch.randn(4, 3), torch.randn(4, 2)
 
 
-def make(**options: Any) -> Step:
+def make(loss: Any = F.mse_loss, **options: Any) -> Step:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    return Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.5), **options)
+    return Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), **options)
 
 
 # ---- attributes
@@ -69,17 +69,29 @@ def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said(
     assert (other.tolist(), other.grad, idle.tolist(), idle.grad) == ([0.5, 0.5], None, [1, 1], None)
 
 
-def test_a_parameter_that_only_the_loss_reaches_is_trained() -> None:
-    model, scale = nn.Linear(3, 2), nn.Parameter(torch.tensor(2.0))
+class Learned(nn.Module):
+    """A loss with a parameter of its own."""
 
-    def loss(model: nn.Module, micro: Any) -> Total:
-        return Total((model(micro[0]) * scale - micro[1]).square().sum(), micro[1].numel())
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
 
-    step = Step(model, loss, torch.optim.SGD([*model.parameters(), scale], lr=0.5), micro_batch=1)
-    (expected,) = torch.autograd.grad(F.mse_loss(model(X) * scale, Y), scale)
-    start = scale.item()
+    def forward(self, model: nn.Module, micro: Any) -> Total:
+        return Total((model(micro[0]) * self.scale - micro[1]).square().sum(), micro[1].numel())
+
+
+FORMS = {"terms": Terms, "method": lambda own: own.forward, "closure": lambda own: lambda *it: own(*it)}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_a_parameter_of_the_loss_is_trained(form: Any) -> None:
+    model, own = nn.Linear(3, 2), Learned()
+    optimizer = torch.optim.SGD([*model.parameters(), own.scale], lr=0.5)
+    step = Step(model, form(own), optimizer, micro_batch=1)
+    (expected,) = torch.autograd.grad(F.mse_loss(model(X) * own.scale, Y), own.scale)
     step((X, Y))
-    assert scale.item() == pytest.approx(start - 0.5 * expected.item())
+    assert own.scale.item() == pytest.approx(2.0 - 0.5 * expected.item())
+    assert own.scale.grad is None
 
 
 def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
@@ -105,11 +117,11 @@ def test_a_scheduler_that_the_caller_steps_too_is_warned_about_once() -> None:
 
 
 def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
-    step = make(scheduler=None)
-    optimizer = step.optimizers[0]
-    step = Step(step.model, nn.MSELoss(), optimizer, scheduler=StepLR(optimizer, 1, gamma=0.1))
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = Step(model, nn.MSELoss(), optimizer, scheduler=StepLR(optimizer, 1, gamma=0.1))
     told: list[StepReport] = []
-    again = Step(step.model, step.loss, optimizer, listeners=[told.append], non_finite="skip")
+    again = Step(model, step.loss, optimizer, listeners=[told.append], non_finite="skip")
     reports = [step((X, Y)), step((X, Y))]
     with step.window() as window:
         window.add((X, Y))
@@ -119,16 +131,14 @@ def test_a_report_tells_the_update_its_learning_rate_and_its_seconds() -> None:
     assert all(one.seconds > 0 for one in reports)
     again((X * torch.nan, Y))
     again((X, Y))
-    assert [(one.updated, one.update) for one in told if isinstance(one, StepReport)] == [
-        (False, 0),
-        (True, 1),
-    ]
+    ended = [(one.updated, one.update) for one in told if isinstance(one, StepReport)]
+    assert ended == [(False, 0), (True, 1)]
     step.foresee((X, Y), memory="1GB")  # races steps; none of them counts
     assert step((X, Y)).update == 4
 
 
 def test_a_step_and_its_report_are_shown_on_a_line() -> None:
-    step = make(micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
+    step = make(nn.MSELoss(), micro_batch=3, precision="bf16-mixed", clip_norm=1.0)
     report = step((X, Y))
     shown = "Step(Linear, MSELoss, SGD, 8 trained parameters, micro_batch=3, memory=None, "
     assert repr(step) == f"{shown}precision='bf16-mixed', 1 update made)"
@@ -172,30 +182,26 @@ def count(model: nn.Module, micro: Any) -> Total:
 
 
 @pytest.mark.parametrize(
-    "batch",
-    [(X, in_a_list(4)), in_a_list(4), {"x": X, "y": tuple(in_a_list(4))}, (X, [[*in_a_list(4)]])],
-    ids=["labels", "all", "in a dict", "deep"],
+    ("batch", "is_taken"),
+    [
+        ((X, in_a_list(4)), False),  # labels
+        (in_a_list(4), False),
+        ({"x": X, "y": tuple(in_a_list(4))}, False),
+        ((X, [[*in_a_list(4)]]), False),  # deep inside
+        ((X, in_a_list(4)[:2]), True),  # a pair of what all rows have, as of sentences
+        ((X, [{"a": Y}, {"b": Y}, {"c": Y}, {"d": Y}]), True),
+        ((X[:1], in_a_list(1)), True),
+    ],
 )
-def test_a_list_of_dicts_is_no_rows_without_a_collate(batch: Any) -> None:
-    model = nn.Linear(3, 2)
-    step = Step(model, count, torch.optim.SGD(model.parameters(), lr=0.5))
+def test_a_list_of_dicts_is_no_rows_without_a_collate(batch: Any, is_taken: bool) -> None:
+    step = make(count)
+    if is_taken:
+        assert step(batch).updated
+        return
     for take in (step, lambda batch: step.window().add(batch)):
         with pytest.raises(BatchError, match=r"list of 4 dicts.*collate="):
             take(batch)
     step.open_window.discard()  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        (X, in_a_list(4)[:2]),  # a pair of what all rows have, as of sentences
-        (X, [{"a": Y}, {"b": Y}, {"c": Y}, {"d": Y}]),
-        (X[:1], in_a_list(1)),
-    ],
-)
-def test_a_list_of_dicts_that_are_no_samples_is_taken(batch: Any) -> None:
-    model = nn.Linear(3, 2)
-    assert Step(model, count, torch.optim.SGD(model.parameters(), lr=0.5))(batch).updated
 
 
 def test_samples_with_labels_go_through_a_collate() -> None:
@@ -209,8 +215,7 @@ def test_samples_with_labels_go_through_a_collate() -> None:
     def collate(samples: list[Any]) -> Any:
         return torch.stack([x for x, _ in samples]), [label for _, label in samples]
 
-    model = nn.Linear(3, 2)
-    step = Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.5), collate=collate, micro_batch=3)
+    step = make(loss, collate=collate, micro_batch=3)
     step(list(zip(X, in_a_list(4), strict=True)))
     assert met[-2:] == [3, 1]
 

@@ -1,4 +1,4 @@
-"""A window whose micro-batches are too large for memory: cut and learned, or refused."""
+"""Windows with a budget of memory; what they hold, and what lies there beside them, counts."""
 
 from typing import Any
 
@@ -7,42 +7,26 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.core.errors import BudgetError, OutOfMemoryError
+from anybatch.core.errors import BudgetError
 from tests.budgets import metered
-from tests.faults.scarce import scarce_in_passes
-from tests.snapshots import changes, make_batch, make_model, snapshot
 
 
-def make() -> Step:
-    model = nn.Sequential(*[layer for layer in make_model() if not isinstance(layer, nn.BatchNorm1d)])
-    return Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+def with_layer(model: nn.Module, memory: int | None, **options: Any) -> Step:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    return Step(model, nn.MSELoss(), optimizer, memory=memory, check=False, **options)
 
 
-def test_what_did_not_fit_comes_in_parts_and_so_does_what_follows() -> None:
-    step = make()
-    window = step.window()
-    with scarce_in_passes({1}):
-        window.add(make_batch())
-    window.add(make_batch())
-    assert window.rows == 16
-    report = window.close()
-    assert report.cut == (4, 4, 4, 4)
-    assert (report.redone, report.too_large) == (1, 8)
+def peak_of_window(step: Step, batch: Any, sizes: Any, *, warm: bool = True) -> int:
+    """Of the second window, when there is nothing left to be made once."""
 
+    def run() -> None:
+        with step.window() as window:
+            for micro in zip(*(leaf.split(sizes) for leaf in batch), strict=True):
+                window.add(micro)
 
-def test_a_micro_batch_of_which_nothing_fits_leaves_the_window_as_it_was() -> None:
-    step, twin = make(), make()
-    torch.manual_seed(5)
-    window = step.window()
-    window.add(make_batch())
-    with scarce_in_passes(set(range(1000))), pytest.raises(OutOfMemoryError, match="one row is the least"):
-        window.add(make_batch(seed=1))
-    assert window.rows == 8
-    window.close()
-    torch.manual_seed(5)
-    with twin.window() as other:
-        other.add(make_batch())
-    assert changes(snapshot(twin), snapshot(step)) == []
+    if warm:
+        run()
+    return metered(step, run, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"compensated": True}, {"non_finite": "drop"}], ids=str)
@@ -51,21 +35,8 @@ def test_a_window_keeps_to_its_budget(sizes: tuple[int, ...], options: dict[str,
     """A whole batch has no sums beside its gradients, a window has; and it plans while it holds some."""
     batch = torch.randn(sum(sizes), 100), torch.randn(sum(sizes), 100)
 
-    def make(memory: int | None) -> Step:
-        model = nn.Linear(100, 100, bias=False)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        return Step(model, nn.MSELoss(), optimizer, memory=memory, check=False, **options)
-
     def peak(memory: int | None) -> int:
-        step = make(memory)
-
-        def run() -> None:
-            with step.window() as window:
-                for micro in zip(*(leaf.split(sizes) for leaf in batch), strict=True):
-                    window.add(micro)
-
-        run()
-        return metered(step, run, batch)
+        return peak_of_window(with_layer(nn.Linear(100, 100, bias=False), memory, **options), batch, sizes)
 
     most, held = peak(None), 0
     for eighths in range(4, 14):
@@ -84,13 +55,9 @@ def test_a_window_whose_result_depends_on_the_cut_is_cut_only_if_need_be() -> No
     batch = torch.randn(16, 4, 256), torch.randint(2, (16,))
 
     def make(memory: int) -> Step:
-        layers = [
-            nn.Conv1d(4, 32, 3, padding=1),
-            nn.BatchNorm1d(32),
-            nn.ReLU(),
-            nn.Conv1d(32, 32, 3, padding=1),
-        ]
-        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8192, 4))
+        norm, convolution = nn.BatchNorm1d(32), nn.Conv1d(32, 32, 3, padding=1)
+        layers = [nn.Conv1d(4, 32, 3, padding=1), norm, nn.ReLU(), convolution, nn.Flatten()]
+        model = nn.Sequential(*layers, nn.Linear(8192, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return Step(model, nn.CrossEntropyLoss(), optimizer, memory=memory, batch_norm="micro", check=False)
 
@@ -107,18 +74,14 @@ def test_a_window_whose_result_depends_on_the_cut_is_cut_only_if_need_be() -> No
 def test_gradients_that_are_there_from_the_start_have_a_plan_of_their_own() -> None:
     batch, model = (torch.randn(16, 100), torch.randn(16, 100)), nn.Linear(100, 100, bias=False)
 
-    def make(memory: int) -> Step:
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        return Step(model, nn.MSELoss(), optimizer, memory=memory, check=False)
-
-    step = make(120_000)
+    step = with_layer(model, 120_000)
     step(batch)
     without = step.foresee(batch)
     model.weight.grad = torch.ones_like(model.weight)
     with pytest.raises(BudgetError) as refused:
         step(batch)
-    assert make(2**30).foresee(batch).peak > without.peak
-    step = make(refused.value.smallest)
+    assert with_layer(model, 2**30).foresee(batch).peak > without.peak
+    step = with_layer(model, refused.value.smallest)
     assert metered(step, lambda: step(batch), batch) <= refused.value.smallest
 
 
@@ -127,21 +90,10 @@ def test_a_window_counts_gradients_of_parameters_that_are_not_trained() -> None:
     net = nn.Sequential(nn.Linear(100, 100, bias=False), nn.Linear(100, 100, bias=False))
     net[1].weight.requires_grad_(False)
     net[1].weight.grad = gradient = torch.ones(100, 100)
-
-    def peak(memory: int) -> int:
-        optimizer = torch.optim.SGD(net[0].parameters(), lr=1e-3)
-        step = Step(net, nn.MSELoss(), optimizer, memory=memory, check=False)
-
-        def run() -> None:
-            with step.window() as window:
-                for micro in zip(*(leaf.split(8) for leaf in batch), strict=True):
-                    window.add(micro)
-
-        return metered(step, run, batch)
-
     with pytest.raises(BudgetError) as refused:
-        peak(180_000)
-    assert peak(refused.value.smallest) <= refused.value.smallest
+        peak_of_window(with_layer(net, 180_000), batch, 8, warm=False)
+    least = refused.value.smallest
+    assert peak_of_window(with_layer(net, least), batch, 8, warm=False) <= least
     assert net[1].weight.grad is gradient
 
 

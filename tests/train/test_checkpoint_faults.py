@@ -1,10 +1,12 @@
 """A checkpoint that is damaged or foreign is refused; one that cannot be written leaves the earlier one."""
 
+import copy
 import json
 import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import torch
 from safetensors.torch import load as parse
 from safetensors.torch import save_file
 from torch import nn, optim
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, SequentialLR, StepLR
 
 from anybatch.core.errors import CheckpointError
-from anybatch.train import checkpoint
-from anybatch.train import serialize as pack
-from anybatch.train.checkpoint import load, save
+from anybatch.train import checkpoint, serialize
+from anybatch.train.checkpoint import load, restore, save
 from tests.snapshots import same
 
 
@@ -35,23 +38,14 @@ def number_in(path: Path) -> float:
     return found.progress["number"]
 
 
-def change_header(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The same file with another header that is again well formed."""
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    change(header)
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + data[8 + size :]
-
-
-# ---- reading
-
-
 class Evil:
     """Ends the test where it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pytest.exit, ("a pickle was run",)
+
+
+# ---- reading
 
 
 @pytest.mark.parametrize(
@@ -84,15 +78,14 @@ def test_a_file_with_less_or_more_than_its_bytes_is_refused(tmp_path: Path) -> N
             load(path)
 
 
-@pytest.mark.parametrize("bit", [0, 3, 5, 7])
-def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path, bit: int) -> None:
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
     """Or means the same, as upper case does in the digits of an escaped letter."""
     path = write(tmp_path / "a")
     data, expected = path.read_bytes(), load(path)
     accepted = []
     for place in range(len(data)):
         changed = bytearray(data)
-        changed[place] ^= 1 << bit
+        changed[place] ^= 1 << place % 8
         path.write_bytes(changed)
         try:
             found = load(path)
@@ -100,9 +93,8 @@ def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path, bit: int) -> None:
             assert str(path) in str(error)  # noqa: PT017
         else:
             accepted.append(place)
-            assert same(found.model, expected.model)
-            assert same(found.progress, expected.progress)
-            assert same(found.optimizers, expected.optimizers)
+            for name in ("model", "progress", "optimizers"):
+                assert same(getattr(found, name), getattr(expected, name))
     assert len(accepted) <= len("formatpt"), f"bytes {accepted}"  # a note to other programs: "format": "pt"
 
 
@@ -125,16 +117,16 @@ def test_other_json_is_refused_and_so_is_what_means_nothing_with_the_right_diges
 ) -> None:
     path = write(tmp_path / "a")
     data = path.read_bytes()
-
-    def apply(header: dict[str, Any]) -> None:
-        metadata = header["__metadata__"]
-        document = json.loads(metadata["document"])
-        change(document)
-        metadata["document"] = json.dumps(document)
-        if signed:
-            metadata["sha256"] = pack.digest_of(parse(data), metadata["document"])
-
-    path.write_bytes(change_header(data, apply))
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    metadata = header["__metadata__"]
+    document = json.loads(metadata["document"])
+    change(document)
+    metadata["document"] = json.dumps(document)
+    if signed:
+        metadata["sha256"] = serialize.digest_of(parse(data), metadata["document"])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
     with pytest.raises(CheckpointError, match="what `save` writes" if signed else "SHA-256 differs"):
         load(path)
 
@@ -201,15 +193,6 @@ def test_a_folder_that_cannot_be_synced_is_no_failure(
     assert number_in(write(tmp_path / "a")) == 1.0
 
 
-@pytest.mark.parametrize(("name", "reason"), [("no/a", "No such file"), (".", "[Ii]s a directory|busy")])
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, reason: str) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(CheckpointError, match=f"expected a file that can be written, got: .*({reason})"):
-        write(folder / name)
-    assert list(tmp_path.rglob("*")) == [folder]
-
-
 def test_a_new_checkpoint_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
     path = tmp_path / "a[1]"
     for name in (".a[1].123.tmp", ".a1.123.tmp"):  # the first was left by a process that was killed
@@ -239,11 +222,125 @@ def test_a_link_stays_a_link_and_its_target_is_written_as_a_whole(
     assert not target.is_symlink()
     assert number_in(link) == number_in(target) == (1.0 if fault else 2.0)
     assert list(target.parent.iterdir()) == [target]
+    (tmp_path / "log.txt").touch()  # others may read a checkpoint as they may read any file
+    assert target.stat().st_mode == (tmp_path / "log.txt").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("no/a", "No such file"), (".", "[Ii]s a directory|busy"), ("circle", "[Ll]evels")]
+)
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "circle").symlink_to("circle")
-    with pytest.raises(CheckpointError, match="expected a file that can be written"):
-        write(tmp_path / "circle")
+    with pytest.raises(CheckpointError, match=f"expected a file that can be written, got: .*({reason})"):
+        write(tmp_path / name)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "circle"]
 
 
-def test_others_may_read_a_checkpoint_as_they_may_read_any_file(tmp_path: Path) -> None:
-    (tmp_path / "log.txt").touch()
-    assert write(tmp_path / "a").stat().st_mode == (tmp_path / "log.txt").stat().st_mode
+# ---- of another model, optimizer or scheduler
+
+Optimizers, Schedulers = list[Optimizer], list[LRScheduler]
+
+
+class Net(nn.Module):
+    def __init__(self, *, width: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, width), nn.Linear(3, width)
+        if tied:
+            self.two.weight = self.one.weight
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+
+class Refusing(Net):
+    """Loads its parameters, then refuses."""
+
+    def get_extra_state(self) -> Any:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        raise RuntimeError("refused")
+
+
+def sgd(*names: str) -> Callable[[nn.Module], Optimizers]:
+    """With a group of parameters for each of these layers; the empty name is the model."""
+
+    def make(model: nn.Module) -> Optimizers:
+        groups = [{"params": list(model.get_submodule(name).parameters())} for name in names]
+        return [optim.SGD(groups, lr=0.1, momentum=0.9)]
+
+    return make
+
+
+def steps(*sizes: int) -> Callable[[Optimizers], Schedulers]:
+    def make(optimizers: Optimizers) -> Schedulers:
+        parts: list[LRScheduler] = [StepLR(optimizers[0], size) for size in sizes]
+        return parts[:1] if not sizes[1:] else [SequentialLR(optimizers[0], parts, [*range(1, len(sizes))])]
+
+    return make
+
+
+def prepare(parts: dict[str, Any]) -> tuple[nn.Module, Optimizers, Schedulers]:
+    """Three updates, so that there is a state to lose."""
+    model = parts.get("model", Net)()
+    optimizers = parts.get("optimizers", sgd(""))(model)
+    schedulers = parts.get("schedulers", steps(2))(optimizers)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        for part in (*optimizers, *schedulers):
+            part.step()
+    return model, optimizers, schedulers
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "message"),
+    [
+        ({"model": lambda: nn.Linear(3, 3)}, {}, "checkpoint of this Net, .*one.bias: nothing there"),
+        ({"model": partial(Net, width=4)}, {}, r"one.bias: float32 \(4,\) there, float32 \(3,\) here"),
+        ({}, {"model": partial(Net, tied=True)}, "one.weight and two.weight: two values there, one tied"),
+        ({"optimizers": lambda m: [optim.AdamW(m.parameters())]}, {}, r"\['SGD'\], got \['AdamW'\]"),
+        ({"optimizers": sgd("one", "two")}, {}, r"groups of \[4\] parameters, got \[2, 2\]"),
+        (
+            {"optimizers": sgd("one", "two")},
+            {"optimizers": sgd("two", "one")},
+            "two.weight where it has one.weight",
+        ),
+        ({"schedulers": steps(2, 3)}, {}, r"schedulers \['StepLR'\], got \['SequentialLR'\]"),
+        ({"schedulers": steps(2, 3, 4)}, {"schedulers": steps(2, 3)}, "schedulers take, got IndexError"),
+        # Too late for its own parameters, but optimizers and schedulers go back.
+        ({"model": Refusing}, {"model": Refusing}, "RuntimeError: refused"),
+    ],
+    ids=map(str, range(9)),
+)
+def test_another_model_optimizer_or_scheduler_is_refused_and_left_as_it_was(
+    tmp_path: Path, there: dict[str, Any], here: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "a.safetensors"
+    model, optimizers, schedulers = prepare(there)
+    save(path, model=model, optimizers=optimizers, schedulers=schedulers)
+    model, optimizers, schedulers = prepare(here)
+    parts = (*optimizers, *schedulers)
+    weights = copy.deepcopy(dict(model.state_dict()))
+    before = copy.deepcopy([part.state_dict() for part in parts])
+    with pytest.raises(CheckpointError, match=rf"a\.safetensors: expected .*{message}.*[.] \w") as caught:
+        restore(load(path), model=model, optimizers=optimizers, schedulers=schedulers)
+    if not isinstance(model, Refusing):
+        assert same(dict(model.state_dict()), weights), caught.value
+    assert same([part.state_dict() for part in parts], before)
+    for part in parts:
+        part.step()  # and it still works
+
+
+def test_many_differences_are_cut_short(tmp_path: Path) -> None:
+    save(tmp_path / "a", model=nn.ModuleList([nn.Linear(2, 2) for _ in range(100)]))
+    with pytest.raises(CheckpointError, match="and 197 more") as caught:
+        restore(load(tmp_path / "a"), model=nn.ModuleList())
+    assert len(str(caught.value)) <= 300 + len(str(tmp_path))
+
+
+def test_ties_there_may_be_two_parameters_here(tmp_path: Path) -> None:
+    one, other = Net(tied=True), Net()
+    save(tmp_path / "a", model=one)
+    restore(load(tmp_path / "a"), model=other)
+    assert torch.equal(other.one.weight, one.one.weight)
+    assert torch.equal(other.two.weight, one.one.weight)
+    assert other.one.weight is not other.two.weight

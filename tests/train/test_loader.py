@@ -48,8 +48,8 @@ def test_every_row_comes_exactly_once_and_an_epoch_goes_on_at_any_batch(
 
 
 def test_order_depends_on_seed_and_epoch_alone() -> None:
-    def order(size: int = 4, **where: int) -> list[int]:
-        return list(chain(*epoch(rows, size, **where)))
+    def order(size: int = 4, **where: int) -> tuple[int, ...]:
+        return tuple(chain(*epoch(rows, size, **where)))
 
     rows, before = make_rows(torch.arange(30)), torch.get_rng_state()
     first = order(seed=1, epoch=2)
@@ -57,16 +57,12 @@ def test_order_depends_on_seed_and_epoch_alone() -> None:
     torch.manual_seed(99)
     torch.set_default_device("meta")  # as those set theirs to "cuda" who want everything there
     try:
-        again = order(size=7, seed=1, epoch=2)
+        assert order(size=7, seed=1, epoch=2) == first
     finally:
         torch.set_default_device("cpu")
-    assert first == again != list(range(30))
-    others = [order(seed=1, epoch=3), order(seed=2, epoch=2), order(seed=2, epoch=1), order(seed=0, epoch=0)]
-    assert len({tuple(one) for one in (first, *others)}) == 5
-
-
-def test_order_is_the_same_in_every_version() -> None:
-    """A checkpoint of today must go on tomorrow: this order was written down once."""
+    others = [order(seed=seed, epoch=number) for seed, number in ((1, 3), (2, 2), (2, 1), (0, 0))]
+    assert len({first, *others, tuple(range(30))}) == 6
+    # A checkpoint of today must go on tomorrow: this order was written down once.
     assert epoch(make_rows(torch.arange(7)), 3, seed=1, epoch=1) == [[1, 3, 4], [6, 0, 5], [2]]
 
 
@@ -89,7 +85,6 @@ def test_samples_come_uncollated_so_that_the_step_may_cut_first() -> None:
     ("data", "collate", "message"),
     [
         (DataLoader(TensorDataset(torch.zeros(4))), None, r"a DataLoader of batches\. Call the step on"),
-        (DataLoader(TensorDataset(torch.zeros(4))), torch.tensor, r"got a DataLoader of batches"),
         (TensorDataset(torch.zeros(4)), None, r"got a TensorDataset at the top.*`collate`"),
         (torch.zeros(4), torch.tensor, r"a list of samples.*got Tensor"),
         ([], torch.tensor, r"at least one sample, got \[\]"),

@@ -1,71 +1,57 @@
-"""Watchers: who is told what, in which order; logs that other programs can read."""
+"""Watchers: who is told what, in which order; logs that other programs can read; the progress bar."""
 
 import json
 import math
+import random
+import re
+import sys
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
-from anybatch.train import checkpoint
+from anybatch.train import checkpoint, progress
 from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
+from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
 from anybatch.train.trainer import BEST, LAST
 from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
 
 COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
-NOWHERE = EpochReport(
-    epoch=12,
-    updates=6,
-    loss=math.nan,
-    validation={"loss": math.inf, "accuracy": 0.5},
-    learning_rate=1e-4,
-    seconds=200.0,
-    samples_per_second=60_000.0,
-)
-STEP = StepReport(
-    loss=math.nan,
-    terms={"fit": -math.inf, "size": 2.0},
-    weights={"fit": 0.0, "size": 3.0},
-    rows=3,
-    micro_batches=2,
-    grad_norm=math.nan,
-    updated=False,
-)
+VALUES: Any = {"validation": {"loss": math.inf, "accuracy": 0.5}, "seconds": 200.0, "learning_rate": 1e-4}
+NOWHERE = EpochReport(epoch=12, updates=6, loss=math.nan, samples_per_second=60_000.0, **VALUES)
+TERMS: Any = {"terms": {"fit": -math.inf, "size": 2.0}, "weights": {"fit": 0.0, "size": 3.0}}
+STEP = StepReport(loss=math.nan, rows=3, micro_batches=2, grad_norm=math.nan, updated=False, **TERMS)
 
 
 def strict(path: Path, *, whole: bool = False) -> list[dict[str, Any]]:
     """The lines of a log (the `whole` ones), read as strictly as other programs do: NaN is no JSON."""
-
-    def refuse(name: str) -> None:
-        raise ValueError(f"{name} is no JSON")
-
     lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line, parse_constant=refuse) for line in lines if line.endswith("\n") or not whole]
+    return [
+        json.loads(line, parse_constant=pytest.fail) for line in lines if line.endswith("\n") or not whole
+    ]
 
 
 # ---- who is told what
 
 
-def test_watchers_are_told_in_order_and_each_event_once() -> None:
+def test_watchers_are_told_in_order_and_reports_name_what_they_count() -> None:
     first, second = Diary(), Diary()
-    reports = make_trainer(watchers=[first, second]).fit(epochs=2)
+    trainer = make_trainer(watchers=[first, second])
+    reports = trainer.fit(epochs=2)
     assert first.events == ["start", *["step"] * UPDATES, "epoch", *["step"] * UPDATES, "epoch", "stop"]
-    assert second.events == first.events
-    assert first.told == second.told
-    assert [told for told in first.told if isinstance(told, EpochReport)] == reports
+    assert (second.events, second.told) == (first.events, first.told)
     assert first.told[0] == RunInfo(
         epochs=2, done_epochs=0, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN
     )
-
-
-def test_reports_name_what_they_count() -> None:
-    diary = Diary()
-    trainer = make_trainer(watchers=[diary])
-    reports = trainer.fit(epochs=2)
-    steps = [told for told in diary.told if isinstance(told, StepReport)]
+    assert [told for told in first.told if isinstance(told, EpochReport)] == reports
+    steps = [told for told in first.told if isinstance(told, StepReport)]
     assert [step.rows for step in steps] == [6, 6, 2] * 2
     for epoch, report in enumerate(reports, 1):
         assert (report.epoch, report.updates) == (epoch, epoch * UPDATES)
@@ -84,13 +70,9 @@ def test_every_watcher_that_was_started_is_stopped_whatever_fails(event: str, tm
     first, second, third = Diary(), Diary((event, 1), raising(OSError("disk full"))), Diary()
     with pytest.raises(OSError, match="disk full"):
         make_trainer(tmp_path, watchers=[first, second, third]).fit(epochs=1)
-    assert first.events[-1] == "stop"
-    if event == "start":
-        assert second.events == ["start"]
-        assert third.events == []
-    else:
-        assert [diary.events.count("stop") for diary in (first, second, third)] == [1, 1, 1]
-        assert strict(tmp_path / "log.jsonl")[-1] == {"event": "stop"}
+    stops = [diary.events.count("stop") for diary in (first, second, third)]
+    assert stops == ([1, 0, 0] if event == "start" else [1, 1, 1])
+    assert event == "start" or strict(tmp_path / "log.jsonl")[-1] == {"event": "stop"}
 
 
 # ---- logs
@@ -153,8 +135,8 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     assert [int(line.split()[1]) for line in text] == [1, 2, 3]
     assert text[done:] == list(map(str, reports))
     lines = strict(tmp_path / "log.jsonl")
-    expected = [(one.loss, one.validation) for one in reports]
-    assert [(one["loss"], one["validation"]) for one in lines if one["event"] == "epoch"][done:] == expected
+    told = [(one["loss"], one["validation"]) for one in lines if one["event"] == "epoch"]
+    assert told[done:] == [(one.loss, one.validation) for one in reports]
     kept = [line for line in before if line["event"] == "start" or line.get("epoch", 9) <= done]
     assert [line for line in lines if line in kept][: len(kept)] == kept  # nothing else is lost
     again.fit(epochs=4)
@@ -172,7 +154,7 @@ def test_a_checkpoint_never_comes_before_the_records_of_its_updates(
     found: list[list[int]] = []
     save = checkpoint.save
     monkeypatch.setattr(
-        checkpoint, "save", lambda *a, **state: found.append(numbers(tmp_path)) or save(*a, **state)
+        checkpoint, "save", lambda *a, **kw: found.append(numbers(tmp_path)) or save(*a, **kw)
     )
     make_trainer(tmp_path, save_every=2, validation=None).fit(epochs=1)
     assert found == [[1, 2], [1, 2, 3]]
@@ -199,3 +181,81 @@ def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -
     *kept, start = (tmp_path / "elsewhere").read_text().splitlines(keepends=True)
     assert "".join(kept) == foreign
     assert json.loads(start)["event"] == "start"
+
+
+# ---- the progress bar
+
+CPU = torch.device("cpu")
+
+
+def make_console() -> Console:
+    return Console(file=StringIO(), force_terminal=True, width=120, legacy_windows=False, _environ={})
+
+
+def written(console: Console) -> str:
+    """What is there at the end, when the cursor is back."""
+    assert isinstance(console.file, StringIO)
+    found = console.file.getvalue()
+    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l")
+    return re.sub(r"\x1b\[\??[\d;]*[A-Za-z]", "", found)
+
+
+def test_terminal_shows_loss_throughput_and_memory_and_a_line_for_each_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "current_bytes", lambda device: 3 * 2**20)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
+    console, done = make_console(), replace(NOWHERE, validation={"accuracy [top 5]": 0.75})
+    bar = ProgressBar(CPU, console)
+    bar.start(replace(COURSE, done_epochs=1, done_updates=3))
+    bar.step(replace(STEP, loss=0.5, updated=True))
+    bar.step(STEP)  # has no loss to show
+    bar.epoch(replace(done, epoch=2))
+    bar.stop()
+    shown = written(console)
+    assert re.search(r"5/6.*loss 0\.5000  [\d,]+ samples/s  3\.0 MiB", shown)
+    assert str(replace(done, epoch=2)) in shown
+    assert "epoch 2/2" in shown
+
+
+@pytest.mark.parametrize("event", [("start", 1), ("step", UPDATES + 2), ("epoch", 1), ("stop", 1)], ids=str)
+def test_bar_is_stopped_where_a_training_is_broken_off(event: tuple[str, int]) -> None:
+    console = make_console()
+    bar = ProgressBar(CPU, console)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(watchers=[bar, Diary(event, raising(KeyboardInterrupt()))]).fit(epochs=2)
+    assert written(console)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_trainer_shows_a_bar_unless_told_not_to(shown: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    reports = make_trainer(progress=shown).fit(epochs=2)
+    out, err = capsys.readouterr()
+    assert (out, err.splitlines()) == ("", [str(report) for report in reports if shown])
+
+
+def test_bar_moves_no_random_state_not_even_by_the_first_import_of_rich(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    before = random.getstate()
+    ProgressBar(CPU)
+    assert random.getstate() == before
+
+
+def test_bytes_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = current_bytes(CPU)
+    held = torch.ones(2**25)  # 128 MiB, written to, so that they are really there
+    grown = current_bytes(CPU) - before
+    assert held.nbytes / 2 < grown < held.nbytes * 2
+    assert peak_bytes(CPU) >= held.nbytes
+
+    def missing(*args: object, **options: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(progress, "open", missing, raising=False)
+    assert current_bytes(CPU) == peak_bytes(CPU)  # where no file tells the bytes in use
+    tells = SimpleNamespace(memory_allocated=lambda device: 5, max_memory_allocated=lambda device: 6)
+    monkeypatch.setattr(torch, "cuda", tells)
+    assert (current_bytes(torch.device("cuda")), peak_bytes(torch.device("cuda"))) == (5, 6)

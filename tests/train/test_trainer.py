@@ -1,5 +1,6 @@
 """The trainer: the same run to the last bit however often it is stopped; nothing lost, nothing half done."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from anybatch import Fold, Step, Total
+from anybatch import Fold, Step, Total, WholeBatch
 from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
 from anybatch.train.trainer import BEST, LAST, Trainer
-from tests.snapshots import changes, snapshot
+from tests.snapshots import changes, same, same_as_before
 from tests.train.runs import (
     EPOCHS,
     KINDS,
@@ -27,6 +28,7 @@ from tests.train.runs import (
     make_step,
     make_trainer,
     state,
+    stopped,
     timeless,
 )
 
@@ -101,15 +103,6 @@ def test_resume_from_another_run_is_refused(
 # ---- the best checkpoint
 
 
-def scripted(values: list[float], out: Path, **options: Any) -> Trainer:
-    """A training whose validation goes as written."""
-    told = iter(values)
-    metric: Fold[Any, float, float] = Fold(
-        init=lambda: next(told), add=lambda value, _: value, merge=min, finish=lambda value: value
-    )
-    return make_trainer(out, metrics={"told": metric}, best_by="told", **options)
-
-
 @pytest.mark.parametrize(
     ("values", "larger", "best_epoch"),
     [
@@ -124,7 +117,11 @@ def scripted(values: list[float], out: Path, **options: Any) -> Trainer:
 def test_best_checkpoint_is_of_the_best_epoch(
     values: list[float], larger: bool, best_epoch: int | None, tmp_path: Path
 ) -> None:
-    trainer = scripted(values, tmp_path, larger_is_better=larger)
+    told = iter(values)  # a validation that goes as written
+    metric: Fold[Any, float, float] = Fold(
+        init=lambda: next(told), add=lambda value, _: value, merge=min, finish=lambda value: value
+    )
+    trainer = make_trainer(tmp_path, metrics={"told": metric}, best_by="told", larger_is_better=larger)
     trainer.fit(epochs=len(values))
     assert checkpoint.load(tmp_path / LAST).progress["epoch"] == len(values)
     if best_epoch is None:  # nothing was ever a number
@@ -170,15 +167,14 @@ def test_best_by_a_term_of_the_users_own_is_known_after_the_first_forward(tmp_pa
 def test_bad_input_is_refused_before_anything_is_touched(
     options: dict[str, Any], error: type[AnybatchError], message: str, tmp_path: Path
 ) -> None:
-    step = make_step()
-    before = snapshot(step)
-    with pytest.raises(error, match=message):
-        make_trainer(tmp_path / "out", step=step, **options)
-    (tmp_path / "file").write_text("mine")
-    for out in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc")):
-        with pytest.raises(DataError, match=rf"a folder that can be written, got {out}.*Choose another"):
-            make_trainer(out, step=step)
-    assert changes(before, snapshot(step)) == []
+    step, file = make_step(), tmp_path / "file"
+    file.write_text("mine")
+    with same_as_before(step):
+        with pytest.raises(error, match=message):
+            make_trainer(tmp_path / "out", step=step, **options)
+        for out in (file, file / "below", Path("/proc")):
+            with pytest.raises(DataError, match=rf"a folder that can be written, got {out}.*Choose another"):
+                make_trainer(out, step=step)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -188,26 +184,28 @@ NEW_LOSS = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("form", [pytest.param("module", marks=NEW_LOSS), "method"])
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
+        losses = nn.functional.cross_entropy(model(micro[0]) * self.scale, micro[1], reduction="sum")
+        return Total(losses, len(micro[1]))
+
+
+@pytest.mark.parametrize("form", [pytest.param("module", marks=NEW_LOSS), "method"])
 def test_parameters_of_the_loss_are_kept_and_resumed(form: str, tmp_path: Path) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(0.5))
-
-        def forward(self, model: nn.Module, micro: tuple[Tensor, Tensor]) -> Total:
-            x, y = micro
-            losses = nn.functional.cross_entropy(model(x) * self.scale, y, reduction="sum")
-            return Total(losses, len(y))
-
     def make(out: Path | None) -> Trainer:
         torch.manual_seed(0)
         model = nn.Linear(4, 6)
-        linear = nn.LinearCrossEntropyLoss(6, 3) if form == "module" else Scaled()
-        parameters = [*model.parameters(), *linear.parameters()]
-        loss = linear if form == "module" else linear.forward
-        step = Step(model, loss, torch.optim.SGD(parameters, lr=0.1, momentum=0.9), micro_batch=2)
+        own = nn.LinearCrossEntropyLoss(6, 3) if form == "module" else Scaled()
+        loss = own if form == "module" else own.forward
+        optimizer = torch.optim.SGD([*model.parameters(), *own.parameters()], lr=0.1, momentum=0.9)
         rows = (torch.randn(12, 4), torch.randint(3, (12,)))
-        return Trainer(step, rows, rows, batch_size=4, out=out, progress=False)
+        return Trainer(
+            Step(model, loss, optimizer, micro_batch=2), rows, rows, batch_size=4, out=out, progress=False
+        )
 
     whole = make(None)
     whole.fit(epochs=4)
@@ -218,6 +216,117 @@ def test_parameters_of_the_loss_are_kept_and_resumed(form: str, tmp_path: Path) 
             parameter.zero_()
     again.resume(tmp_path)
     again.fit(epochs=4)
-    ours, theirs = again.step.loss_module.state_dict(), whole.step.loss_module.state_dict()
+    ours, theirs = (dict(one.step.loss_module.state_dict()) for one in (again, whole))
     assert ours
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same(ours, theirs)
+
+
+# ---- 16 bits
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "fp16-true"])
+def test_checkpoints_hold_the_float32_weights(precision: str, tmp_path: Path) -> None:
+    one = make_trainer(tmp_path, step=make_step("AdamW", precision=precision))
+    one.fit(epochs=1)
+    found = checkpoint.load(tmp_path / LAST)
+    assert {value.dtype for value in found.model.values()} == {torch.float32, torch.int64}
+    for name, parameter in one.step.model.named_parameters():
+        if name.startswith("1."):  # BatchNorm stays in float32
+            continue
+        assert parameter.dtype == getattr(torch, str(one.step.precision.store))
+        assert not torch.equal(found.model[name], parameter.float())  # there are more digits in it
+        assert torch.equal(found.model[name].to(parameter.dtype), parameter)
+    plain = make_step("AdamW").model
+    checkpoint.restore(found, model=plain)  # into a float32 model, too
+    assert same(dict(plain.state_dict()), found.model)
+    state = found.optimizers[0][1]["state"]
+    assert {value.dtype for entry in state.values() for value in entry.values()} == {torch.float32}
+
+
+class Frozen(nn.Module):
+    """A frozen layer and a buffer of numbers: both are stored short, and no float32 stands behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(3, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("factor", torch.full((4,), 1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.trained(x)) * self.factor
+
+
+def test_what_is_frozen_or_a_buffer_widens_where_only_the_model_is_restored(tmp_path: Path) -> None:
+    model, other = Frozen(), Frozen()
+    step = Step(
+        model, nn.MSELoss(), torch.optim.SGD(model.trained.parameters(), lr=0.1), precision="bf16-true"
+    )
+    checkpoint.save(tmp_path / "a", model=model, optimizers=step.optimizers, masters=step.masters)
+    found = checkpoint.load(tmp_path / "a")
+    assert found.model["frozen.weight"].dtype == found.model["factor"].dtype == torch.bfloat16
+    checkpoint.restore(found, model=other)
+    assert torch.equal(other.factor, model.factor.float())
+    assert torch.equal(other.trained.weight, step.masters.of(model.trained.weight))
+    optimizer = torch.optim.SGD(other.trained.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError, match=r"factor: bfloat16 \(4,\) there, float32 \(4,\) here"):
+        checkpoint.restore(found, model=other, optimizers=[optimizer])
+    with pytest.raises(CheckpointError, match=r"bias: float32 \(4,\) there, bfloat16 \(4,\) here"):
+        checkpoint.restore(found, model=Frozen().bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("float32", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.float32)],
+)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), "whole"])
+def test_validation_computes_as_training_does_and_metrics_as_they_like(
+    loss: Any, precision: str, dtype: torch.dtype
+) -> None:
+    found: set[tuple[torch.dtype, bool]] = set()
+
+    def look(outputs: Tensor, targets: Tensor) -> Total:
+        found.add((outputs.dtype, torch.is_autocast_enabled("cpu")))
+        return Total(0.0, 1)
+
+    if loss == "whole":
+        loss = WholeBatch(lambda outputs, targets: nn.functional.cross_entropy(outputs.float(), targets))
+    one = make_trainer(step=make_step(precision=precision, loss=loss), metrics={"look": look})
+    one.evaluate(make_rows(7, seed=1))
+    assert found == {(dtype, False)}
+
+
+def spoiled(row: int) -> tuple[Tensor, Tensor]:
+    x, y = make_rows(TRAIN)
+    x[row] = math.nan
+    return x, y
+
+
+@pytest.mark.parametrize(("policy", "dropped", "skipped"), [("drop", 3, 0), ("skip", 0, 1)])
+def test_what_is_not_finite_is_counted_and_told(
+    policy: str, dropped: int, skipped: int, tmp_path: Path
+) -> None:
+    step = make_step(non_finite=policy, precision="fp16-mixed")
+    (report,) = make_trainer(tmp_path, step=step, train=spoiled(4), save_every=1).fit(epochs=1)
+    assert (report.dropped, report.skipped, report.updates) == (dropped, skipped, UPDATES - skipped)
+    assert all(map(math.isfinite, (report.loss, *report.validation.values())))
+    text = (tmp_path / "log.txt").read_text()
+    assert (" rows left out" in text, " steps without update" in text) == (bool(dropped), bool(skipped))
+    steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    steps = [line for line in steps if line["event"] == "step"]
+    assert sum(line.get("dropped", 0) for line in steps) == dropped
+    assert sum(not line["updated"] for line in steps) == skipped
+    assert all(line["scale"] > 1 for line in steps)
+
+
+def test_counts_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def make(out: Path | None = None, **options: Any) -> Trainer:
+        step = make_step(non_finite="drop")
+        return make_trainer(out, step=step, train=spoiled(4), save_every=1, **options)
+
+    (whole,) = make().fit(epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, watchers=[stopped(("step", UPDATES), ZeroDivisionError())]).fit(epochs=1)
+    again = make(tmp_path)
+    again.resume(tmp_path)
+    (found,) = again.fit(epochs=1)
+    assert (found.dropped, found.loss) == (whole.dropped, whole.loss)
+    assert found.dropped > 0

@@ -1,0 +1,310 @@
+"""Files of data sets: what was written is read; a damaged or missing file is refused by name."""
+
+import gzip
+import io
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from anybatch.core.errors import DataError
+from anybatch.data.cifar10 import CLASSES, read_cifar10
+from anybatch.data.load import load
+from anybatch.data.mnist import read_idx, read_mnist
+from anybatch.testing import relative_error, tolerance
+
+NUMBERS = {8: "uint8", 9: "int8", 11: "int16", 12: "int32", 13: "float32", 14: "float64"}
+CODES = {getattr(torch, name): code for code, name in NUMBERS.items()}
+TRAIN_ROWS, TEST_ROWS = 12, 5
+
+
+def idx_header(code: int, shape: Sequence[int]) -> bytes:
+    return bytes([0, 0, code, len(shape)]) + b"".join(size.to_bytes(4, "big") for size in shape)
+
+
+def idx_bytes(values: Tensor) -> bytes:
+    """An IDX file: header and numbers, all big-endian."""
+    body = values.contiguous().numpy()
+    return idx_header(CODES[values.dtype], values.shape) + body.astype(body.dtype.newbyteorder(">")).tobytes()
+
+
+def images(rows: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(256, (rows, *shape), dtype=torch.uint8, generator=generator)
+
+
+def labels(rows: int) -> Tensor:
+    return (torch.arange(rows) % 10).to(torch.uint8)
+
+
+def write_mnist(folder: Path, *, end: str = "", mark: str = "-") -> dict[str, Tensor]:
+    """The four files of MNIST, gzipped where `end` is ".gz"; returns what is in them."""
+    parts = {
+        f"{part}-{what}": values
+        for part, rows in (("train", TRAIN_ROWS), ("t10k", TEST_ROWS))
+        for what, values in (("images", images(rows, 28, 28)), ("labels", labels(rows)))
+    }
+    for stem, values in parts.items():
+        data = idx_bytes(values)
+        path = folder / f"{stem}{mark}idx{values.ndim}-ubyte{end}"
+        path.write_bytes(gzip.compress(data) if end else data)
+    return parts
+
+
+def cifar10_bytes(rows: int, *, first_label: int = 0) -> bytes:
+    pixels = images(rows, 3072)
+    return b"".join(bytes([(first_label + row) % 10]) + bytes(pixels[row].tolist()) for row in range(rows))
+
+
+def write_cifar10(folder: Path) -> None:
+    """Two training files and a test file."""
+    for name, rows, label in (("data_batch_1", 4, 0), ("data_batch_2", 3, 4), ("test_batch", 2, 8)):
+        (folder / f"{name}.bin").write_bytes(cifar10_bytes(rows, first_label=label))
+
+
+SHAPES = st.lists(st.integers(0, 4), max_size=4)
+
+
+def read(folder: Path, data: bytes, name: str = "some-idx") -> Tensor:
+    path = folder / name
+    path.write_bytes(data)
+    return read_idx(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("idx")
+
+
+@given(shape=SHAPES, dtype=st.sampled_from(list(CODES)), gzipped=st.booleans(), seed=st.integers(0, 99))
+def test_what_was_written_is_read(
+    folder: Path, shape: list[int], dtype: torch.dtype, gzipped: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-(2**30), 2**30, shape, generator=generator).to(dtype)
+    data = idx_bytes(values)
+    found = read(folder, gzip.compress(data) if gzipped else data)
+    assert found.dtype == dtype
+    assert torch.equal(found, values)
+    found.zero_()  # it may be written to
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "expected an IDX file .* got an empty file"),
+        (b"\0\0\x08", "expected an IDX file .* got 00 00 08"),
+        (b"\0\0\x0a\x01", "a dtype code among 0x08, .* got 00 00 0a 01"),
+        (
+            idx_header(8, (2, 3)) + bytes(5),
+            r"expected 6 bytes after the header, .* shape \(2, 3\), got 5: .* truncated",
+        ),
+        (idx_header(8, (2, 3)) + bytes(7), "expected 6 bytes after the header, .* got more"),
+        (idx_header(8, (2, 3))[:-1], "truncated"),
+        (idx_header(8, (2**32 - 1,) * 40) + bytes(9), "got 9: the file is truncated"),
+    ],
+)
+@pytest.mark.parametrize("gzipped", [False, True])
+def test_a_damaged_file_is_refused_by_name(tmp_path: Path, data: bytes, message: str, gzipped: bool) -> None:
+    with pytest.raises(DataError, match=f"some-idx: .*{message}"):
+        read(tmp_path, gzip.compress(data) if gzipped else data)
+
+
+def test_a_gzip_file_with_a_changed_byte_is_refused_or_the_same(folder: Path) -> None:
+    values = images(3, 4, 5)
+    data = gzip.compress(idx_bytes(values), mtime=0)
+    refused = 0
+    for place in range(len(data)):
+        changed = bytearray(data)
+        changed[place] ^= 0x10
+        try:
+            found = read(folder, bytes(changed))
+        except DataError as error:
+            assert "some-idx" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            assert torch.equal(found, values), f"byte {place}"
+    assert refused >= len(data) - 10  # gzip's own header says when and where it was packed: no data
+    for damaged in (*[data[:size] for size in range(len(data))], data + b"more"):
+        with pytest.raises(DataError, match="some-idx: expected"):
+            read(folder, damaged)
+
+
+def test_a_file_that_unpacks_to_too_much_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unpacked: list[bytes] = []
+    original = gzip.GzipFile.read
+    read_more = lambda self, size=-1: unpacked.append(piece := original(self, size)) or piece  # noqa: E731
+    monkeypatch.setattr(gzip.GzipFile, "read", read_more)
+    with pytest.raises(DataError, match="got more"):
+        read(tmp_path, gzip.compress(idx_bytes(labels(4)) + bytes(10_000_000)))
+    assert sum(map(len, unpacked)) < 100
+
+
+def test_what_is_no_file_or_breaks_off_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise OSError(5, "Input/output error")
+
+    for name, reason in ((".", "Is a"), ("missing", "No such"), ("failing", "Input/output error")):
+        if name == "failing":
+            monkeypatch.setattr(Path, "open", lambda *_: Failing())
+        with pytest.raises(DataError, match=f"expected a readable file, got: {reason}"):
+            read_idx(tmp_path / name)
+
+
+# ---- MNIST
+
+
+@pytest.mark.parametrize(("end", "mark"), [("", "-"), (".gz", ".")])
+def test_mnist(tmp_path: Path, end: str, mark: str) -> None:
+    parts = write_mnist(tmp_path, end=end, mark=mark)
+    split = read_mnist(tmp_path)
+    assert split.train.classes == tuple("0123456789")
+    # The pixels are where they belong: undo the scaling, found from two levels of the training images.
+    scaled, raw = split.train.inputs[:, 0, 2:30, 2:30], parts["train-images"]
+    dark, bright = scaled[raw == 0][0], scaled[raw == 255][0]
+    for part, stem, count in ((split.train, "train", TRAIN_ROWS), (split.test, "t10k", TEST_ROWS)):
+        assert part.inputs.shape == (count, 1, 32, 32)
+        assert torch.equal(part.targets, parts[f"{stem}-labels"].long())
+        found = ((part.inputs[:, 0] - dark) / (bright - dark) * 255).round().to(torch.uint8)
+        expected = torch.nn.functional.pad(parts[f"{stem}-images"], (2, 2, 2, 2))  # background all around
+        assert torch.equal(found, expected)
+
+
+def change_mnist(folder: Path, stem: str, values: Tensor) -> None:
+    (path,) = folder.glob(f"{stem}*")
+    path.write_bytes(idx_bytes(values))
+
+
+@pytest.mark.parametrize(
+    ("stem", "values", "message"),
+    [
+        ("train-images", labels(TRAIN_ROWS), r"shape \(rows, 28, 28\), got torch\.uint8 of shape \(12,\)"),
+        ("t10k-images", images(TEST_ROWS, 28, 28).float(), r"unsigned bytes .* got torch\.float32"),
+        ("t10k-labels", labels(TEST_ROWS).int(), r"unsigned bytes .* got torch\.int32"),
+        ("train-labels", labels(TRAIN_ROWS - 1), "each image of train-images.*, .* got 11 labels and 12"),
+        ("t10k-labels", labels(0), "got 0 labels and 5"),
+        ("train-labels", labels(TRAIN_ROWS) + 1, "classes 0 to 9, got 10 in row 9"),
+    ],
+)
+def test_mnist_files_that_do_not_belong_together(
+    tmp_path: Path, stem: str, values: Tensor, message: str
+) -> None:
+    write_mnist(tmp_path)
+    change_mnist(tmp_path, stem, values)
+    with pytest.raises(DataError, match=f"{stem}.*: expected .*{message}"):
+        read_mnist(tmp_path)
+    if not len(values):
+        change_mnist(tmp_path, "t10k-images", images(0, 28, 28))
+        with pytest.raises(DataError, match="got 0 labels and 0 images"):
+            read_mnist(tmp_path)
+    next(tmp_path.glob(f"{stem}*")).unlink()
+    with pytest.raises(DataError, match=f"{re.escape(str(tmp_path))}: expected one of {stem}-idx"):
+        read_mnist(tmp_path)
+
+
+# ---- CIFAR-10
+
+
+def test_records_are_read_in_the_order_of_the_files(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    split = read_cifar10(tmp_path)
+    for part, targets in ((split.train, [0, 1, 2, 3, 4, 5, 6]), (split.test, [8, 9])):
+        assert part.inputs.shape == (len(targets), 3, 32, 32)
+        assert (part.targets.tolist(), part.classes) == (targets, CLASSES)
+
+
+def test_pixels_are_red_then_green_then_blue_row_by_row(tmp_path: Path) -> None:
+    write_cifar10(tmp_path)
+    pixels = range(3072)
+    record = bytes([5]) + bytes(pixel // 1024 * 64 + pixel % 32 for pixel in pixels)
+    (tmp_path / "data_batch_1.bin").write_bytes(record + record)
+    (tmp_path / "data_batch_2.bin").unlink()
+    image = read_cifar10(tmp_path).train.inputs[0].double()
+    column = torch.arange(32, dtype=torch.float64)
+    expected = (column - column.mean()) / column.std(correction=0)  # every row of every colour is a ramp
+    assert relative_error(image, expected.expand(3, 32, 32)) <= tolerance(torch.float32, 1)
+
+
+@pytest.mark.parametrize("name", ["data_batch_2.bin", "test_batch.bin"])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "at least one, got 0 bytes"),
+        (cifar10_bytes(2)[:-1], "records of 3073 bytes, .* got 6145 bytes, 3072 past the last whole record"),
+        (cifar10_bytes(1) + b"\0", "got 3074 bytes, 1 past"),
+        (cifar10_bytes(1) + b"\x0a" + bytes(3072), "classes 0 to 9, got 10 in row 1"),
+    ],
+)
+def test_damaged_records_are_refused_by_name(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    write_cifar10(tmp_path)
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=f"{name}: expected .*{message}"):
+        read_cifar10(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("gone", "pattern"), [("data_batch_*", r"data_batch_\*\.bin"), ("test_*", "test_batch")]
+)
+def test_missing_files_are_named(tmp_path: Path, gone: str, pattern: str) -> None:
+    write_cifar10(tmp_path)
+    for path in tmp_path.glob(gone):
+        path.unlink()
+    with pytest.raises(DataError, match=f"expected files named {pattern}"):
+        read_cifar10(tmp_path)
+    (tmp_path / f"{gone.rstrip('*')}3.bin".replace("test_", "test_batch")).mkdir()
+    with pytest.raises(DataError, match=r"3\.bin: expected a readable file, got: Is a directory"):
+        read_cifar10(tmp_path)
+
+
+# ---- whatever a folder holds
+
+LOOKED_FOR = (
+    r"name a folder with MNIST in IDX form \(train-images.*CIFAR-10 in binary form \(data_batch_\*\.bin"
+)
+
+
+def test_folders_are_recognised(tmp_path: Path) -> None:
+    mnist, cifar10 = tmp_path / "a", tmp_path / "b"
+    for folder, write in ((mnist, write_mnist), (cifar10, write_cifar10)):
+        folder.mkdir()
+        write(folder)
+        (folder / "README.md").touch()  # other files do not matter
+    assert load(str(mnist)).train.name == "MNIST, training"
+    assert load(cifar10).train.name == "CIFAR-10, training"
+    assert load("digits").test.name == "digits, held out"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        ("nothing", "'digits' or a folder that can be read, got: No such file or directory"),
+        ("file", "'digits' or a folder that can be read, got: Not a directory"),
+        ("empty", "files of one data set, got 0 other files"),
+        ("other", "files of one data set, got 1 other files"),
+        ("both", "files of one data set, got MNIST in IDX form and CIFAR-10 in binary form"),
+    ],
+)
+def test_what_holds_no_data_set_is_refused(tmp_path: Path, make: str, message: str) -> None:
+    folder = tmp_path / "some-data"
+    if make == "file":
+        folder.touch()
+    elif make != "nothing":
+        folder.mkdir()
+    if make == "other":
+        (folder / "cats.zip").touch()
+    if make == "both":
+        write_mnist(folder)
+        write_cifar10(folder)
+    with pytest.raises(DataError, match=f"some-data: expected .*{message}.*{LOOKED_FOR}"):
+        load(folder)
