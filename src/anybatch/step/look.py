@@ -130,7 +130,7 @@ def _cuts(rows: int, most: int, *, is_mixed: bool) -> list[_Cut]:
     half = -(-most // 2)
     return [
         _Cut(_sizes(rows, [most])),
-        _Cut(_sizes(rows, [half, most])),
+        _Cut(_sizes(rows, [most, half] if most + half < rows else [half, most])),
         _Cut(_sizes(rows, [most if is_mixed else half]), is_mixed),
     ]
 
