@@ -1,4 +1,4 @@
-"""Killed at any moment, a training and a window go on to the very same end."""
+"""Killed at any moment, a training goes on to the very same end."""
 
 import json
 import os
@@ -14,9 +14,7 @@ import pytest
 
 from anybatch.train import checkpoint
 from anybatch.train.trainer import BEST, LAST
-from tests.faults.mortal import SAVED
-from tests.halves import CASES
-from tests.snapshots import assert_same, changes
+from tests.snapshots import assert_same
 from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
 
 ROOT = Path(__file__).parents[2]
@@ -93,28 +91,3 @@ def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: Lives) -> Non
     trainer = make_trainer()
     trainer.resume(lives[0] / "undisturbed")
     assert_same(undisturbed().state, state(trainer))
-
-
-# ---- in the middle of a window
-
-
-@pytest.fixture(scope="module")
-def windows(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    return played(tmp_path_factory.mktemp("windows"), "windows")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_killed_in_the_middle_of_a_window_it_comes_to_the_same_end(name: str, windows: Lives) -> None:
-    """Parameters, short and long, optimizer, scheduler, random streams, reports and the loss scale."""
-    folder, ends = windows[0] / name, windows[1]
-    assert ends[name] == [0, -signal.SIGKILL, 0]
-    undisturbed, resumed, saved = (checkpoint.load(folder / one) for one in ("undisturbed", "resumed", SAVED))
-    for part in ("model", "optimizers", "schedulers", "progress", "random"):
-        assert_same(*({part: getattr(one, part)} for one in (undisturbed, resumed)))
-    assert changes(undisturbed.model, saved.model) != []  # there was something left to do
-    window, report = saved.progress["window"], undisturbed.progress["reports"][0]
-    assert window["cut"] == list(report["cut"])[:2]
-    assert window["scale"]["value"] >= undisturbed.progress["scale"]["value"]
-    if "fp16" in name or name == "drop":
-        assert report["redone"] >= len(window["redone"]) > 0
-        assert 1.0 < window["scale"]["value"] < 2.0**22

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Plan
 from anybatch.core.batch import SampleBatch
 from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
-from anybatch.planner.cache import ROUNDS, Budget, Race, device_of, find_plan, longest, round_up
+from anybatch.planner.cache import Budget, device_of, find_plan, longest
 from anybatch.planner.search import choose
 from tests.budgets import Net, Untraceable, carried_out, changed_by, make, metered, request, rows_of, sgd
 
@@ -197,36 +196,7 @@ def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.Mo
 # ---- race
 
 
-@pytest.mark.parametrize(
-    ("seconds", "warm_up", "fastest", "runs"),
-    [
-        ((1.0, 0.9, 1.1, 1.15), 0.0, 1, [ROUNDS] * 4),
-        ((1.0, 0.9, 1.1, 1.15), 100.0, 1, [ROUNDS] * 4),  # the first step of each does not count
-        ((1.0, 9.0, 9.0, 9.0), 0.0, 0, [2] * 4),  # the hopeless are not tried to the end
-        ((1.0,), 0.0, 0, [0]),
-    ],
-)
-def test_the_fastest_stays(seconds: tuple[float, ...], warm_up: float, fastest: int, runs: list[int]) -> None:
-    plans = [Plan(rows=12, micro_batch=12 - index) for index in range(len(seconds))]
-    race, made = Race(plans), list[Plan]()
-    assert race.fastest == plans[0]  # the likeliest, while nothing is known
-    while not race.is_settled:
-        plan = race.plan
-        race.record(plan, seconds[plans.index(plan)] + warm_up * (plan not in made))
-        made.append(plan)
-    race.record(Plan(rows=1, micro_batch=1), 0.0)  # of another
-    assert race.plan == race.fastest == plans[fastest]
-    assert [made.count(plan) for plan in plans] == runs
-
-
 # ---- shapes
-
-
-def test_sizes_are_rounded_up_in_steps_of_a_quarter_at_most() -> None:
-    for size in range(1, 2000):
-        assert size <= round_up(size) <= max(size * 5 // 4, 1)
-        assert round_up(round_up(size)) == round_up(size)
-    assert len({round_up(size) for size in range(65, 129)}) == 4
 
 
 def test_samples_are_planned_for_the_longest_of_each() -> None:

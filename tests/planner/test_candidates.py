@@ -1,9 +1,6 @@
 """Candidates: a traced step is the real one to the byte; a composed one is the traced one, nearly."""
 
-import itertools
-import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +10,6 @@ from anybatch.core.batch import cut_sizes
 from anybatch.memory.device import find_device
 from anybatch.planner.candidates import Candidates
 from anybatch.planner.mixture import KEEP
-from anybatch.recompute import offload
-from benchmarks.zoo import OPTIMIZERS, ZOO
 from tests.budgets import (
     ConvNet,
     Net,
@@ -40,46 +35,6 @@ def test_a_trace_is_a_real_second_step_to_the_byte(policy: str, size: int) -> No
         predicted = Candidates(asked).trace(plan)
         carried_out(step, plan, batch)
         assert predicted.peak == metered(step, lambda plan=plan: carried_out(step, plan, batch), batch)
-
-
-def zoo(name: str, rows: int = 14, **options: Any) -> Any:
-    """A request about a small model of the zoo."""
-    made = (entry := ZOO[name]).build("small")
-    step = entry.step(made, OPTIMIZERS["adamw"](made.model))
-    return request(step, made.batch_of(rows, torch.Generator().manual_seed(0)), **options)
-
-
-def off(asked: Any, size: int, choice: dict[str, str]) -> float:
-    """How far a composition is from a trace of the same plan, as a share."""
-    candidates = Candidates(asked)
-    candidates.add_policies(candidates.unrecorded)
-    assert candidates.is_composed
-    choice = {block: policy for block, policy in choice.items() if policy != KEEP}
-    exact = candidates.trace(replace(asked.like, micro_batch=size, blocks=tuple(choice.items())))
-    return candidates.mixture(size, None).peak(choice) / exact.recording.peak() - 1
-
-
-@pytest.mark.parametrize(("name", "size"), [("unet", 14), ("gpt2", 7), ("t5", 1)])
-def test_mixtures_are_composed_to_a_scalar(name: str, size: int) -> None:
-    asked, draw = zoo(name), random.Random(0)
-    policies = (KEEP, *asked.policies)
-    uniform = [dict.fromkeys(asked.blocks, policy) for policy in policies]
-    for choice in (*uniform, {block: draw.choice(policies) for block in asked.blocks}):
-        assert abs(off(asked, size, choice)) <= LIMIT, choice
-
-
-@pytest.mark.parametrize("name", ["unet", "vit"])
-def test_what_is_moved_is_composed_whatever_becomes_of_its_neighbours(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 0)
-    asked, draw = zoo(name, device=find_device("cuda:a100")), random.Random(0)
-    patterns = [["offload", KEEP], [KEEP, KEEP, "offload", "offload"], ["offload"]]
-    patterns.append([draw.choice((KEEP, *asked.policies)) for _ in asked.blocks])
-    for pattern in patterns:
-        over = off(asked, 7, dict(zip(asked.blocks, itertools.cycle(pattern), strict=False)))
-        # A neighbour that runs again may do so before anything has come back.
-        assert -LIMIT <= over <= (0.05 if {"recompute", "selective"} & {*pattern} else LIMIT), pattern
 
 
 def test_a_step_that_cannot_be_traced_is_measured_and_says_so() -> None:

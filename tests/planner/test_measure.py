@@ -1,7 +1,6 @@
 """Steps that really run: bytes and seconds."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from anybatch import Plan, Step, Total
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.core.errors import OutOfMemoryError, TraceError
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import measure_step, repeated, seconds_per_row, state_of, trace_update
+from anybatch.planner.measure import measure_step, seconds_per_row, trace_update
 from anybatch.planner.trace import trace
 from tests.planner.test_trace import OPTIMIZERS, ROWS, mlp, vectors
 from tests.snapshots import changes, snapshot
@@ -84,22 +83,6 @@ def make(**options: object) -> Step:
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     return Step(model, nn.MSELoss(), optimizer, check=False, **options)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("precision", ["float32", "bf16-true"])
-def test_it_counts_the_state_to_come_and_makes_none(precision: str) -> None:
-    step = make(precision=precision)
-    task = step.task()
-    plan = Plan(rows=2, micro_batch=2, precision=step.precision)
-    recording, state, made = trace_update(plan, task, set(), [])
-    moments = [one for one in state if one.dim()]
-    numbers = sum(p.numel() for p in task.parameters)
-    assert sum(one.numel() for one in moments) == 2 * numbers
-    assert {one.dtype for one in moments} == {torch.float32}
-    assert made == set(task.parameters)
-    assert recording.peak() > 0
-    assert not state_of(task)
-    assert all(p.grad is None for p in task.parameters)
 
 
 class Asking(torch.optim.SGD):
@@ -174,18 +157,3 @@ def test_nothing_is_changed(batch: Batch) -> None:
     assert all(parameter.grad is None for parameter in JUDGE.parameters())
     assert (model.seen, model.rows, model.state, float(model.plain.sum())) == ([0], 0, None, 0.0)
     assert all(bool((one == 1).all()) for one in batch.given)
-
-
-def test_a_plan_that_fails_has_no_time() -> None:
-    model = nn.Linear(3, 2)
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    batch = TensorBatch((torch.ones(TIMED_ROWS, 3), torch.ones(TIMED_ROWS, 2)))
-    wrong = replace(PLANS[1], blocks=(("nowhere", "recompute"),))
-    good, bad = seconds_per_row([PLANS[0], wrong], step.task(), batch, limit_s=math.inf)
-    assert (good is None, bad is None) == (False, True)
-
-
-def test_rows_are_repeated_where_there_are_too_few() -> None:
-    assert repeated(TensorBatch(torch.arange(3)), 5).whole.tolist() == [0, 1, 2, 0, 1]
-    assert repeated(SampleBatch([1, 2], torch.tensor), 3).given == [1, 2, 1]
-    assert repeated(TensorBatch(torch.arange(3)), 2).rows == 2

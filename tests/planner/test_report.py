@@ -45,17 +45,6 @@ def test_json_holds_all_of_it() -> None:
     assert (told["device"], told["notes"]) == ("cpu", ["first", "second"])
 
 
-def test_table() -> None:
-    lines = str(REPORT).splitlines()
-    assert "peak         2.0 KiB of 4.0 KiB on cpu, predicted" in lines
-    assert "one update   0.125 s, measured" in lines
-    assert {"recompute    a, c", "selective    b"} <= {*lines}
-    first, second = lines[lines.index("next best") + 2 :][:2]
-    assert first.split() == ["2", "1.5", "KiB", "0.25", "s", "all", "kept"]
-    assert second.split() == ["1", "1000", "B", "0.5", "s~", "recompute", "1"]
-    assert lines[-2:] == ["note: first", "note: second"]
-
-
 # ---- refusal
 
 
@@ -81,14 +70,6 @@ def test_refusal_says_the_smallest_budget_and_what_holds_it_up_largest_first() -
     assert "within 1000 B, got none" in told
     assert "8 rows is 1.6 KiB (1664 bytes), 2 rows at a time" in told
     assert "Largest: 800 B optimizer state of 'body', 400 B parameters of 'body', " in told
-
-
-@pytest.mark.parametrize(("source", "word"), [("composed", "about"), ("measured", "at least")])
-def test_of_what_was_not_run_it_says_what_is_known(source: str, word: str) -> None:
-    error = refusal(replace(LEAST, source=source, ledger=None), 1000, [], "rows meet.")
-    assert (error.smallest, error.ledger) == (1664, None)
-    assert f"is {word} 1.6 KiB (1664 bytes), 2 rows at a time. This plan was not run" in str(error)
-    assert str(error).endswith("The batch may not be cut: rows meet.")
 
 
 def test_ways_out_come_with_their_bytes_unless_these_are_next_to_nothing() -> None:

@@ -338,3 +338,28 @@ def test_without_a_budget_running_out_of_memory_is_told_as_such(monkeypatch: pyt
     asked = request(make(Untraceable), rows_of(24), sizes=(24,))
     with pytest.raises(OutOfMemoryError):
         choose(asked)
+
+
+def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None:
+    """Its bytes cross the size from which on things are moved; nothing is moved on the host."""
+
+    class Keeper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.other(self.one(torch.sigmoid(x)))
+
+    inner = [
+        nn.Linear(64, 64),
+        nn.Sequential(*[Keeper() for _ in range(6)]),
+        nn.Flatten(),
+        nn.Linear(5120, 4),
+    ]
+    step = make(lambda: nn.Sequential(*inner))
+    batch = torch.randn(16, 80, 64), torch.randint(4, (16,))
+    assert offload.SMALLEST in range(2 * 80 * 64 * 4, 5 * 80 * 64 * 4)
+    for share in (0.6, 0.5):
+        budget = int(share * choose(request(step, batch)).peak)
+        assert choose(request(step, batch, budget=budget)).peak <= budget

@@ -183,7 +183,6 @@ NEW_LOSS = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("form", [pytest.param("module", marks=NEW_LOSS), "method"])
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
