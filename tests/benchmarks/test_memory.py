@@ -76,15 +76,6 @@ def test_predicted_peak_is_the_measured_one(policy: str, optimizer: str) -> None
     assert small.predict(plan).peak == peak.bytes == sum(peak.by_owner.values())
 
 
-def test_policies_name_all_blocks_none_or_every_second() -> None:
-    gpt2 = subject("gpt2")
-    assert gpt2.blocks("keep") == ()
-    names = [name for name, _ in gpt2.blocks("recompute")]
-    assert names == [f"transformer.h.{index}" for index in range(3)]
-    assert gpt2.blocks("selective") == tuple((name, "selective") for name in names)
-    assert gpt2.blocks("half") == ((names[0], "recompute"), (names[2], "recompute"))
-
-
 @pytest.mark.slow
 def test_records_of_predictions_are_judged_sound() -> None:
     records = list(memory_predicted.measure("unet", "small", "cpu"))

@@ -193,9 +193,6 @@ def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.Mo
     assert kept == [[10**7], ["20MB"], [], []]
 
 
-# ---- race
-
-
 # ---- shapes
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from anybatch import Plan
-from anybatch.core.batch import cut_sizes
 from anybatch.memory.device import find_device
 from anybatch.planner.candidates import Candidates
 from anybatch.planner.mixture import KEEP
@@ -63,20 +62,6 @@ def test_seconds_follow_the_work() -> None:
 
 
 # ---- request
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 24, 1000, 10**6])
-def test_sizes_fall_from_all_rows_to_one_and_each_makes_another_number(rows: int) -> None:
-    sizes = request(make(), rows_of(2), rows).all_sizes
-    counts = [-(-rows // size) for size in sizes]
-    assert (sizes[0], sizes[-1]) == (rows, 1)
-    assert sizes == sorted(set(sizes), reverse=True)
-    assert counts == sorted(set(counts))
-    assert len(sizes) < 80
-    # The fewest rows that make so many micro-batches: with one row less there would be one more.
-    assert all(
-        len(cut_sizes(rows, size - 1)) > count for size, count in zip(sizes, counts, strict=True) if size > 1
-    )
 
 
 def test_what_is_settled_is_no_choice() -> None:

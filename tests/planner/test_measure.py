@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from anybatch import Plan, Step, Total
 from anybatch.core.batch import Batch, SampleBatch, TensorBatch
 from anybatch.core.errors import OutOfMemoryError, TraceError
-from anybatch.memory.meter import Meter
 from anybatch.planner.measure import measure_step, seconds_per_row, trace_update
 from anybatch.planner.trace import trace
 from tests.planner.test_trace import OPTIMIZERS, ROWS, mlp, vectors
@@ -98,13 +97,6 @@ def test_an_update_that_cannot_be_traced_says_what_to_do() -> None:
     with pytest.raises(TraceError, match=r"an update .* ZeroDivisionError .*choose micro_batch= yourself"):
         trace_update(Plan(rows=2, micro_batch=2), alone.task(), set(), [])
     assert all(p.grad is None for p in step.model.parameters())
-
-
-def test_whoever_measures_does_not_see_it() -> None:
-    step = make()
-    with Meter(step.model, step.optimizers) as meter:
-        trace_update(Plan(rows=2, micro_batch=2), step.task(), set(), [])
-    assert meter.peak == sum(p.nbytes for p in step.model.parameters())
 
 
 # ---- seconds

@@ -78,6 +78,18 @@ class Wide(nn.Module):
         return self.layers(x)
 
 
+class Squares(nn.Module):
+    """Its bytes are no straight line in the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.layer(x)
+        return outputs + (outputs @ outputs.T).tanh().mean(1, keepdim=True)
+
+
 def contrast(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs @ outputs.T, target)
 
@@ -103,6 +115,7 @@ CASES: dict[str, tuple[Callable[[], Step], Callable[[], Any], dict[str, Any]]] =
     "no blocks": (small, vectors, {"blocks": ()}),
     "settled size": (small, vectors, {"sizes": (5,)}),
     "large gradients": (linear, pairs, {}),
+    "no straight line": (lambda: make(Squares), rows_of, {}),
     "a loss over all rows": (whole_batch, lambda: rows_of(6), {"blocks": ()}),
     "not to be traced": (lambda: make(Untraceable), lambda: rows_of(24), {}),
 }
@@ -212,27 +225,6 @@ def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
     uncut = within(asked, 2**40).peak
     assert smallest(asked) == uncut < within(replace(asked, sizes=(1,)), 2**40).peak
     assert not within(asked, uncut).plan.is_cut
-
-
-def test_bytes_that_are_no_line_are_traced_one_by_one() -> None:
-    class Squares(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            outputs = self.layer(x)
-            return outputs + (outputs @ outputs.T).tanh().mean(1, keepdim=True)
-
-    step, batch = make(Squares), rows_of(24)
-    asked = request(step, batch)
-    least, most = smallest(asked), within(asked, 2**40).peak
-    report = within(asked, (least + most) // 2)
-    assert any("straight line" in note for note in report.notes)
-    assert peak_of(step, report, batch) == report.peak <= (least + most) // 2
-    assert report.plan.is_cut
-    size = asked.all_sizes[asked.all_sizes.index(report.plan.micro_batch) - 1]
-    assert within(replace(asked, sizes=(size,)), 2**40).peak > (least + most) // 2
 
 
 class UntraceableNormed(ConvNet):

@@ -333,21 +333,6 @@ def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:
 # ---- feed
 
 
-@pytest.mark.parametrize(
-    ("plan", "sizes"),
-    [
-        (Plan(rows=9, micro_batch=9), (9,)),
-        (Plan(rows=9, micro_batch=3), (3, 3, 3)),
-        (Plan(rows=10, micro_batch=2), (2, 2, 2)),
-        (Plan(rows=11, micro_batch=2), (2, 2, 1)),
-        (Plan(rows=11, micro_batch=2, compensated=True), (2, 2, 2, 1)),
-        (Plan(rows=11, micro_batch=5, cut=(5, 3, 2, 1)), (5, 3, 2, 1)),
-    ],
-)
-def test_of_many_alike_a_few_are_run(plan: Plan, sizes: tuple[int, ...]) -> None:
-    assert run_sizes(plan, resolve(nn.MSELoss()), nn.Identity()) == sizes
-
-
 def test_where_all_rows_are_held_they_are_all_run() -> None:
     """By a loss over all of them, or as the scores of a router."""
     plan, mixtral = Plan(rows=10, micro_batch=1), ZOO["mixtral"].build("small").model
