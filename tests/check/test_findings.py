@@ -112,6 +112,28 @@ def test_what_cannot_be_explained_is_said() -> None:
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
+@pytest.mark.parametrize("is_left", [True, False])
+def test_padding_of_a_mean_over_places(is_left: bool, is_masked: bool) -> None:
+    class Pool(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            weight = mask if is_masked else torch.ones_like(mask)
+            return self.head((x * weight[..., None]).sum(1) / weight.sum(1, keepdim=True))
+
+    def loss(model: nn.Module, micro: Any) -> Total:
+        mask = micro["attention_mask"]
+        return sum_of_squares(lambda x: model(x, mask), (micro["x"], micro["y"]))
+
+    mask = (torch.arange(6) < (torch.arange(ROWS) % 4 + 2)[:, None]).float()
+    mask = mask.flip(1) if is_left else mask
+    batch = {"x": torch.randn(ROWS, 6, 4), "y": torch.randn(ROWS, 2), "attention_mask": mask}
+    assert kinds(Pool(), loss, batch) == ([] if is_masked else [("padding", "the model (Pool)")])
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
 def test_padding_of_a_model_of_fixed_length(is_masked: bool) -> None:
     """It cannot be cut off, so that other content is put there."""
 

@@ -91,7 +91,7 @@ LOSSES = {"torch": nn.CrossEntropyLoss(), "own": by_labels, "function": partial(
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("meeting", MEETINGS.values(), ids=MEETINGS)
 def test_rows_that_meet_in_the_model_are_refused(meeting: Any, loss: Any, micro_batch: int) -> None:
-    with pytest.raises(LossError, match="Rows meet"):
+    with pytest.raises(LossError, match="Rows affect"):
         look(loss, model=Meeting(meeting), micro_batch=micro_batch)
 
 
@@ -156,7 +156,7 @@ def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
     loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
     look(loss, batch=(make_batch()[0],))
     for micro_batch in (3, 4, 6):
-        with pytest.raises(LossError, match="Rows meet"):
+        with pytest.raises(LossError, match="Rows affect"):
             look(loss, batch=(5 * make_batch()[0],), model=Meeting(MEETINGS["mean"]), micro_batch=micro_batch)
     samples = list(zip(*make_batch(), strict=True))
     look(by_labels, batch=samples, collate=torch.utils.data.default_collate)
@@ -164,7 +164,7 @@ def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
         look(by_rows, batch=samples, collate=torch.utils.data.default_collate)
     window = make(Meeting(MEETINGS["mean"]), nn.CrossEntropyLoss(), None).window()
     window.add(make_batch())  # alone it is no cut
-    with pytest.raises(LossError, match="Rows meet"):
+    with pytest.raises(LossError, match="Rows affect"):
         window.add(make_batch())
     window = make(Perceptron(4, 3), mean_of_means, None).window()
     window.add(make_batch(1))  # a single row tells nothing
@@ -325,11 +325,11 @@ def test_rows_of_another_kind_are_looked_at_again_and_so_are_others_where_some_c
     model = Meeting(lambda x: x - x.mean(0) if x.dim() == 3 else x)
     step, _ = step_on(model, by_all, torch.randn(9, 4))
     step(torch.randn(7, 4))
-    with pytest.raises(LossError, match="Rows meet"):
+    with pytest.raises(LossError, match="Rows affect"):
         step(torch.randn(9, 5, 4))
     masked = torch.ones(6, 4), torch.full((6,), -100)
     step, _ = step_on(Meeting(MEETINGS["mean"]), nn.CrossEntropyLoss(), masked)
-    with pytest.raises(LossError, match="Rows meet"):
+    with pytest.raises(LossError, match="Rows affect"):
         step(make_batch())
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch import Plan, Step
+from anybatch import Plan, Step, Total
 from anybatch.testing import (
     GradientRecorder,
     Perceptron,
@@ -108,3 +108,34 @@ def test_parts_that_change_count_from_the_next_step() -> None:
     step.optimizers[0].add_param_group({"params": [other]})
     step(batch)
     assert not torch.equal(other, torch.ones(2))
+
+
+@pytest.mark.parametrize("micro_batch", [None, 4])
+def test_another_network_in_a_closure_of_the_loss_keeps_its_gradients(micro_batch: int | None) -> None:
+    """A generator's step leaves nothing behind for the step of its critic."""
+    generator, critic = nn.Linear(3, 2).double(), nn.Linear(2, 1).double()
+
+    def fooled(model: nn.Module, micro: Tensor) -> Total:
+        return Total(critic(model(micro)).exp().sum(), len(micro))
+
+    step = Step(
+        generator,
+        fooled,
+        torch.optim.SGD(generator.parameters(), lr=0.1),
+        micro_batch=micro_batch,
+        check=False,
+    )
+    for found in (None, torch.ones_like(critic.weight)):
+        critic.weight.grad = found
+        before = generator.weight.detach().clone()
+        for _ in range(2):
+            step(X)
+        assert critic.weight.grad is found
+        assert critic.bias.grad is None
+        assert found is None or found.eq(1).all()
+        assert not generator.weight.equal(before)
+    with step.window() as window:
+        window.add(X)
+    assert window.report is not None
+    assert window.report.rows == 10
+    assert critic.weight.grad is found

@@ -61,7 +61,7 @@ def test_micro_batch_may_be_set_to_what_a_step_takes(wrong: Any) -> None:
 def test_an_optimizer_of_other_parameters_is_warned_about_and_does_what_is_said() -> None:
     model, other, idle = nn.Linear(3, 2), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([*model.parameters(), other, idle], lr=0.5)
-    with pytest.warns(UserWarning, match=r"got 2 of neither.*only a \.grad that you gave them") as told:
+    with pytest.warns(UserWarning, match=r"got 2 of neither.*computes no gradient") as told:
         step = Step(model, nn.MSELoss(), optimizer, micro_batch=2)
     assert told[0].filename == __file__
     other.grad = torch.ones(2)

@@ -61,12 +61,10 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
     """Refuse with a PlanError BatchNorms whose statistics would depend on the cut."""
     if norms:
         raise PlanError(
-            "Expected no BatchNorm in training mode where there is more than one micro-batch, got "
-            f"{names_of_batch_norms(model, norms)}: each micro-batch has its own statistics, so the "
-            "result would depend on the cut. Convert the model with "
-            "ab.batch_norm_to_group_norm(model), or choose "
-            'Step(batch_norm="frozen") for the running statistics or "micro" to accept that it is inexact, '
-            "or leave the batch uncut."
+            f"Expected no BatchNorm in training mode in a batch that is split, got module "
+            f"{names_of_batch_norms(model, norms)}: its statistics would depend on the split. Use "
+            'ab.batch_norm_to_group_norm(model), Step(batch_norm="frozen") for the running statistics, or '
+            '"micro" (inexact), or do not split the batch.'
         )
 
 

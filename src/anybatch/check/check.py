@@ -65,6 +65,10 @@ class CheckReport:
     notes: tuple[str, ...]
     seconds: float
 
+    def __repr__(self) -> str:
+        found = ", ".join(f"{one.kind} in {one.culprit}" for one in self.findings)
+        return f"CheckReport({'exact' if self.exact else found}, error {self.error:.2g}, {self.rows} rows)"
+
     def to_json(self) -> str:
         """One JSON object; what is infinite is null."""
         values = asdict(self)
@@ -279,7 +283,8 @@ def _try_padding(
             return [], []
     if short.holds(comparison.limit):
         return [short], []
-    return [short], [explain_padding(comparison, padded, short, source, loss_name, kept)]
+    is_left = padding is not None and padding.is_left
+    return [short], [explain_padding(comparison, padded, short, source, loss_name, kept, is_left=is_left)]
 
 
 # ---- from cuts that differ to findings
@@ -385,11 +390,14 @@ def explain_padding(
     source: str,
     loss_name: str,
     padding: Padding | None = None,
+    *,
+    is_left: bool = False,
 ) -> Finding:
     """Which module, or else the loss, looks at padded places."""
     long_calls = comparison.bench.run(padded.cut).calls
     short_calls = comparison.bench.run(short.cut).calls
-    found = first_difference(padded.cut.parts, long_calls, short_calls, 10 * comparison.limit, padding)
+    tolerance = 10 * comparison.limit
+    found = first_difference(padded.cut.parts, long_calls, short_calls, tolerance, padding, is_left=is_left)
     error = short.result.error
     apart = (
         f"it fails with {type(error).__name__}: {error}"

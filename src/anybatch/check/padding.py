@@ -17,11 +17,12 @@ Places = tuple[int, int]  # of a padded row, and valid ones of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Places at the end of rows that only fill them up."""
+    """Places at the end of rows, or at their start, that only fill them up."""
 
     length: int  # of the padded rows
     valid: tuple[int, ...]  # how many places of each row are not filled up
     source: str  # what says so, in words
+    is_left: bool = False  # whether they are at the start
 
     @property
     def is_masked(self) -> bool:
@@ -39,6 +40,8 @@ def find_padding(batch: Any, model: nn.Module) -> Padding | None:
             continue
         if leaf.dim() == 2 and (named or leaf.dtype == torch.bool):
             valid = _valid_by_mask(leaf)
+            if "attention" in path.lower() and (of_left := _valid_by_mask(leaf.flip(1), is_valid=True)):
+                return Padding(length=leaf.shape[1], valid=of_left, source=f"batch{path}", is_left=True)
             if valid is not None:
                 return Padding(length=leaf.shape[1], valid=valid, source=f"batch{path}")
     for token in sorted(_padding_tokens(model)):
@@ -53,7 +56,7 @@ def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
 
     def collate(rows: list[int]) -> Any:
         length = max(1, *[padding.valid[row] for row in rows])
-        return tree.map_leaves(lambda leaf: _shorten(leaf[rows], padding.length, length), whole.data)
+        return tree.map_leaves(lambda leaf: _shorten(leaf[rows], padding, length), whole.data)
 
     rows = list(range(len(whole.part.rows)))
     return Cut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
@@ -63,20 +66,28 @@ def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
     """The same rows with other content in padded places; masks and targets stay."""
     nest = tree.flatten(whole.data)
     filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
+    filled = filled.flip(1) if padding.is_left else filled
 
     def refill(path: str, leaf: Tensor) -> Tensor:
         named = any(word in path.lower() for word in ("mask", "pad", *TARGET_KEYS[:-1]))
         if leaf.dim() < 2 or leaf.shape[1] != padding.length or named or leaf.dtype == torch.bool:
             return leaf
         there = filled.to(leaf.device).view(*filled.shape, *[1] * (leaf.dim() - 2))
-        return torch.where(there, leaf[:, :1] + 1 if leaf.is_floating_point() else leaf[:, :1], leaf)
+        word = leaf[:, -1:] if padding.is_left else leaf[:, :1]
+        return torch.where(there, word + 1 if leaf.is_floating_point() else word, leaf)
 
     leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
     return replace(whole, data=nest.build(iter(leaves)), micro_batch=micro_batch)
 
 
 def first_difference(
-    parts: Iterable[Part], padded: Calls, short: Calls, tolerance: float, padding: Padding | None = None
+    parts: Iterable[Part],
+    padded: Calls,
+    short: Calls,
+    tolerance: float,
+    padding: Padding | None = None,
+    *,
+    is_left: bool = False,
 ) -> tuple[str, str] | None:
     """The first module that gets the same in valid places but returns other values, and the first in it."""
     for part in parts:
@@ -84,16 +95,16 @@ def first_difference(
         table, differing = short.table(part), set[Key]()
         for call in padded.table(part).values():  # those inside of a call come before it
             other = table.get(call.key)
-            if other is None or _agree(call.outputs, other.outputs, tolerance, places) is not False:
+            if other is None or _agree(call.outputs, other.outputs, tolerance, places, is_left) is not False:
                 continue
             differing.add(call.key)
-            if _agree(call.inputs, other.inputs, tolerance, places) is not False:
+            if _agree(call.inputs, other.inputs, tolerance, places, is_left) is not False:
                 return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
     return None
 
 
 def _agree(
-    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None
+    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None, is_left: bool
 ) -> bool | None:
     if len(padded) != len(short):
         return None
@@ -101,8 +112,8 @@ def _agree(
     for a, b in zip(padded, short, strict=True):
         if places is not None:
             shape = [places[1] if size == places[0] and axis else size for axis, size in enumerate(b.shape)]
-            b = b[tuple(slice(size) for size in shape)]
-        value = shorten(a, b.shape)
+            b = cast("Tensor", shorten(b, shape, from_end=is_left))
+        value = shorten(a, b.shape, from_end=is_left)
         if value is None:
             return None
         found.append(is_close(b, value, tolerance))
@@ -121,10 +132,10 @@ def _is_of_target(path: str, is_pair: bool) -> bool:
     )
 
 
-def _valid_by_mask(mask: Tensor) -> tuple[int, ...] | None:
+def _valid_by_mask(mask: Tensor, *, is_valid: bool = False) -> tuple[int, ...] | None:
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         return None
-    valid = mask.bool() if bool(mask[:, 0].bool().all()) else ~mask.bool()
+    valid = mask.bool() if is_valid or bool(mask[:, 0].bool().all()) else ~mask.bool()
     ends = bool((valid.int().diff(dim=1) <= 0).all())  # once filled up, filled up to the end
     return (
         tuple(valid.sum(1).tolist()) if ends and bool(valid[:, 0].all()) and not bool(valid.all()) else None
@@ -157,9 +168,10 @@ def _padding_tokens(model: nn.Module) -> set[int]:
     return found | ({named} if isinstance(named, int) else set())
 
 
-def _shorten(leaf: Tensor, length: int, wanted: int) -> Tensor:
+def _shorten(leaf: Tensor, padding: Padding, wanted: int) -> Tensor:
     """Along the first axis of that length after the rows; along all of them for a mask of pairs of places."""
-    axes = [axis for axis in range(1, leaf.dim()) if leaf.shape[axis] == length]
+    start = padding.length - wanted if padding.is_left else 0
+    axes = [axis for axis in range(1, leaf.dim()) if leaf.shape[axis] == padding.length]
     for axis in axes if leaf.dim() > 3 or leaf.dtype == torch.bool else axes[:1]:
-        leaf = leaf.narrow(axis, 0, wanted)
+        leaf = leaf.narrow(axis, start, wanted)
     return leaf

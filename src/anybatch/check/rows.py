@@ -73,12 +73,12 @@ def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
     return None if axis is None and value.shape[0] != shape[0] else shorten(select(value, axis, part), shape)
 
 
-def shorten(value: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """The beginning of each axis; None where the value is shorter than that."""
+def shorten(value: Tensor, shape: Sequence[int], *, from_end: bool = False) -> Tensor | None:
+    """The beginning of each axis, or its end; None where the value is shorter than that."""
     if value.dim() != len(shape) or any(a < b for a, b in zip(value.shape, shape, strict=True)):
         return None
     for place, wanted in enumerate(shape):
-        value = value.narrow(place, 0, wanted)
+        value = value.narrow(place, value.shape[place] - wanted if from_end else 0, wanted)
     return value
 
 

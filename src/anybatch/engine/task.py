@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,8 +80,8 @@ class Task:
     optimizers: Sequence[Optimizer]  # updated in this order
     schedulers: Sequence[LRScheduler]  # stepped once per update, after the optimizers
     parameters: Sequence[nn.Parameter]  # the trainable parameters of the optimizers
-    # parameters of the model that no optimizer here owns, and frozen ones; their `.grad` takes no part in the
-    # update and is left alone
+    # parameters of the model, or in closures of the loss, that no optimizer here owns, and frozen ones; their
+    # `.grad` takes no part in the update and is left alone
     others: Sequence[nn.Parameter]
     batch_norms: Sequence[BatchNorm]  # modules in which rows meet, as they stand
     devices: Set[torch.device]  # where the parameters of the model are
@@ -166,8 +166,8 @@ def check_parts(
     if strange:
         warnings.warn(
             f"Expected optimizers of parameters of the model or the loss, got {len(strange)} of neither. "
-            "They are not trained: an update takes only a .grad that you gave them, and clears it. Leave "
-            "them out, or make the optimizer from model.parameters() again.",
+            "The step computes no gradient for them. Leave them out, or make the optimizer from "
+            "model.parameters() again.",
             stacklevel=3,
         )
     return optimizers, check_schedulers(() if scheduler is None else scheduler, optimizers)
@@ -201,7 +201,9 @@ def gather(
         )
     resolved = resolve(loss)
     modules = list(dict.fromkeys([*model.modules(), *module_of(loss).modules()]))
-    inside = {p for one in modules for p in private.parameters_of(one).values() if p is not None}
+    inside = _parameters_of(modules)
+    # Backward reaches those in closures of the loss, such as a GAN's other network: their `.grad` is kept.
+    beside = _parameters_of(Reachable([loss]).modules)
     return Task(
         model=model,
         modules=modules,
@@ -209,7 +211,7 @@ def gather(
         optimizers=optimizers,
         schedulers=schedulers,
         parameters=trainable,
-        others=list(inside.union(held).difference(trainable)),
+        others=list(inside.union(held, beside).difference(trainable)),
         # In a loss that sees all rows at once they do not depend on the cut.
         batch_norms=find_batch_norms(model.modules() if resolved.divided else modules),
         devices={p.device for p in inside},
@@ -263,6 +265,10 @@ class Signature:
 _kind = attrgetter("requires_grad", "dtype", "device")
 _training = attrgetter("training")
 _wants = attrgetter("requires_grad")
+
+
+def _parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    return {p for one in modules for p in private.parameters_of(one).values() if p is not None}
 
 
 def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:

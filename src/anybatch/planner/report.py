@@ -78,6 +78,13 @@ class PlanReport:
     rivals: tuple[Plan, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
+        return (
+            f"PlanReport(rows {self.plan.rows}, micro_batch {self.plan.micro_batch}, peak "
+            f"{format_bytes(self.peak)}{budget}, {self.device}, {self.seconds:.3g} s)"
+        )
+
     @property
     def peak(self) -> int:
         """The most bytes alive at any moment of a step."""

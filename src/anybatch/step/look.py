@@ -301,10 +301,10 @@ def _cause(few: Batch, moved: str) -> str:
     """What most probably makes the difference, and what to do."""
     if moved:
         return f"The forward changes {moved!r}, and later forwards may compute with it."
-    likely = "Rows meet in the model or loss (see ab.WholeBatch; a pair must be one row), "
+    likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
     if isinstance(few, SampleBatch):
-        likely += "`collate` pads each micro-batch to its own length and padded places count, "
-    return f"{likely}or a weight is not what its sum is divided by."
+        likely += "padded places of `collate` count, "
+    return f"{likely}or a Total's weight is not its divisor."
 
 
 def _name(task: Task) -> str:

@@ -81,6 +81,7 @@ class Window:
         "_is_skipped",
         "_part",
         "_phase",
+        "_report",
         "_rows",
         "_seconds",
         "_step",
@@ -100,6 +101,7 @@ class Window:
         self._trained = [*map(_is_trained, task.everyone)]
         self._part: Accumulator | None = None  # of the last add, for the next one
         self._phase = "open"
+        self._report: StepReport | None = None
         self._is_skipped = False
         self._rows, self._seconds = 0, 0.0
         if state is not None:
@@ -111,6 +113,11 @@ class Window:
     def rows(self) -> int:
         """Rows added so far."""
         return self._rows
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report of the update; None before it."""
+        return self._report
 
     def add(self, micro: Any) -> None:
         """Run forward and backward on one micro-batch, and add its gradient to the sums.
@@ -251,7 +258,7 @@ class Window:
             if failed is not None:
                 raise failed from None
             raise
-        self._phase = "updated"
+        self._phase, self._report = "updated", report
         self._task.tell(report)
         return report
 
