@@ -197,7 +197,7 @@ def test_switch_transformers_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "Rows meet")]
+    ("name", "message"), [("CLIPModel", "a contrastive loss"), ("SiglipModel", "Rows affect")]
 )
 def test_contrastive_heads_are_refused_by_name(name: str, message: str) -> None:
     text = VIT | {"vocab_size": WORDS, "max_position_embeddings": LENGTH, "eos_token_id": 2}
