@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.padding import find_padding, refilled, trimmed
+from anybatch.check.padding import find_padding, refilled
 from anybatch.check.rows import Cut, Part, choose, is_close, signatures
 from anybatch.core import tree
 
@@ -85,18 +85,6 @@ def test_padding_is_told_by_a_mask_or_a_token(batch: Any, model: nn.Module, vali
     if found is not None and valid is not None:
         assert (found.length, found.valid) == (5, tuple(valid.tolist()))
         assert model is WORDS or "mask" in found.source or "[1]" in found.source
-
-
-@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS.clamp(max=4)])
-def test_rows_padded_on_the_left(lengths: Tensor) -> None:
-    mask = (torch.arange(5) >= 5 - lengths[:, None]).long()
-    batch = {"x": torch.randn(8, 5), "attention_mask": mask}
-    found = find_padding(batch, SAME)
-    assert found is not None
-    assert (found.valid, found.is_left) == (tuple(lengths.tolist()), True)
-    shorter = trimmed(Cut(data=batch, micro_batch=8, part=Part.whole(8)), found, 1)
-    assert shorter.collate is not None
-    assert shorter.collate([0])["x"].equal(batch["x"][:1, 5 - max(1, int(lengths[0])) :])
 
 
 def test_refilled_rows_differ_in_padded_places_alone() -> None:

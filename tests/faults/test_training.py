@@ -17,8 +17,6 @@ from tests.snapshots import changes
 from tests.train import runs
 from tests.train.runs import BATCH, EPOCHS, UPDATES, assert_same_end, make_rows, make_trainer, undisturbed
 
-# ---- failures
-
 
 @pytest.mark.parametrize("row", range(runs.TRAIN))
 def test_bad_data_in_the_middle_of_an_epoch_costs_nothing_but_its_own_update(
@@ -70,9 +68,6 @@ def test_mistake_in_a_metric_does_not_cost_the_epoch(error: Exception, tmp_path:
     assert [report.epoch for report in reports] == [1, 2, 3, 4]  # validated again, reported once
     assert reports[0].samples_per_second == 0  # nothing was left to train
     assert_same_end(again, reports, undisturbed())
-
-
-# ---- stops that are asked for
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,6 @@ def test_seconds_follow_the_work() -> None:
     assert took[0] > 1.9 * took[1]
 
 
-# ---- request
-
-
 def test_what_is_settled_is_no_choice() -> None:
     step, batch = make(), rows_of(24)
     assert request(step, batch, sizes=(5,)).all_sizes == [5]

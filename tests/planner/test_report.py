@@ -45,9 +45,6 @@ def test_json_holds_all_of_it() -> None:
     assert (told["device"], told["notes"]) == ("cpu", ["first", "second"])
 
 
-# ---- refusal
-
-
 MOMENT = Moment(phase="update", micro_batch=0, module="", bytes=(400, 300, 800, 100, 0, 64, 0))
 HELD = (
     Holding("body", "optimizer state", 800),
