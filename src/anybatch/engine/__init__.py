@@ -18,7 +18,7 @@ from anybatch.engine.execute import (
     update,
 )
 from anybatch.engine.gradients import Apart, Gradients, accumulation_dtype
-from anybatch.engine.observer import Observer
+from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan, check_micro_batch
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.strategy import Single, Strategy
@@ -39,6 +39,7 @@ __all__ = [
     "Observer",
     "Plan",
     "Progress",
+    "Reader",
     "Redone",
     "Restart",
     "Schedule",

@@ -80,6 +80,7 @@ class Accumulator:
             partial(_same, self.loss) if window is None else partial(_shifted, window)
         )
         self._computing = task.computing(plan)
+        self._reader = task.reader
         self._window = window
         self._sums: list[Mapping[str, Number]] = []  # without graph, one entry per micro-batch
         self._weights: list[Mapping[str, Number]] = []
@@ -114,6 +115,20 @@ class Accumulator:
             self.task.scale.begin(self.scale_limit)
         if self.gradients is not None:
             self.gradients.begin()
+        if self._reader is not None:
+            self._reader.begin(micro, self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        if self.gradients is None:
+            return 0
+        copies = 2 if self.plan.compensated else 1  # the rounding errors
+        banks = self.gradients.taken().banks.values()
+        return copies * sum(
+            one.untyped_storage().nbytes()
+            for bank in banks
+            for one in bank.values()
+            if one.layout is torch.strided
+        )
 
     def restart(self, batch: Batch) -> bool:
         """Take the rows of the next `add` of a window; False where that needs an accumulator of its own."""
@@ -145,6 +160,8 @@ class Accumulator:
                 f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
                 f"{sorted(known)}. Return ab.Total.zero() for a term that has nothing to add."
             )
+        if self._reader is not None:
+            self._reader.forward_done()
         return terms
 
     def backward(self, terms: Evaluated) -> None:
@@ -177,6 +194,8 @@ class Accumulator:
         if weights is not None:
             self._weights.append(_all_kept(weights))
         self.rows.append(len(self._micro.indices) if self._micro is not None else 0)
+        if self._reader is not None:
+            self._reader.done()
 
     def _flow(self, flowing: Mapping[str, Tensor]) -> None:
         gradients, division, scale = self.gradients, self._division, self.task.scale.value

@@ -29,6 +29,7 @@ from anybatch.core import (
 )
 from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.gradients import Sums
+from anybatch.engine.observer import Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.task import Task
@@ -133,6 +134,8 @@ def execute(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False, **aga
             raise
         finally:
             sums.close()
+            if task.reader is not None:
+                task.reader.close()
 
 
 def accumulate(schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
@@ -148,6 +151,8 @@ def accumulate(schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
                 for listener in listeners:
                     listener(MicroBatchDone(index=sums.count - 1, rows=len(micro.indices)))
         except Exception as error:
+            if sums.task.reader is not None:
+                sums.task.reader.close()
             recover(error, schedule, sums, before)
 
 
@@ -175,11 +180,14 @@ def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, befo
         if parameter in task.trained:
             gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
     norm = _look(gradient, weights, sums)
+    reader = task.reader or _NO_READER
     try:
+        reader.begin_update()
         with task.masters.raised(gradient, task.optimizers):
             step_optimizers(gradient, task.optimizers, plan.foreach)
             sums.is_updated = True
             task.progress.updates += 1
+        reader.update_done()
     except TornUpdateError:
         sums.is_updated = True
         raise
@@ -346,6 +354,7 @@ def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
 
 
 _NOTHING = nullcontext()
+_NO_READER = Reader()
 
 
 @contextmanager

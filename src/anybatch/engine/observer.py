@@ -1,4 +1,4 @@
-"""Observers: what looks at the gradients of a step and changes nothing."""
+"""Observers: what looks at the gradients of a step, or at its micro-batches, and changes nothing."""
 
 from collections.abc import Mapping, Sequence
 
@@ -40,3 +40,28 @@ class Observer:
             gradients: in the dtype in which they arrive; several where terms are divided one by one.
             scale: the loss scale, and provisional divisors, that they are multiplied by.
         """
+
+
+class Reader:
+    """Reads what micro-batches and the update cost. This one reads nothing: override what is needed.
+
+    What fails is told to `close`; then a micro-batch may begin again.
+    """
+
+    def begin(self, micro: Micro, held: int) -> None:
+        """A micro-batch begins; sums of gradients take `held` bytes by now."""
+
+    def forward_done(self) -> None:
+        """Its loss is computed."""
+
+    def done(self) -> None:
+        """Its gradients are in the sums."""
+
+    def begin_update(self) -> None:
+        """The optimizers are about to be stepped."""
+
+    def update_done(self) -> None:
+        """They have been."""
+
+    def close(self) -> None:
+        """Drop what has begun and is not done."""

@@ -30,7 +30,7 @@ from anybatch.core import (
 )
 from anybatch.core import torch_private as private
 from anybatch.engine.gradients import accumulation_dtype
-from anybatch.engine.observer import Observer
+from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
@@ -96,6 +96,7 @@ class Task:
     strategy: Strategy = field(default_factory=Single)
     progress: Progress = field(default_factory=Progress)  # what the step counts
     observers: Sequence[Observer] = ()
+    reader: Reader | None = None
     # in the plan of a window, rows of one `add`, whose sums are held apart, too; 0 for a step
     add_rows: int = 0
     state: ModuleState = field(init=False)  # of the modules, which a step notes before it begins

@@ -2,7 +2,7 @@
 
 import hashlib
 import statistics
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -12,69 +12,18 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from anybatch.core import (
     Batch,
-    BatchError,
     BudgetError,
     PlanError,
     SampleBatch,
-    TensorBatch,
     TraceError,
-    tree,
 )
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device, parse_memory
 from anybatch.planner.candidates import Request
+from anybatch.planner.measured import Measured
 from anybatch.planner.report import PlanReport
 from anybatch.planner.search import choose
-from anybatch.state import rng
-
-# ---- shapes of rows
-
-
-Shape = tuple[tuple[str, tuple[int, ...]], ...]  # of one row: dtype and sizes of each leaf
-
-COLLATED_AT_ONCE = 8  # rows, when only their shapes are wanted
-
-
-def round_up(size: int) -> int:
-    """The next of four sizes per doubling."""
-    step = max(1, 1 << max(0, size.bit_length() - 3))
-    return -(-size // step) * step
-
-
-def shaped(shape: Shape, batch: Batch) -> Batch:
-    """A batch like this one with rows of another shape, that holds no memory: for tracing only."""
-    few = batch.only(range(1))
-    nest = tree.flatten(few.whole if few.whole is not None else next(few.cut(1)))
-    leaves = [
-        torch.zeros((1, *sizes), dtype=leaf.dtype, device=leaf.device)
-        for (_, sizes), leaf in zip(shape, nest.leaves, strict=True)
-    ]
-    return TensorBatch(nest.build(iter(leaves)))
-
-
-def row_shape(value: object) -> Shape:
-    """What a row of these nested tensors looks like."""
-    return tuple([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in tree.flatten(value).leaves])
-
-
-def longest(batch: SampleBatch) -> Shape:
-    """The largest size of each axis over all samples, collated a few at a time and dropped at once."""
-    random = rng.capture_process()
-    try:
-        shapes = [row_shape(micro) for micro in batch.cut(COLLATED_AT_ONCE)]
-    finally:
-        rng.restore_process(random)
-    for shape in shapes:
-        if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
-            raise BatchError(
-                "Expected collate to return tensors of the same kinds for all rows, got "
-                f"{str(shape)[:80]} after {str(shapes[0])[:80]}. Return the same nest each time."
-            )
-    return tuple(
-        (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
-        for leaf, (name, _) in enumerate(shapes[0])
-    )
-
+from anybatch.planner.shapes import Shape, longest, round_up, row_shape, shaped
 
 # ---- a race in real steps
 
@@ -155,6 +104,8 @@ class Budget:
         self.memory = memory
         self.races: dict[Key, Race] = {}
         self._reports: dict[tuple[Plan, Shape, str], PlanReport] = {}  # of those made here
+        self._measured: dict[str, Measured] = {}  # by kind of rows, settings and what is trained
+        self._last: tuple[Task, Hashable, Measured] | None = None
         self._first: Shape = ()
         self._varying: set[tuple[int, int]] = set()  # leaf and axis
 
@@ -181,6 +132,18 @@ class Budget:
         found = [self._reports.get((plan, one, signature)) for one in (shape, self._rounded(shape))]
         return next((report for report in found if report is not None), None)
 
+    def measured(self, task: Task, settings: Plan, kind: Hashable) -> Measured:
+        """What is known by readings of rows of this kind, on this task."""
+        if self._last is None or self._last[:2] != (task, kind):
+            key = f"{kind} {settings.to_json()} {_signature(task)}"
+            found = self._measured.get(key)
+            if found is None:
+                num_bytes = parse_memory(self.memory, device_of(task))
+                found = self._measured[key] = Measured(num_bytes, races=self.memory == "auto")
+            found.devices = task.devices
+            self._last = task, kind, found
+        return self._last[2]
+
     def forget(self) -> None:
         """Plan everything anew."""
         self.races.clear()
@@ -202,12 +165,16 @@ class Budget:
                 "varying": sorted(self._varying),
             }
             for key, race in self.races.items()
-        ]
+        ] + [{"memory": self.memory, "key": key, **one.state()} for key, one in self._measured.items()]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Take over what `state` gave: rows like those get the same plans again."""
         for one in state:
             if one["memory"] != self.memory:  # they may not fit now
+                continue
+            if "readings" in one:
+                found = self._measured[one["key"]] = Measured(int(one["num_bytes"]), races=False)
+                found.load(one)
                 continue
             key = Key(
                 shape=tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]]),

@@ -12,12 +12,21 @@ import torch
 from torch import Tensor
 
 from anybatch.batchnorm import refuse_batch_norms
-from anybatch.core import Batch, BudgetError, PlanError
+from anybatch.core import Batch, BudgetError, LossError, PlanError, cut_sizes
 from anybatch.engine import Plan, Task, check_micro_batch
-from anybatch.planner import Budget, PlanReport, Request, enforced, find_plan
+from anybatch.planner import (
+    Budget,
+    Measured,
+    PlanReport,
+    Request,
+    enforced,
+    find_plan,
+    length_of,
+    may_be_read,
+)
 from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
-from anybatch.step.look import refuse_what_depends_on_the_cut
+from anybatch.step.look import read_rows, refuse_what_depends_on_the_cut
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 _WHOLE = {"cut_refused": _DEPENDS}
@@ -41,6 +50,8 @@ class Planning:
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
+        self._measured: Measured | None = None  # what chose the cut of this step
+        self._refused = ""  # why the batch at hand must not be cut, as far as a few rows have shown
 
     def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
         """The plan of a batch of so many rows, where there is no budget (PlanError)."""
@@ -51,20 +62,30 @@ class Planning:
             )
         return _of_size(self.settings, rows, self.limits.size(like, self._size(rows)))
 
-    def of(self, task: Task, batch: Batch) -> Plan:
-        """The plan of a batch."""
+    def of(self, task: Task, batch: Batch, guard: "Guard") -> tuple[Plan, Task]:
+        """The plan of a batch; and the task, with a reader where micro-batches are to be read."""
         if self.budget is None:
-            return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows)))
-        plan = self._within(self._request(task, batch, batch.rows), self.budget)
-        self._wanted = plan.micro_batch
+            return self._as_set(batch.rows, self._limited(task, batch, self._size(batch.rows))), task
+        measured, cut = self._by_readings(task, batch, guard, self.budget)
+        if measured is not None and cut:
+            plan = _of_cut(self.settings, cut)
+            task = replace(task, reader=measured) if measured.is_wanted else task
+        else:
+            measured = None
+            plan = self._within(self._request(task, batch, batch.rows), self.budget)
+        self._measured, self._wanted = measured, plan.micro_batch
         size = self._limited(task, batch, plan.micro_batch)
-        return plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)
+        return (plan if size == plan.micro_batch else _of_size(plan, batch.rows, size)), task
 
-    def of_window(self, task: Task, batch: Batch) -> Plan:
+    def of_window(self, task: Task, batch: Batch, guard: "Guard") -> Plan:
         """The plan of one micro-batch of a window: as it comes, unless it does not fit."""
         rows = self._wanted = batch.rows
         if self.budget is None:
             return self._as_set(rows, self._limited(task, batch, rows))
+        _, cut = self._by_readings(task, batch, guard, self.budget, in_window=True)
+        if cut:
+            self._wanted = max(cut)
+            return _of_size(self.settings, rows, self._limited(task, batch, self._wanted))
         task = replace(task, add_rows=rows)
         # One of several, so that gradients are there already; with compensated sums errors, too.
         parts = 3 if self.settings.compensated else 2
@@ -75,6 +96,28 @@ class Planning:
         like = self._within(request, self.budget, whole={"sizes": (rows,)})
         self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
+
+    def _by_readings(
+        self, task: Task, batch: Batch, guard: "Guard", budget: Budget, *, in_window: bool = False
+    ) -> tuple[Measured | None, tuple[int, ...]]:
+        """Rows of each micro-batch by what was read; none where the step has to be traced."""
+        norms = task.batch_norms and self.settings.batch_norm != "frozen"
+        if norms or batch.rows < _FEWEST or not may_be_read(task):
+            return None, ()
+        measured = budget.measured(task, self.settings, _kind(batch))
+        static, length = measured.static_bytes(task, batch), length_of(batch)
+        if not (measured.law.readings or measured.is_refused):
+            like, read_by = _of_size(self.settings, batch.rows, 2), replace(task, reader=measured)
+            try:
+                with measured.looking(static, length) as fits:
+                    guard.read(read_by, batch, like, fits)
+            except LossError as error:
+                measured.refused, measured.is_refused = str(error), True
+        self._refused = measured.refused
+        if measured.is_refused:
+            return None, ()
+        held = measured.gradients if in_window else 0
+        return measured, measured.sizes(batch.rows, length, static + held, only=self.micro_batch)
 
     def _as_set(self, rows: int, micro_batch: int) -> Plan:
         plan = self._plans.get((rows, micro_batch))
@@ -90,11 +133,20 @@ class Planning:
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
     def learn(
-        self, batch: Batch, plan: Plan, *, failed: int, seconds: float = 0.0, in_window: bool = False
+        self,
+        batch: Batch,
+        plan: Plan,
+        *,
+        failed: int,
+        seconds: float = 0.0,
+        in_window: bool = False,
+        is_random: bool = False,
     ) -> None:
         """What came of a plan: `failed` rows were too many, 0 where memory never ran out."""
         if self.budget is not None and not failed and not in_window:
             self.budget.record(plan, seconds)
+            if self._measured is not None:
+                self._measured.finish(is_random=is_random)
         if not (failed or self.limits.known):
             return
         as_asked = self.budget is None and not in_window
@@ -152,7 +204,7 @@ class Planning:
             like=_of_size(self.settings, rows, size),
             cut_refused=f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
             if norms
-            else "",
+            else self._refused,
             blocks=tuple([name for name in blocks if (name, "recompute") not in self._distrusted]),
             without=tuple({policy for _, policy in self._distrusted} - {"recompute"}),
             sizes=() if self.micro_batch is None or as_it_comes else (size,),
@@ -186,6 +238,14 @@ class Guard:
                 said = refuse_what_depends_on_the_cut(task, batch, plan, most)
                 self._looks[kind] = 0 if said else left - 1
 
+    def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
+        """Let the task's reader read micro-batches of a few rows, and look, if this kind of rows is new."""
+        kind = _kind(batch)
+        left = self._looks.get(kind, _LOOKS) if self._checks else 0
+        told = read_rows(task, batch, plan, fits, check=left > 0)
+        if left:
+            self._looks[kind] = 0 if told else left - 1
+
     def refuse_meetings(self, task: Task) -> None:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
         if self.batch_norm is None:
@@ -204,6 +264,7 @@ def whole_number(micro_batch: object) -> int | None:
 
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
+_FEWEST = 4  # rows that can be read in more than one cut
 _LOOKS = 3  # some batches tell nothing
 
 
@@ -224,3 +285,10 @@ def _at_least_one(rows: object) -> int:
 @lru_cache(maxsize=64)  # batches of an epoch have one or two sizes
 def _of_size(like: Plan, rows: int, micro_batch: int) -> Plan:
     return replace(like, rows=rows, micro_batch=micro_batch)
+
+
+def _of_cut(like: Plan, cut: tuple[int, ...]) -> Plan:
+    """A plan of these micro-batches, the largest first where they differ by the last one only."""
+    rows, size = sum(cut), max(cut)
+    is_even = cut == tuple(cut_sizes(rows, size))
+    return _of_size(like, rows, size) if is_even else replace(like, rows=rows, micro_batch=size, cut=cut)

@@ -2,8 +2,8 @@
 
 import math
 import pickle
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -25,6 +25,17 @@ ROWS = 8
 _LIMIT = 1e-2  # a smaller relative error of a gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
 _AGAIN = 4  # times that rows are tried again before they are refused: a hidden coin may fall alike
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Rows of each micro-batch; every second row comes first where they are interleaved."""
+
+    sizes: tuple[int, ...]
+    is_interleaved: bool = False
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
 
 
 def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> bool:
@@ -57,33 +68,82 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward makes lazy parameters what they are
         return False
     most = min(rows, max(2, most))
+    # A loss over all rows may pair them by their places.
+    is_mixed = not isinstance(task.loss, WholeBatch)
+    with _few_rows(task, batch, rows) as few:
+        for size in dict.fromkeys((most, 2)):
+            with suppress(OutOfMemoryError):
+                return _look(task, few, plan, size, dict.fromkeys(_cuts(rows, size, is_mixed=is_mixed)))
+    return False
+
+
+def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool) -> bool:
+    """Let the reader of a task read micro-batches of a few rows; compare loss and gradient of two cuts.
+
+    The first cut is into two rows each. The micro-batches of the second are the largest that then `fits`.
+
+    Args:
+        task: with a reader.
+        batch: the rows to choose from, at least four.
+        plan: how the batch is to be carried out.
+        fits: whether so many rows fit, by what was read so far.
+        check: whether the two are compared.
+
+    Returns:
+        Whether these rows could tell.
+
+    Raises:
+        LossError: loss or gradient depends on the cut.
+    """
+    if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
+        return False
+    rows = min(batch.rows, ROWS)
+    with _few_rows(task, batch, rows) as few, suppress(OutOfMemoryError):
+        pairs = _Cut(_sizes(rows, [2]), is_interleaved=True)
+        if check:
+            return _look(task, few, plan, 2, _pairs_first(pairs, fits))
+        _outcome(task, few, plan, pairs)
+    return False
+
+
+def _pairs_first(pairs: _Cut, fits: Callable[[int], bool]) -> Iterator[_Cut]:
+    """Pairs of rows, then two unequal parts of all rows, or what else fits."""
+    yield pairs
+    rows = sum(pairs.sizes)
+    small = rows - min(rows - 1, -(-5 * rows // 8))
+    if fits(rows - small):
+        yield _Cut((small, rows - small))
+    else:
+        yield _Cut(_sizes(rows, [1, 2]))
+
+
+@contextmanager
+def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
+    """So many rows from all over the batch; afterwards all that a forward reaches is put back."""
     few = batch.only([index * batch.rows // rows for index in range(rows)])
     noted, streams = reached_by(task, few), rng.capture_process()
     try:
         with read_afresh(task.model):
-            for size in dict.fromkeys((most, 2)):
-                with suppress(OutOfMemoryError):
-                    return _look(task, few, plan, size)
-        return False
+            yield few
     finally:
         noted.put_back()
         rng.restore_process(streams)
 
 
-def _look(task: Task, few: Batch, plan: Plan, most: int) -> bool:
-    # A loss over all rows may pair them by their places.
-    first, *others = dict.fromkeys(_cuts(few.rows, most, is_mixed=not isinstance(task.loss, WholeBatch)))
+def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -> bool:
+    others = iter(cuts)
+    first = next(others)
     is_own = isinstance(task.loss, ModelTerms)
     whole = _outcome(task, few, plan, first)
     if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
-        whole = _outcome(task, few, plan, first := others.pop(0))
+        whole = _outcome(task, few, plan, first := next(others))
         if isinstance(whole, LossError):
             raise whole
     if isinstance(whole, Exception) or not any(whole.report.weights.values()):
         return False
     told = False
     for cut in others:
-        parts = _outcome(task, few, plan, cut)
+        parts = _outcome(task, few, plan, cut, is_watched=not whole.is_quiet)
         if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
             raise parts
         if isinstance(parts, Exception):
@@ -108,17 +168,6 @@ def _look(task: Task, few: Batch, plan: Plan, most: int) -> bool:
             "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
         )
     return told
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Rows of each micro-batch; every second row comes first where they are interleaved."""
-
-    sizes: tuple[int, ...]
-    is_interleaved: bool = False
-
-    def __str__(self) -> str:
-        return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
 
 
 def _cuts(rows: int, most: int, *, is_mixed: bool) -> list[_Cut]:
@@ -146,7 +195,7 @@ def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
 class _Outcome(Observer):
     """Loss and gradient of some rows in one cut; the model, its gradients and all else are as before."""
 
-    def __init__(self, task: Task, few: Batch, plan: Plan, cut: _Cut) -> None:
+    def __init__(self, task: Task, few: Batch, plan: Plan, cut: _Cut, *, is_watched: bool) -> None:
         self.gradients: dict[str, Tensor] = {}
         self._draws = _Watched(task.everyone)
         effects = Effects()
@@ -168,7 +217,7 @@ class _Outcome(Observer):
         self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
         self._has_drawn = False
         try:
-            with torch.enable_grad(), plain_kernels(), self._draws:
+            with torch.enable_grad(), plain_kernels(), self._draws if is_watched else nullcontext():
                 self.report = carry_out(like, own, rows, is_dry=True)
         finally:
             self._draws.put_back()
@@ -176,6 +225,7 @@ class _Outcome(Observer):
             raise OutOfMemoryError(f"Expected {max(cut.sizes)} rows to fit, got none left. Take fewer.")
         draws = self._draws.unreplayed or effects.draws or effects.draws_process
         self.is_random = bool(draws or self._has_drawn)
+        self.is_quiet = self._draws.is_quiet
         self.eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *self._draws.dtypes))
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
@@ -199,6 +249,7 @@ class _Watched(SeenDraws):
         super().__init__()
         self._places = {one.untyped_storage().data_ptr(): one for one in parameters if not is_lazy(one)}
         self._copies: dict[Tensor, Tensor] = {}
+        self._has_drawn = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -211,6 +262,16 @@ class _Watched(SeenDraws):
                     with private.disable_current_modes():
                         self._copies[known] = known.detach().clone()
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Make a draw."""
+        self._has_drawn = True
+        return super().draw(func, args, kwargs)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing was drawn or written, so that other cuts need not be watched."""
+        return not self._has_drawn and not self._copies
 
     def put_back(self) -> None:
         """Put the copies back."""
@@ -255,13 +316,15 @@ def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
     """Rows may be cut: where memory runs out the report says so."""
 
 
-def _outcome(task: Task, few: Batch, plan: Plan, cut: _Cut) -> "_Outcome | Exception":
+def _outcome(
+    task: Task, few: Batch, plan: Plan, cut: _Cut, *, is_watched: bool = True
+) -> "_Outcome | Exception":
     """What comes of a cut, or its error: a step meets that again, or would not meet it.
 
     A model may refuse a single row, which a step need not send.
     """
     try:
-        return _Outcome(task, few, plan, cut)
+        return _Outcome(task, few, plan, cut, is_watched=is_watched)
     except OutOfMemoryError:
         raise
     except Exception as error:

@@ -191,12 +191,12 @@ class Step:
         task = self._begun()
         logical = admit(batch, task, self.collate)
         while True:
-            plan = self.planning.of(task, logical)
+            plan, running = self.planning.of(task, logical, self.guard)
             if plan.is_cut:
                 self.guard.before_cut(task, logical, plan, plan.micro_batch)
             try:
                 with self.planning.enforced(task):
-                    report = carry_out(plan, task, logical)
+                    report = carry_out(plan, running, logical)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
@@ -206,7 +206,13 @@ class Step:
                 if isinstance(error, OutOfMemoryError):
                     error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
-            self.planning.learn(logical, plan, failed=report.too_large, seconds=report.seconds)
+            self.planning.learn(
+                logical,
+                plan,
+                failed=report.too_large,
+                seconds=report.seconds,
+                is_random=self.effects.draws or self.effects.draws_process,
+            )
             return report
 
     def foresee(

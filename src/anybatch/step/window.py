@@ -138,7 +138,7 @@ class Window:
         if self._rows:
             guard.refuse_meetings(self._task)
         if not self._is_skipped:
-            plan = planning.of_window(self._task, batch)
+            plan = planning.of_window(self._task, batch, guard)
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
             if self._rows or plan.is_cut:

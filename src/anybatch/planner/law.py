@@ -1,0 +1,122 @@
+"""The bytes of a micro-batch as a function of its rows and their length, fitted to readings."""
+
+import math
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+Size = tuple[int, int]  # rows of a micro-batch, and the length of a row: numbers in it
+
+_ROUNDS = 4  # of reweighting
+_PER_COLUMN = 0.003  # what another term must gain in the mean relative error
+_SURE, _PER_DOUBLING, _MOST_MISFIT = 0.01, 0.04, 0.15
+
+
+class Law:
+    """Bytes of micro-batches: k0 + k1 n + k2 m + k3 m n + k4 m n^2 for m rows of length n, all k >= 0.
+
+    The coefficients have the least absolute relative errors over the readings, found by iteratively
+    reweighted least squares (Schlossmacher 1973, "An iterative technique for absolute deviations curve
+    fitting"). Of all subsets of terms the one with the least error is taken, with a small price per term. A
+    size that has been read is predicted by its readings: the largest, or of three and more the second
+    largest, because libraries allocate some buffers only once. A size that took more than a larger one runs
+    other kernels, as a single row often does. It is left out of the fit and predicted by itself.
+
+    Example:
+        >>> law = Law()
+        >>> law.add((2, 10), 2_000)
+        >>> law.add((4, 10), 3_000)
+        >>> round(law((8, 10)), -2)
+        5000.0
+    """
+
+    def __init__(self, readings: Iterable[tuple[Size, Sequence[float]]] = ()) -> None:
+        self.readings: dict[Size, list[float]] = {size: [*found] for size, found in readings}
+        self._fitted: tuple[Tensor, float, dict[int, float]] | None = None
+
+    def add(self, size: Size, num_bytes: float) -> None:
+        """A micro-batch of this size took so many bytes."""
+        self.readings.setdefault(size, []).append(max(1.0, float(num_bytes)))
+        self._fitted = None
+
+    @property
+    def largest(self) -> int:
+        """Rows times length of the largest size that was read; 0 where nothing was."""
+        return max((rows * length for rows, length in self.readings), default=0)
+
+    @property
+    def lengths(self) -> set[int]:
+        """Lengths that were read."""
+        return {length for _, length in self.readings}
+
+    def __call__(self, size: Size) -> float:
+        """The bytes expected of a size."""
+        if size in self.readings:
+            return _typical(self.readings[size])
+        rows, length = size
+        terms, _, odd = self._fit()
+        if rows in odd:
+            return odd[rows] * length
+        expected = float(_columns([size])[0] @ terms)
+        known = self.lengths
+        # The power of the length is not known yet: attention takes its square.
+        return expected * length / max(known) if len(known) < 3 and length > max(known) else expected
+
+    def bound(self, size: Size) -> float:
+        """The bytes to allow for: more, the further a size is from what was read."""
+        if size in self.readings:
+            return self(size) * (1 + _SURE)
+        doublings = math.log2(max(1.0, size[0] * size[1] / self.largest))
+        misfit = min(_MOST_MISFIT, 2 * self._fit()[1])
+        return self(size) * (1 + _SURE + misfit + _PER_DOUBLING * doublings)
+
+    def _fit(self) -> tuple[Tensor, float, dict[int, float]]:
+        """Coefficients, the relative error that nine in ten readings stay below, and bytes of odd sizes."""
+        if self._fitted is None:
+            points = [(size, _typical(found)) for size, found in self.readings.items()]
+            odd = {
+                rows: found / length
+                for (rows, length), found in points
+                if any(m > rows and n == length and least < found for (m, n), least in points)
+            }
+            terms, misfit = _fitted([(size, found) for size, found in points if size[0] not in odd])
+            self._fitted = terms, misfit, odd
+        return self._fitted
+
+
+def _typical(found: Sequence[float]) -> float:
+    return max(found) if len(found) < 3 else sorted(found)[-2]
+
+
+def _columns(sizes: Sequence[Size]) -> Tensor:
+    m, n = torch.tensor(sizes, dtype=torch.float64).unbind(1)
+    return torch.stack([torch.ones_like(m), n, m, m * n, m * n * n], dim=1)
+
+
+def _fitted(points: Sequence[tuple[Size, float]]) -> tuple[Tensor, float]:
+    sizes, found = [size for size, _ in points], [value for _, value in points]
+    # The product is always there; the others only where the readings can tell them apart.
+    rows, lengths = len({m for m, _ in sizes}), len({n for _, n in sizes})
+    usable = [3] + [0] * (rows > 1) + [4] * (lengths > 1) + [2] * (lengths > 1 and len(points) > 3)
+    usable += [1] * (lengths > 2 and len(points) > 4)
+    most = max(1, len(points) - (lengths > 2))
+    subsets = [one for count in range(1, most + 1) for one in combinations(usable, count)]
+    masks = torch.zeros(len(subsets), 5, dtype=torch.float64)
+    for mask, subset in zip(masks, subsets, strict=True):
+        mask[list(subset)] = 1
+    relative = _columns(sizes) / torch.tensor(found, dtype=torch.float64)[:, None]
+    scale = relative.abs().amax(0)
+    system = relative / scale * masks[:, None]  # all subsets at once
+    weights = torch.ones(len(subsets), len(points), 1, dtype=torch.float64)
+    terms = errors = weights
+    for _ in range(_ROUNDS):
+        terms = torch.linalg.lstsq(system * weights, weights, driver="gelsd").solution
+        errors = (system @ terms - 1).abs()
+        weights = errors.clamp(min=0.005).rsqrt()
+    scores = errors.mean((1, 2)) + _PER_COLUMN * masks.sum(1)
+    scores[terms.amin((1, 2)) < -1e-9] = math.inf
+    best = int(scores.argmin())
+    ordered = errors[best].flatten().sort().values
+    return terms[best].flatten() * masks[best] / scale, float(ordered[math.ceil(0.9 * len(points)) - 1])

@@ -1,0 +1,346 @@
+"""Cuts within a budget by readings: what micro-batches were seen to take, and how fast they were."""
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from anybatch.core import Batch, BatchError, Micro, SampleBatch, tree
+from anybatch.core import torch_private as private
+from anybatch.engine import Reader, Task
+from anybatch.memory import Reading
+from anybatch.planner.law import Law, Size
+from anybatch.planner.shapes import longest
+from anybatch.planner.trace import is_one_pass
+
+FROZEN = 3  # steps after which the cut of a model that draws random numbers stays
+_EARLY = 8  # steps in which micro-batches are read or raced; later in every power of two
+_PER_SIZE = 3  # readings of one size
+_LENGTHS = 8  # that are read when they first come
+_BEYOND = 1.05  # times the largest size, from which on a larger one is read
+_GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # how much larger than what was read; less near the budget
+_PER_EVENT = 2_600  # bytes that a reading itself takes for each allocation
+_TOO_DEAR = 0.03  # of the room, by which a reading may go beyond it
+_PAIRS, _GAIN, _HALVINGS = 3, 0.97, 2  # of a race
+
+
+class Measured(Reader):
+    """The largest even cut within a budget, by a law of bytes that is read from real micro-batches.
+
+    The readings of the few rows that are compared before the first cut start the law. In the first steps,
+    and rarely afterwards, a micro-batch is read again, so that the law improves.
+
+    With `races` half of the micro-batch is tried beside it within the same steps. It is taken if it is at
+    least 3 % faster. Settled after 8 steps. Where the forward draws random numbers nothing is raced, and the
+    cut stays as it is from the third step on.
+
+    Args:
+        num_bytes: the budget.
+        races: whether smaller micro-batches than fit may be tried for speed.
+
+    Attributes:
+        refused: why the batch must not be cut; empty where it may.
+        is_refused: whether readings cannot tell, so that the step has to be traced.
+        is_wanted: whether micro-batches of the next step are to be read or timed.
+        is_random: whether the forward was seen to draw random numbers.
+        gradients: bytes of the sums of gradients.
+        is_exact: whether readings saw all bytes; else an allowance is added.
+    """
+
+    def __init__(self, num_bytes: int, *, races: bool) -> None:
+        self.num_bytes = num_bytes
+        self.law = Law()
+        self.whole: dict[Size, float] = {}  # bytes above what is there without gradients, of uncut batches
+        self.update = 0.0  # bytes that the update takes for a moment
+        self.gradients = self.steps = self.level = 0
+        self.is_exact = True
+        self.is_random = self.is_looking = False
+        self.is_settled = not races
+        self.refused = ""
+        self.is_refused = self.is_wanted = False
+        self._static: tuple[Task | None, int, int] = None, 0, 0
+        self._ratios: list[float] = []
+        self._alone: tuple[int, float] | None = None  # length, and seconds per row of an uncut step
+        self._trial: tuple[int, int] | None = None  # rows that are raced in this step, and half of them
+        self._times: list[tuple[Size, float]] = []
+        self._index = 0  # of the micro-batch in this step
+        self._has_read = self._is_uncut = False
+        self._events = self._ran = self._room = 0  # of the last reading; the largest size that was run
+        self._reading: Reading | None = None
+        self._now: Size = (0, 0)
+        self._own = self._held = 0
+        self._began = 0.0
+        self._sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self.devices: Collection[torch.device] = ()
+
+    @contextmanager
+    def looking(self, static: int, length: int) -> Generator[Callable[[int], bool]]:
+        """While a few rows are read; gives whether so many rows of this length fit, as far as is known."""
+        self.is_looking = True
+        try:
+            yield (
+                lambda rows: (
+                    bool(self.law.readings)
+                    and self._fits((rows, length), self.num_bytes - static - self.gradients)
+                )
+            )
+        finally:
+            self.is_looking = False
+            self.is_refused = not self.law.readings
+
+    def static_bytes(self, task: Task, batch: Batch) -> int:
+        """Bytes that are there throughout a step, without gradients."""
+        states = sum(len(one.state) for one in task.optimizers)
+        if self._static[:2] != (task, states) or self.steps < FROZEN:
+            self._static = task, states, _static_bytes(task)
+        return self._static[2] + sum(one.nbytes for one in getattr(batch, "leaves", ()))
+
+    # The choice
+
+    def sizes(self, rows: int, length: int, static: int, *, only: int | None = None) -> tuple[int, ...]:
+        """Rows of each micro-batch of a batch; none where not even the smallest is known to fit.
+
+        Args:
+            rows: of the batch.
+            length: numbers in a row.
+            static: bytes that are there throughout, without gradients.
+            only: the one size there may be.
+        """
+        self._trial, self._index, self._has_read, self._times = None, 0, False, []
+        if not self.law.readings:
+            return ()
+        key = rows, length, static
+        found = self._sizes.get(key)
+        if found is None:
+            found = self._sizes[key] = self._fitting(rows, length, static, only)
+        if found and only is None and self.steps and not (self.is_settled or self.is_random):
+            found = self._raced(rows, max(found))
+        self.is_wanted, self._is_uncut = self._wants(found, length), found == (rows,)
+        return found
+
+    def _fitting(self, rows: int, length: int, static: int, only: int | None) -> tuple[int, ...]:
+        room = self._room = self.num_bytes - static - self.gradients
+        if self.update > room:
+            return ()
+        if only is not None:
+            return even(rows, -(-rows // only)) if self._fits((min(only, rows), length), room) else ()
+        top = next((size for size in _largest_first(rows) if self._fits((size, length), room)), 0)
+        if not top:
+            return ()
+        is_near = len(self.law.readings) < 2 or self.law((top, length)) > _NEAR * room
+        seen = max(self.law.largest, self._ran) // length
+        if top > _BEYOND * seen and not self._is_frozen:
+            top = min(top, max(2, seen * (_NEAR_GROWTH if is_near else _GROWTH)))
+        return even(rows, -(-rows // max(1, top >> self.level)))
+
+    def _fits(self, size: Size, room: float) -> bool:
+        if self.whole.get(size, float("inf")) <= room + self.gradients:
+            return True  # uncut, so gradients come as activations go
+        return self.law.bound(size) <= room
+
+    def _raced(self, rows: int, top: int) -> tuple[int, ...]:
+        """The largest micro-batches and halves in one step; in turn where the batch is a single one."""
+        half = -(-top // 2)
+        if half == top:
+            return even(rows, -(-rows // top))
+        self._trial = top, half
+        if rows >= 2 * top:
+            large = max(1, rows // top // 2) * top
+            return (*even(large, large // top), *even(rows - large, -(-(rows - large) // half)))
+        return (rows,) if self._alone is None and top == rows else even(rows, -(-rows // half))
+
+    @property
+    def _is_frozen(self) -> bool:
+        return self.is_random and self.steps >= FROZEN
+
+    def _wants(self, sizes: Sequence[int], length: int) -> bool:
+        if self._is_frozen or not sizes:
+            return False
+        is_early = self.steps < _EARLY or self.steps & (self.steps - 1) == 0
+        return is_early or self._trial is not None or self._is_new((max(sizes), length))
+
+    def _is_new(self, size: Size) -> bool:
+        known = self.law.lengths
+        is_longer = size[1] not in known and len(known) < _LENGTHS
+        return size not in self.law.readings and (is_longer or size[0] * size[1] > _BEYOND * self.law.largest)
+
+    def finish(self, *, is_random: bool) -> None:
+        """A step is over: judge the race."""
+        self.steps, self.is_random = self.steps + 1, self.is_random or is_random
+        self.is_settled = self.is_settled or self.steps >= _EARLY
+        if self._trial is None:
+            return
+        top, half = self._trial
+        per_row = {size: self._seconds_per_row(size) for size in (top, half)}
+        large, small = per_row[top], per_row[half]
+        length = self._now[1]
+        if small and large:
+            self._ratios.append(small / large)
+        elif large:
+            self._alone = length, large
+        elif small and self._alone is not None:
+            if self._alone[0] == length:
+                self._ratios.append(small / self._alone[1])
+            self._alone = None
+        if len(self._ratios) == _PAIRS:
+            is_faster = statistics.median(self._ratios) < _GAIN
+            self.level, self._ratios = self.level + is_faster, []
+            self.is_settled = not is_faster or self.level == _HALVINGS
+            self._sizes.clear()
+
+    def _seconds_per_row(self, rows: int) -> float | None:
+        times = self._times[1:] if len(self._times) > 2 else self._times  # the first one makes the gradients
+        return min([seconds / size[0] for size, seconds in times if size[0] == rows], default=None)
+
+    # The readings
+
+    def begin(self, micro: Micro, held: int) -> None:
+        """Begin to read, or to take the time."""
+        leaves = _leaves(micro.rows)
+        self._now = len(micro.indices), _length(leaves)
+        self.gradients, self._held = max(self.gradients, held), held
+        self._own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
+        if self._wants_reading(held):
+            self._reading = Reading.begin(self.devices)
+        self._began = perf_counter()
+
+    def _wants_reading(self, held: int) -> bool:
+        if self.is_looking:
+            return held > 0 and len(self.law.readings.get(self._now, ())) < 2
+        # A reading takes memory, too.
+        is_dear = self.law.bound(self._now) + self._events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
+        if self._has_read or is_dear:
+            return False
+        if not held:  # a batch that goes through uncut; of others the first one has no gradients yet
+            return self._is_uncut and self._now not in self.whole
+        if self._is_new(self._now):
+            return True
+        return (
+            self._trial is None and self._index == 1 and len(self.law.readings.get(self._now, ())) < _PER_SIZE
+        )
+
+    def forward_done(self) -> None:
+        """The graph is there."""
+        if self._reading is not None:
+            self._reading.mark()
+
+    def done(self) -> None:
+        """Add what was read to the law."""
+        reading, self._reading = self._reading, None
+        seconds = perf_counter() - self._began
+        self._index += 1
+        if self._now[0] * self._now[1] > self._ran:
+            self._ran = self._now[0] * self._now[1]
+            self._sizes.clear()
+        if reading is None:
+            self._times.append((self._now, seconds))
+            return
+        found = reading.end()
+        if found is None:  # a profiler of the caller's took over
+            return
+        num_bytes = found[0] + self._own
+        self._has_read = not self.is_looking
+        self.is_exact = self.is_exact and reading.is_exact
+        self._events = reading.events
+        if self._held:
+            self.law.add(self._now, num_bytes)
+        else:
+            self.whole[self._now] = num_bytes
+        self._sizes.clear()
+
+    def begin_update(self) -> None:
+        """State that the first update makes is no passing memory."""
+        if 0 < self.steps <= 2 and not self._is_frozen:
+            self._reading = Reading.begin(self.devices)
+
+    def update_done(self) -> None:
+        """Keep what the update takes for a moment."""
+        if self._reading is not None:
+            found, self._reading = self._reading.end(), None
+            self.update = max(self.update, found[0] if found else 0)
+            self._sizes.clear()
+
+    def close(self) -> None:
+        """Drop a reading that has begun."""
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """What was read and settled, as JSON can hold it."""
+        return {
+            "readings": [[*size, found] for size, found in self.law.readings.items()],
+            "whole": [[*size, found] for size, found in self.whole.items()],
+        } | {name: getattr(self, name) for name in _PLAIN}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` gave."""
+        self.law = Law(((rows, length), found) for rows, length, found in state["readings"])
+        self.whole = {(rows, length): found for rows, length, found in state["whole"]}
+        for name in _PLAIN:
+            setattr(self, name, state[name])
+        self._sizes.clear()
+
+
+_PLAIN = ("num_bytes", "update", "gradients", "steps", "level", "is_random", "is_settled")
+
+
+def even(rows: int, parts: int) -> tuple[int, ...]:
+    """Sizes of so many parts that differ by one row at most, the larger first.
+
+    Example:
+        >>> even(10, 4)
+        (3, 3, 2, 2)
+    """
+    size, more = divmod(rows, min(rows, parts))
+    return (size + 1,) * more + (size,) * (min(rows, parts) - more)
+
+
+def _largest_first(rows: int) -> list[int]:
+    return [*dict.fromkeys(-(-rows // parts) for parts in range(1, rows + 1))]
+
+
+def _leaves(rows: Any) -> Sequence[Tensor]:
+    """The tensors of some rows; none where `collate` returns what is no nest of tensors."""
+    try:
+        return tree.flatten(rows).leaves
+    except BatchError:
+        return ()
+
+
+def _length(leaves: Sequence[Tensor]) -> int:
+    return max(1, sum(one.numel() for one in leaves) // leaves[0].shape[0]) if leaves else 1
+
+
+def length_of(batch: Batch) -> int:
+    """Numbers in one row of a batch; of samples, in one of the longest."""
+    if isinstance(batch, SampleBatch):
+        with suppress(BatchError):
+            return max(1, sum(math.prod(sizes) for _, sizes in longest(batch)))
+    return _length(getattr(batch, "leaves", ()))
+
+
+def may_be_read(task: Task) -> bool:
+    """Whether what micro-batches take tells what a step takes: not where rows meet in the loss."""
+    is_lazy = any(isinstance(one, LazyModuleMixin) for one in task.modules)
+    return is_one_pass(task.loss, task.model) and not is_lazy and len(task.devices) == 1
+
+
+def _static_bytes(task: Task) -> int:
+    """Parameters, buffers and optimizers' state on the device of the model: each storage once."""
+    held: list[Any] = [*task.everyone, *task.masters.tensors]
+    for module in task.modules:
+        held += [*private.buffers_of(module).values()]
+    for optimizer in task.optimizers:
+        held += private.pytree.tree_leaves([*optimizer.state.values()])
+    found = [one for one in held if isinstance(one, Tensor) and one.layout is torch.strided]
+    here = [one.untyped_storage() for one in found if one.device in task.devices]
+    return sum({one.data_ptr(): one.nbytes() for one in here}.values())

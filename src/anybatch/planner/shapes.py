@@ -1,0 +1,51 @@
+"""Shapes of rows: what one looks like, the longest of many, and rounded lengths that a plan serves."""
+
+import torch
+
+from anybatch.core import Batch, BatchError, SampleBatch, TensorBatch, tree
+from anybatch.state import rng
+
+Shape = tuple[tuple[str, tuple[int, ...]], ...]  # of one row: dtype and sizes of each leaf
+
+COLLATED_AT_ONCE = 8  # rows, when only their shapes are wanted
+
+
+def round_up(size: int) -> int:
+    """The next of four sizes per doubling."""
+    step = max(1, 1 << max(0, size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def shaped(shape: Shape, batch: Batch) -> Batch:
+    """A batch like this one with rows of another shape, that holds no memory: for tracing only."""
+    few = batch.only(range(1))
+    nest = tree.flatten(few.whole if few.whole is not None else next(few.cut(1)))
+    leaves = [
+        torch.zeros((1, *sizes), dtype=leaf.dtype, device=leaf.device)
+        for (_, sizes), leaf in zip(shape, nest.leaves, strict=True)
+    ]
+    return TensorBatch(nest.build(iter(leaves)))
+
+
+def row_shape(value: object) -> Shape:
+    """What a row of these nested tensors looks like."""
+    return tuple([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in tree.flatten(value).leaves])
+
+
+def longest(batch: SampleBatch) -> Shape:
+    """The largest size of each axis over all samples, collated a few at a time and dropped at once."""
+    random = rng.capture_process()
+    try:
+        shapes = [row_shape(micro) for micro in batch.cut(COLLATED_AT_ONCE)]
+    finally:
+        rng.restore_process(random)
+    for shape in shapes:
+        if [(name, len(sizes)) for name, sizes in shape] != [(n, len(s)) for n, s in shapes[0]]:
+            raise BatchError(
+                "Expected collate to return tensors of the same kinds for all rows, got "
+                f"{str(shape)[:80]} after {str(shapes[0])[:80]}. Return the same nest each time."
+            )
+    return tuple(
+        (name, tuple(max(sizes) for sizes in zip(*[shape[leaf][1] for shape in shapes], strict=True)))
+        for leaf, (name, _) in enumerate(shapes[0])
+    )
