@@ -46,7 +46,7 @@ class Reading:
         """Use `begin`."""
         began = time.thread_time()
         self.events, self.is_exact = 0, is_exact
-        self._in_use, self._at_mark = _in_use(), 0
+        self._in_use, self._at_mark = held_by_malloc(), 0
         self._stop: Callable[[], list[int] | None] | None = start()
         self._seconds = time.thread_time() - began
 
@@ -80,7 +80,7 @@ class Reading:
 
     def mark(self) -> None:
         """The forward has ended: all nodes of the graph exist now."""
-        self._at_mark = _in_use()
+        self._at_mark = held_by_malloc()
         torch.UntypedStorage(_MARK)  # no operation: modes of the caller do not see it
 
     def end(self) -> tuple[int, float] | None:
@@ -160,7 +160,8 @@ def _mallinfo() -> Callable[[], Any] | None:
     return function
 
 
-def _in_use() -> int:
+def held_by_malloc() -> int:
+    """Bytes that malloc has given out in this process; 0 without glibc."""
     function = _mallinfo()
     found = function() if function else None
     return found.field7 + found.field4 if found else 0  # in the arenas, and mapped
