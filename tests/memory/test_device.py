@@ -1,9 +1,13 @@
 """Devices that are here, and those that are not."""
 
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
 from anybatch.core.errors import PlanError
+from anybatch.memory import device as module
 from anybatch.memory.device import Device, find_device, parse_memory
 
 
@@ -11,6 +15,67 @@ def test_processor_is_here_and_has_memory() -> None:
     device = find_device(torch.device("cpu"))
     assert (device.kind, device.is_here, device.link) == ("cpu", True, 0.0)
     assert 2**28 < parse_memory("auto", device) <= device.num_bytes < 2**50
+
+
+# Files of a machine with 1000 KiB, of which 300 are free; we take 50 KiB, of which 20 hold tensors.
+MACHINE = {
+    "proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 300 kB\nHugePages_Total: 0\n",
+    "proc/self/status": "Name: a\nVmSize: 400 kB\nRssAnon: 50 kB\nVmData: 90 kB\n",
+}
+NESTED = {
+    "proc/self/cgroup": "5:cpu,memory:/a/b\n1:cpu:/\n0::/u/v\n",
+    "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+    "sys/fs/cgroup/memory/a/b/memory.usage_in_bytes": f"{60 * 1024}\n",
+}
+OUTER_1 = NESTED | {
+    "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{500 * 1024}\n",
+    "sys/fs/cgroup/memory/a/memory.usage_in_bytes": f"{450 * 1024}\n",
+    "sys/fs/cgroup/memory/a/memory.stat": f"inactive_file 0\ntotal_inactive_file {100 * 1024}\n",
+}
+OUTER_2 = NESTED | {
+    "sys/fs/cgroup/unified/u/v/memory.max": "max\n",
+    "sys/fs/cgroup/unified/u/memory.max": f"{900 * 1024}\n",
+    "sys/fs/cgroup/unified/u/memory.high": f"{800 * 1024}\n",
+    "sys/fs/cgroup/unified/u/memory.current": f"{700 * 1024}\n",
+    "sys/fs/cgroup/unified/u/memory.stat": f"inactive_file {150 * 1024}\n",
+}
+CONTAINER = {  # the path is the host's, and not to be seen
+    "proc/self/cgroup": "0::/docker/1234\n",
+    "sys/fs/cgroup/memory.max": f"{200 * 1024}\n",
+    "sys/fs/cgroup/memory.current": f"{200 * 1024}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "limits", "all_of_it", "free"),
+    [
+        ({}, {}, 1000 - 30, 300 + 20),
+        (OUTER_1, {}, 500 - 30, 500 - 330),
+        (OUTER_2, {}, 800 - 30, 800 - 530),
+        (CONTAINER, {}, 200 - 30, 20),
+        ({}, {resource.RLIMIT_AS: 600}, 600 - 380, 600 - 380),
+        ({}, {resource.RLIMIT_DATA: 130}, 130 - 70, 130 - 70),
+    ],
+    ids=["machine", "version 1", "version 2", "container", "address space", "data"],
+)
+def test_what_tensors_may_take(
+    files: dict[str, str],
+    limits: dict[int, int],
+    all_of_it: int,
+    free: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, text in (MACHINE | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(module, "_ROOT", tmp_path)
+    monkeypatch.setattr(module, "held_by_malloc", lambda: 20 * 1024)
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (1024 * limits[kind] if kind in limits else -1, -1)
+    )
+    device = find_device("cpu")
+    assert (device.num_bytes, parse_memory("auto", device)) == (1024 * all_of_it, int(0.9 * 1024 * free))
 
 
 def test_cards_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,13 @@ Example:
     tensor([3., 3.])
 """
 
+import ctypes
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -116,6 +118,68 @@ def is_packed(node: Any, name: str) -> bool:
     Where missing, as in torch 2.6: False; what the hooks give back is read then.
     """
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
+
+
+# ---- the profiler
+
+_autograd: Any = getattr(torch._C, "_autograd", None)
+_profiler: Any = getattr(torch._C, "_profiler", None)
+_PROFILER = sys.modules["torch.autograd.profiler"]
+
+
+def is_profiling() -> bool:
+    """Whether a profiler is open, also one that only warms up. Where torch does not tell: False.
+
+    Using torch's profiler while one of the caller's warms up ends the process in torch 2.13.
+    """
+    return _has_caller_profiler() or _is_enabled()
+
+
+def _has_caller_profiler() -> bool:
+    table = getattr(getattr(_PROFILER, "KinetoStepTracker", None), "_step_dict", {})
+    return getattr(_PROFILER, "_is_profiler_enabled", False) or "ProfilerStep" in table
+
+
+_is_enabled: Callable[[], bool] = getattr(_autograd, "_profiler_enabled", lambda: False)
+
+
+def start_memory_events() -> Callable[[], list[int] | None]:
+    """Note what this thread allocates on the CPU, without the operators; ask `is_profiling` first.
+
+    Returns what stops it: bytes allocated, and with a minus freed, in order; None where a profiler of the
+    caller's took over. Memory from before the start that is freed is left out. No substitute.
+    """
+    activities, scopes = {_profiler.ProfilerActivity.CPU}, {_profiler.RecordScope.STATIC_RUNTIME_MODEL}
+    flags = False, True, False, False, False  # only profile_memory; the scope is one that no training enters
+    kind = _profiler.ProfilerState.KINETO
+    config = _profiler.ProfilerConfig(kind, *flags, _profiler._ExperimentalConfig())
+    _autograd._prepare_profiler(config, activities)
+    _autograd._enable_profiler(config, activities, scopes)
+    log = _log_level()
+    level = log.value
+    log.value = max(level, _ERRORS)  # or torch warns of every thousandth release of older memory
+
+    def stop() -> list[int] | None:
+        log.value = level
+        if _has_caller_profiler() or not _is_enabled():
+            return None
+        events = _autograd._disable_profiler().events()
+        timed = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+        return [size for _, size in sorted(timed, key=itemgetter(0))]
+
+    return stop
+
+
+_ERRORS = 2
+
+
+def _log_level() -> ctypes.c_int:
+    """From which level torch's C++ code prints. Where it cannot be reached: a number that changes nothing."""
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+        return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):
+        return ctypes.c_int(_ERRORS)
 
 
 # ---- dispatch modes and the compiler

@@ -12,6 +12,7 @@ from anybatch.memory.fake import (
 )
 from anybatch.memory.ledger import OWNERS, Ledger
 from anybatch.memory.meter import Meter
+from anybatch.memory.reading import Reading
 from anybatch.memory.recording import Mark, Recording, continued, joined
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Ledger",
     "Mark",
     "Meter",
+    "Reading",
     "Recording",
     "continued",
     "dense_only",

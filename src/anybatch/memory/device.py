@@ -2,12 +2,14 @@
 
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
 from anybatch.core import PlanError, parse_bytes
+from anybatch.memory.reading import held_by_malloc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,7 @@ class Device:
 
     name: str  # as given
     kind: str  # "cpu" or "cuda"
-    num_bytes: int  # its memory
+    num_bytes: int  # its memory; of the CPU, what tensors may take
     flops: float  # floating-point operations per second that matrix products reach, in float32
     half_flops: float  # the same in bfloat16 and float16
     bandwidth: float  # bytes per second to and from its own memory
@@ -92,7 +94,9 @@ def parse_memory(memory: str | int, device: Device) -> int:
 
     Args:
         memory: bytes ("12GB", "2GiB", a whole number), a share of the device's memory ("80%"), or "auto":
-            90 % of what is free on it now (of all its memory, where it is not here).
+            90 % of what is free on it now and what tensors hold already (of all its memory, where it is not
+            here). On the CPU both see control groups and the process's limits, and leave out what the process
+            takes besides tensors.
         device: what a share is taken of.
 
     Raises:
@@ -138,7 +142,7 @@ def _cpu(name: str) -> Device:
     return Device(
         name=name,
         kind="cpu",
-        num_bytes=_host_bytes("MemTotal"),
+        num_bytes=_host_bytes(),
         flops=threads * _CPU_FLOPS_PER_THREAD,
         half_flops=threads * _CPU_FLOPS_PER_THREAD,
         bandwidth=_CPU_BANDWIDTH,
@@ -148,34 +152,93 @@ def _cpu(name: str) -> Device:
 
 def _free(device: Device) -> int:
     if device.kind == "cuda" and device.is_here:
-        # What torch holds and does not use is free for us.
-        cached = torch.cuda.memory_reserved(device.name) - torch.cuda.memory_allocated(device.name)
-        return int(torch.cuda.mem_get_info(device.name)[0]) + cached
-    return device.num_bytes if device.kind == "cuda" else _host_bytes("MemAvailable")
+        # A budget counts all tensors: what torch has reserved is ours already.
+        return int(torch.cuda.mem_get_info(device.name)[0]) + torch.cuda.memory_reserved(device.name)
+    return device.num_bytes if device.kind == "cuda" else _host_bytes(is_free=True)
 
 
-def _host_bytes(wanted: str) -> int:
-    """Memory of this machine, or of the container that we are in, whichever is less."""
+def _host_bytes(*, is_free: bool = False) -> int:
+    """What tensors may take here: the least of what machine, control groups and process limits leave.
+
+    From each limit goes what is in use besides our own tensors: by this process, such as its code and Python
+    objects, or, where free memory is asked for, by everybody.
+    """
+    own = _kilobytes("proc/self/status")
+    ours = own.get("RssAnon", 0)
+    held = min(held_by_malloc(), ours)
+    limits = [(limit, used if is_free else ours) for limit, used in (_machine(), *_groups())]
+    return max(1, min(limit - max(0, used - held) for limit, used in (*limits, *_process_limits(own))))
+
+
+def _machine() -> tuple[int, int]:
+    """Memory, and how much is in use."""
+    known = _kilobytes("proc/meminfo")
+    if {"MemTotal", "MemAvailable"} <= known.keys():
+        return known["MemTotal"], known["MemTotal"] - known["MemAvailable"]
+    if {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():  # not Linux
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
+    raise PlanError(
+        "Expected to find out how much memory this machine has, got nothing from it. "
+        'Name the bytes, as in "8GiB".'
+    )
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """Limit and use of the control groups that we are in, of both versions, and of those around them.
+
+    Files in the page cache can be dropped: they are not in use. Where the path of a group cannot be seen, as
+    in a container, the container's own group stands at the root.
+    """
+    for line in _read("proc/self/cgroup").splitlines():
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = 1 if controllers else 2
+        for mount in ("memory",) if controllers else ("", "unified"):
+            root = PurePosixPath("sys/fs/cgroup", mount)
+            for group in (one := root / path.lstrip("/"), *one.parents):
+                if not group.is_relative_to(root):
+                    break
+                yield from _limits_of(group, version)
+
+
+def _limits_of(group: PurePosixPath, version: int) -> Iterator[tuple[int, int]]:
+    names, use, cached = _GROUP_FILES[version]
+    limits = [int(text) for name in names if (text := _read(group / name).strip()).isdecimal()]
+    used = _read(group / use).strip()
+    if limits and used.isdecimal():
+        dropped = re.search(rf"^{cached} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+        yield min(limits), int(used) - (int(dropped[1]) if dropped else 0)
+
+
+_GROUP_FILES = {
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+}
+
+
+def _process_limits(own: dict[str, int]) -> Iterator[tuple[int, int]]:
+    """Limit and use of address space and of data, as `ulimit` sets them."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-        found = known[wanted]
-    except (OSError, KeyError, ValueError, IndexError):  # not Linux
-        names = os.sysconf_names
-        if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= names.keys():
-            raise PlanError(
-                f"Expected to find out how much memory this machine has, got no {wanted}. "
-                'Name the bytes, as in "8GiB".'
-            ) from None
-        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(found, _container_bytes(wanted))
+        import resource
+    except ImportError:  # Windows
+        return
+    for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            yield limit, own.get(used, 0)
 
 
-def _container_bytes(wanted: str) -> int:
-    """What a control group of Linux allows, less what it uses where free memory is asked for."""
+def _kilobytes(path: str) -> dict[str, int]:
+    """Bytes by name, from lines such as "MemTotal:  4 kB"."""
+    return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", _read(path), re.M)}
+
+
+_ROOT = Path("/")
+
+
+def _read(path: str | PurePosixPath) -> str:
     try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no group, or no limit: "max"
-        return 2**63
-    return limit - used if wanted == "MemAvailable" else limit
+        return (_ROOT / path).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""

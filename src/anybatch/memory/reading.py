@@ -1,0 +1,184 @@
+"""The most bytes that a stretch of code holds, read while it runs, at little cost."""
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import torch_private as private
+from anybatch.memory.meter import Meter
+
+_MARK = 12_347  # bytes: an odd size that stands in the events for "the forward has ended"
+_ALLOWANCE = 1.25  # where workspaces of kernels or nodes of the graph are not seen
+_open = threading.Lock()  # one reading at a time
+
+
+class Reading:
+    """The largest number of bytes held above the level at `begin`, by tensors and kernels' workspaces.
+
+    On the CPU: what the thread allocates, from torch's profiler with the operators left out, and at `mark`
+    what malloc holds besides, such as nodes of the graph; some 15 us an event, and 2.3 to 2.9 KB an event
+    while it ends. On CUDA: the allocators' statistics, added up; peak statistics that the caller reads are
+    reset. Elsewhere, or without glibc: what can be seen and a quarter more (`is_exact` is False).
+    End it in the thread that began it.
+
+    Attributes:
+        events: how many allocations and releases were noted; 1 on CUDA.
+        is_exact: whether all was seen.
+
+    Example:
+        >>> with Reading.begin(["cpu"]) as reading:
+        ...     loss = torch.ones(1_000_000, requires_grad=True).exp().sum()
+        ...     reading.mark()
+        ...     loss.backward()
+        ...     peak, seconds = reading.end()
+        >>> round(peak / 4_000_000), reading.is_exact
+        (3, True)
+    """
+
+    def __init__(self, start: "_Start", *, is_exact: bool) -> None:
+        """Use `begin`."""
+        began = time.thread_time()
+        self.events, self.is_exact = 0, is_exact
+        self._in_use, self._at_mark = held_by_malloc(), 0
+        self._stop: Callable[[], list[int] | None] | None = start()
+        self._seconds = time.thread_time() - began
+
+    @classmethod
+    def begin(cls, devices: Iterable[torch.device | str], *, held: Iterable[Tensor] = ()) -> "Reading | None":
+        """Start, or return None: a profiler or another reading is open, or nothing here can read.
+
+        Args:
+            devices: where the stretch computes; with CUDA among them, only CUDA counts.
+            held: tensors that are there already; used only where allocations cannot be read.
+        """
+        found = {torch.device(one) for one in devices}
+        if not _open.acquire(blocking=False):
+            return None
+        reading = None
+        try:
+            if any(one.type == "cuda" for one in found):
+                if torch.cuda.is_initialized():
+                    reading = cls(partial(_start_statistics, found), is_exact=True)
+            elif not private.is_profiling():
+                if _has_events() and all(one.type == "cpu" for one in found):
+                    reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
+                elif not private.is_compiler_loaded():  # compiled code does not bear a dispatch mode
+                    reading = cls(partial(_start_following, held), is_exact=False)
+        except RuntimeError:  # an allocator without statistics
+            return None
+        finally:
+            if reading is None:
+                _open.release()
+        return reading
+
+    def mark(self) -> None:
+        """The forward has ended: all nodes of the graph exist now."""
+        self._at_mark = held_by_malloc()
+        torch.UntypedStorage(_MARK)  # no operation: modes of the caller do not see it
+
+    def end(self) -> tuple[int, float] | None:
+        """Peak in bytes, and the seconds of this thread that reading took.
+
+        None where there is no result: the reading is closed, or a profiler of the caller's took over.
+        """
+        if self._stop is None:
+            return None
+        began = time.thread_time()
+        try:
+            sizes = self._stop()
+        finally:
+            self._stop = None
+            _open.release()
+        if sizes is None:
+            return None
+        level = peak = besides = 0
+        for size in sizes:
+            if abs(size) != _MARK:
+                level += size
+                peak = max(peak, level)
+            elif self._at_mark:
+                besides = max(0, self._at_mark - self._in_use - level)
+        self.events = len(sizes)
+        seconds = self._seconds + time.thread_time() - began + 1e-6 * self.events
+        return int((1 if self.is_exact else _ALLOWANCE) * (peak + besides)), seconds
+
+    def close(self) -> None:
+        """Discard the reading; does nothing after `end`."""
+        self.end()
+
+    def __enter__(self) -> "Reading":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Starts what is read, and returns what stops it: changes of what is held in bytes, or their sum at the peak.
+_Start = Callable[[], Callable[[], list[int] | None]]
+
+
+def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]]:
+    """The CUDA allocators' own peaks."""
+    numbers = {torch.cuda.device(one).idx for one in devices if one.type == "cuda"}
+    before = {one: torch.cuda.memory_allocated(one) for one in numbers}
+    for one in numbers:
+        torch.cuda.reset_peak_memory_stats(one)
+    return lambda: [sum(torch.cuda.max_memory_allocated(one) - level for one, level in before.items())]
+
+
+def _start_following(held: Iterable[Tensor]) -> Callable[[], list[int]]:
+    """Tensors that operations take or return; what kernels take inside is not seen."""
+    meter = Meter(nn.Identity(), held=held)
+    meter.__enter__()
+
+    def stop() -> list[int]:
+        meter.__exit__(None, None, None)
+        return [meter.peak - meter.held]
+
+    return stop
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(f"field{number}", ctypes.c_size_t) for number in range(10)]
+
+
+@cache
+def _mallinfo() -> Callable[[], Any] | None:
+    """`mallinfo2` of glibc 2.33 and later, or None."""
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):
+        return None
+    function.restype = _MallInfo
+    return function
+
+
+def held_by_malloc() -> int:
+    """Bytes that malloc has given out in this process; 0 without glibc."""
+    function = _mallinfo()
+    found = function() if function else None
+    return found.field7 + found.field4 if found else 0  # in the arenas, and mapped
+
+
+@cache
+def _has_events() -> bool:
+    """Whether torch's allocation events work here: tried once, which also sets torch's profiler up."""
+    name = "KINETO_LOG_LEVEL"
+    is_ours = name not in os.environ
+    os.environ.setdefault(name, "99")  # read at the first use; without it, every use prints two lines
+    try:
+        stop = private.start_memory_events()
+        torch.UntypedStorage(_MARK)
+        return stop() == [_MARK, -_MARK]
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    finally:
+        if is_ours:
+            del os.environ[name]

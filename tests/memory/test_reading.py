@@ -1,0 +1,105 @@
+"""Readings of the peak of a stretch of code, against patterns whose peak is known."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from anybatch.core import torch_private as private
+from anybatch.memory import Reading, reading
+
+MIB = 2**20
+
+
+def read(work: Callable[[], object]) -> tuple[int, Reading]:
+    found = Reading.begin(["cpu"])
+    work()
+    found.mark()
+    return found.end()[0], found
+
+
+def known_pattern() -> None:
+    """3 + 5 MiB at once, then 2 MiB."""
+    first = torch.empty(3 * MIB, dtype=torch.uint8)
+    torch.empty(5 * MIB, dtype=torch.uint8)
+    del first
+    torch.empty(2 * MIB, dtype=torch.uint8)
+
+
+def test_known_pattern_and_memory_from_before() -> None:
+    before = [torch.empty(MIB)]
+    peak, found = read(lambda: (known_pattern(), before.clear()))
+    assert peak == pytest.approx(8 * MIB, rel=0.01)
+    assert (found.events, found.is_exact, found.end()) == (8, True, None)  # two of them are the mark's
+
+
+def test_workspace_of_a_kernel_and_nodes_of_the_graph() -> None:
+    layer, rows = nn.Conv3d(8, 8, 3, bias=False), torch.randn(1, 8, 18, 18, 18)
+    output = 8 * 16**3 * 4
+    with torch.no_grad():
+        assert read(lambda: layer(rows))[0] > 20 * output  # the columns: 27 values for each of the output
+    leaf, kept = torch.ones((), requires_grad=True), []
+    with private.disable_current_modes():
+        peak, _ = read(lambda: kept.extend(leaf + 1 for _ in range(1000)))
+    assert 4 * 1000 + 100 * 1000 < peak < 2000 * 1000  # the numbers themselves are a hundredth of it
+
+
+def test_no_reading_beside_a_profiler_or_another_reading() -> None:
+    found: list[object] = []
+    with Reading.begin(["cpu"]) as first:
+        found.append(Reading.begin(["cpu"]))
+        thread = threading.Thread(target=lambda: found.append(Reading.begin(["cpu"])))
+        thread.start()
+        thread.join()
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
+    with torch.profiler.profile(schedule=schedule) as profiler:
+        for _ in range(3):
+            found.append(Reading.begin(["cpu"]))
+            torch.ones(3).add(1)
+            profiler.step()
+    assert found == [None] * 5
+    assert any(event.name == "aten::add" for event in profiler.events())
+    assert first.end() is None
+    lost = Reading.begin(["cpu"])
+    with torch.profiler.profile() as profiler:
+        torch.ones(3).add(1)
+    assert lost.end() is None
+    assert any(event.name == "aten::add" for event in profiler.events())
+    assert Reading.begin(["cuda"]) is None or torch.cuda.is_initialized()
+
+
+def test_an_exception_closes() -> None:
+    with pytest.raises(ZeroDivisionError), Reading.begin(["cpu"]):
+        raise ZeroDivisionError
+    assert not private.is_profiling()
+    assert read(known_pattern)[0] == pytest.approx(8 * MIB, rel=0.01)
+
+
+def test_without_events_tensors_are_followed_and_a_quarter_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_has_events", lambda: False)
+    monkeypatch.setattr(private, "is_compiler_loaded", lambda: False)
+    peak, found = read(known_pattern)
+    assert (peak, found.is_exact) == (10 * MIB, False)
+
+
+QUIET = """
+import os, torch
+from anybatch.memory import Reading
+before = dict(os.environ)
+for _ in range(3):
+    old = [torch.empty(100) for _ in range(2500)]
+    with Reading.begin(["cpu"]) as reading:
+        old.clear()
+        torch.randn(3, requires_grad=True).sum().backward()
+        assert reading.end()[0] > 0
+assert before == dict(os.environ)
+"""
+
+
+def test_nothing_is_printed_and_the_environment_stays() -> None:
+    run = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("", "")
