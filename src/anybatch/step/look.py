@@ -3,7 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch
+from anybatch.core import Batch, Event, LossError, OutOfMemoryError, SampleBatch
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ModelLoss, ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
@@ -97,7 +97,7 @@ def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool],
     """
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
         return False
-    rows = min(batch.rows, ROWS)
+    rows = min(ROWS, max(4, batch.rows // 4))
     with _few_rows(task, batch, rows) as few, suppress(OutOfMemoryError):
         pairs = _Cut(_sizes(rows, [2]), is_interleaved=True)
         if check:
@@ -107,14 +107,15 @@ def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool],
 
 
 def _pairs_first(pairs: _Cut, fits: Callable[[int], bool]) -> Iterator[_Cut]:
-    """Pairs of rows, then two unequal parts of all rows, or what else fits."""
+    """Pairs of rows, then unequal parts: two of them, or as many as it takes."""
     yield pairs
     rows = sum(pairs.sizes)
-    small = rows - min(rows - 1, -(-5 * rows // 8))
-    if fits(rows - small):
-        yield _Cut((small, rows - small))
+    most = next((size for size in range(-(-5 * rows // 8), 2, -1) if fits(size)), 2)
+    if rows < 2 * most:
+        yield _Cut((rows - most, most))
     else:
-        yield _Cut(_sizes(rows, [1, 2]))
+        small = 2 if most > 2 else 1
+        yield _Cut((small, *_sizes(rows - small, [most])))
 
 
 @contextmanager
@@ -197,7 +198,7 @@ class _Outcome(Observer):
 
     def __init__(self, task: Task, few: Batch, plan: Plan, cut: _Cut, *, is_watched: bool) -> None:
         self.gradients: dict[str, Tensor] = {}
-        self._draws = _Watched(task.everyone)
+        self._draws, self._watch = _Watched(task.everyone), ExitStack()
         effects = Effects()
         own = replace(
             task,
@@ -205,7 +206,7 @@ class _Outcome(Observer):
             effects=effects,
             scale=LossScale(Precision()),  # a dry run neither looks for overflow nor divides by a scale
             observers=(self,),
-            listeners=(),
+            listeners=(self._done,),
             schedulers=(),
             before_cut=_allowed,
         )
@@ -217,7 +218,9 @@ class _Outcome(Observer):
         self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
         self._has_drawn = False
         try:
-            with torch.enable_grad(), plain_kernels(), self._draws if is_watched else nullcontext():
+            with torch.enable_grad(), plain_kernels(), self._watch:
+                if is_watched:
+                    self._watch.enter_context(self._draws)
                 self.report = carry_out(like, own, rows, is_dry=True)
         finally:
             self._draws.put_back()
@@ -227,6 +230,11 @@ class _Outcome(Observer):
         self.is_random = bool(draws or self._has_drawn)
         self.is_quiet = self._draws.is_quiet
         self.eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *self._draws.dtypes))
+
+    def _done(self, event: Event) -> None:
+        """A forward that draws or writes does so in the first micro-batch. To watch takes long."""
+        if self._draws.is_quiet:
+            self._watch.close()
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep what shows a difference, in little memory."""

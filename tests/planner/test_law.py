@@ -1,0 +1,61 @@
+"""The law of bytes: what readings tell about sizes that were not read."""
+
+import pytest
+
+from anybatch.planner.law import Law
+
+
+def law_of(sizes: list[tuple[int, int]], num_bytes: object) -> Law:
+    law = Law()
+    for rows, length in sizes:
+        law.add((rows, length), num_bytes(rows, length))  # pyright: ignore
+    return law
+
+
+FORMS = {
+    "rows": lambda m, n: 1e6 + 5e5 * m,
+    "rows and length": lambda m, n: 1e6 + 3e3 * m * n,
+    "attention": lambda m, n: 2e3 * m * n + 20 * m * n * n,
+    "recurrent": lambda m, n: 1e5 * n + 2e3 * m * n,
+}
+READ = [(2, 64), (5, 64), (11, 64), (4, 96), (8, 32), (3, 120), (6, 50)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sizes_that_were_not_read_follow_from_those_that_were(form: str) -> None:
+    law = law_of(READ, FORMS[form])
+    for size in [(22, 64), (12, 120), (7, 90), (16, 30)]:
+        true = FORMS[form](*size)
+        assert law(size) == pytest.approx(true, rel=1e-3)
+        assert true < law.bound(size) < 1.25 * true
+
+
+def test_two_readings_of_one_length_give_a_line_and_longer_rows_the_square() -> None:
+    law = law_of([(2, 10), (4, 10)], lambda m, n: 1_000 + 500 * m)
+    assert law((8, 10)) == pytest.approx(5_000)
+    assert law((8, 20)) >= 4 * 5_000 - 8_000
+
+
+def test_a_buffer_that_is_made_once_does_not_count_for_ever() -> None:
+    law = Law()
+    for found in (900.0, 500.0, 510.0):
+        law.add((2, 10), found)
+    assert law((2, 10)) == 510
+
+
+def test_one_odd_reading_does_not_bend_the_law() -> None:
+    law = law_of([(m, n) for m in (2, 3, 5, 8) for n in (20, 40)], lambda m, n: 1_000.0 * m * n)
+    law.add((6, 30), 1.5 * 180_000)
+    assert law((16, 40)) == pytest.approx(640_000, rel=0.01)
+
+
+def test_a_single_row_with_kernels_of_its_own_is_kept_apart() -> None:
+    law = law_of([(1, 10), (2, 10), (4, 10)], lambda m, n: 900 if m == 1 else 150 * m)
+    assert law((1, 10)) == 900 and law((1, 20)) == 1_800
+    assert law((8, 10)) == pytest.approx(1_200)
+
+
+def test_the_bound_grows_with_the_distance_from_what_was_read() -> None:
+    law = law_of([(2, 10), (4, 10)], lambda m, n: 100.0 * m)
+    margins = [law.bound((m, 10)) / law((m, 10)) for m in (4, 6, 8, 16, 32)]
+    assert margins == sorted(margins) and margins[0] == pytest.approx(1.01) and margins[-1] > 1.1
