@@ -12,6 +12,7 @@ from anybatch.memory import Device, find_device
 from anybatch.planner.cost import PolicyRecordings, Recorded
 from anybatch.planner.measure import measure_step, repeated
 from anybatch.planner.mixture import KEEP, Mixture
+from anybatch.planner.progress import Progress
 from anybatch.planner.trace import Trace, is_linear_in_rows, trace
 from anybatch.recompute import POLICIES
 
@@ -107,7 +108,7 @@ class Candidates:
     """
 
     def __init__(self, request: Request) -> None:
-        self._request = request
+        self._request, self._progress = request, Progress()
         self.notes: list[str] = []
         self._traces: dict[Plan, Trace] = {}
         self._half = request.like.precision.is_short or _computes_in_half(request.task)
@@ -155,6 +156,7 @@ class Candidates:
     def trace(self, plan: Plan) -> Trace:
         """One plan as it is; measured on real rows where it cannot be traced."""
         if plan not in self._traces:
+            self._progress.tell(plan, len(self._traces))
             self._traces[plan] = found = self._traced(plan)
             self._idle = found.idle
         return self._traces[plan]

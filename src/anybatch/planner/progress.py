@@ -1,0 +1,34 @@
+"""What planning is doing, on standard error, where it takes long."""
+
+import sys
+import time
+from collections.abc import Callable
+
+from anybatch.core import counted, format_seconds
+from anybatch.engine import Plan
+
+_SILENT_S = 2.0
+_EVERY_S = 1.0
+
+
+class Progress:
+    """Tells of one planning: nothing in its first two seconds, then a line a second at most.
+
+    Args:
+        clock: seconds, from any start.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began, self._next_s = clock(), _SILENT_S
+
+    def tell(self, plan: Plan, traced: int) -> None:
+        """Before a plan is traced, with the number of those that have been."""
+        passed = self._clock() - self._began
+        if passed >= self._next_s:
+            self._next_s = passed + _EVERY_S
+            sys.stderr.write(
+                f"anybatch has been planning for {format_seconds(passed)}: {counted(traced, 'step')} traced, "
+                f"next {counted(plan.rows, 'row')} in micro-batches of {plan.micro_batch}.\n"
+            )
+            sys.stderr.flush()
