@@ -209,27 +209,3 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
         owners=(*recording.owners, ACTIVATIONS),
         places=(*recording.places, ""),
     )
-
-
-def joined(first: Recording, second: Recording, phase: str) -> Recording:
-    """One recording after another: what the first leaves ends before the second begins."""
-    sizes = dict(zip(first.storages, first.after, strict=True))
-    left = {number: size for number, size in sizes.items() if size}
-    event, number = len(first.storages) + len(left), len(first.owners)
-    done = first.marks[-1]
-    later = [
-        mark._replace(
-            event=mark.event + event,
-            phase=phase if mark.phase == "start" else mark.phase,
-            micro_batch=done.micro_batch,
-        )
-        for mark in second.marks
-    ]
-    return Recording(
-        storages=first.storages + array("q", left) + array("q", [one + number for one in second.storages]),
-        before=first.before + array("q", left.values()) + second.before,
-        after=first.after + array("q", [0] * len(left)) + second.after,
-        marks=(*first.marks, *later),
-        owners=first.owners + second.owners,
-        places=first.places + second.places,
-    )

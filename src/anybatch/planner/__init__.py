@@ -2,7 +2,6 @@
 
 from anybatch.planner.cache import Budget, enforced, find_plan
 from anybatch.planner.candidates import Request
-from anybatch.planner.measure import reached_by
 from anybatch.planner.report import PlanReport, single_rows
 
 __all__ = [
@@ -11,6 +10,5 @@ __all__ = [
     "Request",
     "enforced",
     "find_plan",
-    "reached_by",
     "single_rows",
 ]

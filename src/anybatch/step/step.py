@@ -206,7 +206,7 @@ class Step:
                 if isinstance(error, OutOfMemoryError):
                     error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
-            self.planning.learn(logical, plan, failed=report.too_large, seconds=report.seconds)
+            self.planning.learn(logical, plan, failed=report.too_large)
             return report
 
     def foresee(
@@ -216,7 +216,6 @@ class Step:
         memory: str | int | None = None,
         rows: int | None = None,
         device: str | torch.device | None = None,
-        measure: bool = True,
     ) -> PlanReport:
         """Plan a step on this batch, with its time and memory, without running it. See `anybatch.plan`.
 
@@ -225,15 +224,14 @@ class Step:
             memory: budget. None for the step's own.
             rows: rows of the logical batch. None for those of `batch`.
             device: device to plan for. None for the model's.
-            measure: measure the seconds of the fastest plans rather than estimate them.
 
         Raises:
             BudgetError: nothing fits.
+            PlanError: the step cannot be traced.
         """
         task = self.task()
         logical = admit(batch, task, self.collate, anywhere=device is not None)
-        wanted = self.planning.foresee
-        report = wanted(task, logical, memory=memory, rows=rows, device=device, measure=measure)
+        report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
         if report.plan.is_cut:
             self.guard.refuse_meetings(task)
         return report
