@@ -315,15 +315,6 @@ def replaced_by_fakes(
     """Put fakes in the place of all tensors of modules and optimizers.
 
     Afterwards they hold what they held before, whatever a forward or an update put there.
-
-    Example:
-        >>> model = nn.Linear(2, 2)
-        >>> weight = model.weight
-        >>> with replaced_by_fakes(FakeMode(), [model], []):
-        ...     type(model.weight).__name__
-        'FakeTensor'
-        >>> model.weight is weight
-        True
     """
     fakes = Fakes(mode)
     held = {id(one): (one, dict(vars(one))) for one in (*modules, *optimizers)}

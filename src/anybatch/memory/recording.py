@@ -27,16 +27,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a meter saw: one event for each storage that begins, changes its size or ends.
-
-    Example:
-        >>> mark = Mark(0, "start", -1, "", 0, 0, 0)
-        >>> kinds = {"marks": (mark,), "owners": (OTHER, OTHER), "places": ("", "")}
-        >>> sizes = {"before": array("q", [0, 0, 8]), "after": array("q", [8, 4, 0])}
-        >>> recording = Recording(storages=array("q", [0, 1, 0]), **sizes, **kinds)
-        >>> recording.peak(), recording.peak(granule=512)
-        (12, 1024)
-    """
+    """What a meter saw: one event for each storage that begins, changes its size or ends."""
 
     # int64, the number of the storage of each event, counted from 0 in order of first sight
     storages: "array[int]"

@@ -139,14 +139,12 @@ class Candidates:
         request = self._request
         if request.budget is None or not request.may_disable_foreach:
             return (None,)
-        return (None,) if self.costs(micro_batch).update_peak <= request.budget else (None, False)
+        costs = self.costs(micro_batch)
+        taken = costs.alive({})[costs.is_update].max(initial=0.0)  # by then blocks hold nothing
+        return (None,) if taken <= request.budget else (None, False)
 
     def trace(self, plan: Plan) -> Trace:
-        """One plan as it is.
-
-        Raises:
-            TraceError: it cannot be traced.
-        """
+        """One plan as it is, or a TraceError."""
         if plan not in self._traces:
             request = self._request
             kind = request.device.kind
@@ -190,7 +188,8 @@ class Candidates:
         return (high - low) / (2 * (HIGH - LOW))
 
     def _plan(self, policy: str, size: int, foreach: bool | None = None) -> Plan:
-        return replace(self._request.uniform(size, policy), rows=2 * size, foreach=foreach)
+        like = self._request.uniform(1, policy)
+        return replace(like, rows=2 * size, micro_batch=size, foreach=foreach)
 
     def _record(self, policy: str, foreach: bool | None = None) -> Recorded:
         few, many = [self._plan(policy, size, foreach) for size in (LOW, HIGH)]

@@ -16,8 +16,6 @@ from anybatch.memory import Device, Recording
 from anybatch.recompute import offload
 
 KEEP = "keep"
-REBUILT = "recompute"  # a phase that belongs to the backward of its block
-ONCE = ("start", "update")  # phases of a step, not of a micro-batch
 _STAYS = 0.01  # of the bytes that offload moves: what may stay at another size, too small for it
 
 Array = NDArray[np.float64]
@@ -52,8 +50,8 @@ def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
     found: list[Stretch] = []
     for mark, following in pairwise((*marks, end)):
         work = np.subtract(following[4:], mark[4:], dtype=float)
-        phase = "backward" if mark.phase == REBUILT else mark.phase
-        place = Place(block_of(mark.module), phase, -1 if phase in ONCE else mark.micro_batch)
+        phase = "backward" if mark.phase == "recompute" else mark.phase  # which is part of it
+        place = Place(block_of(mark.module), phase, -1 if phase in ("start", "update") else mark.micro_batch)
         if found and found[-1].place == place:
             found[-1] = found[-1]._replace(stop=following.event, work=found[-1].work + work)
         elif found and not place.block and not work.any() and found[-1].place[1:] == place[1:]:
@@ -114,12 +112,8 @@ class _Side:
 class Recorded:
     """Two recordings of a step of two micro-batches, alike but for their size.
 
-    Args:
-        sizes: rows of a micro-batch in each.
-        recordings: what happened. Without the first one it is told from `like`: a block that is rebuilt or
-            moved makes storages of the sizes that it makes where it is kept.
-        blocks: names of the blocks.
-        like: the same step with all blocks kept, at the same two sizes.
+    Without the first one it is told from `like`, the step with all blocks kept: a block that is rebuilt or
+    moved makes storages of the sizes that it makes there. `sizes` are the rows of a micro-batch in each.
 
     Raises:
         TraceError: the recordings are not alike.
@@ -181,7 +175,7 @@ class Recorded:
         return few + self.share(micro_batch) * (many - few)
 
     def is_moved_alike(self, micro_batch: int) -> bool:
-        """Whether at another size offload moves nearly all that it moves here: what is small stays."""
+        """Whether at another size offload moves nearly all that it moves at these: what is small stays."""
         sizes = [side.made for side in self._sides]
         if not self.is_aligned or len(sizes[0]) != len(sizes[1]):
             return micro_batch >= self._sizes[1]
@@ -216,11 +210,6 @@ class Costs:
     def peak(self, choice: Mapping[str, str]) -> int:
         """The most bytes alive at any moment; blocks not named are kept."""
         return round(float(self.alive(choice).max()))
-
-    @property
-    def update_peak(self) -> int:
-        """The most bytes alive in the update, when blocks hold nothing."""
-        return round(float(self.alive({})[self.is_update].max(initial=0.0)))
 
     def seconds(self, choice: Mapping[str, str]) -> float:
         """How long the step takes."""
@@ -299,7 +288,8 @@ def costs_of(
     later = (rows - micro_batch) / micro_batch
     times, is_there = np.where(numbers > 0, later, 1.0), (numbers <= 0) | (later > 0)
     is_update = np.array([place.phase == "update" for place in places])
-    able = [name for name, one in recorded.items() if name != "offload" or one.is_moved_alike(micro_batch)]
+    is_alike = recorded[KEEP].is_moved_alike(micro_batch)
+    able = [policy for policy in recorded if policy != "offload" or is_alike]
 
     def by_block(seconds: Array) -> Array:
         return np.bincount(columns, seconds * times, len(blocks) + 1).astype(float)

@@ -15,7 +15,6 @@ TRIES = 3  # traces of plans that were composed to fit, before another size is t
 TRACED = 3  # sizes that are traced by themselves, where each has to be
 OFF = 0.005  # of the bytes: what a line in the rows may be wrong by before it is given up
 RERUN = ("selective", "recompute")
-_CHEAP_FIRST = ("offload", *RERUN)
 
 
 def choose(request: Request) -> PlanReport:
@@ -111,7 +110,7 @@ class _Search:
     def _traced_options(self) -> list[Option]:
         """The largest sizes that fit, each traced by itself, all blocks under one policy."""
         sizes = self._request.all_sizes
-        for policy in (KEEP, *sorted(self._request.policies, key=_CHEAP_FIRST.index)):
+        for policy in (KEEP, *reversed(self._request.policies)):
             # More rows take more bytes: halving the list finds the border. Uncut is a case of its own.
             low, high = 1, len(sizes)
             while low < high:

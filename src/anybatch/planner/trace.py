@@ -74,20 +74,16 @@ def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch,
 def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
     """A fake like a leaf of the batch, with another number of rows in storage that lies row after row."""
     step, *inner = leaf.stride()
-    storage = leaf.untyped_storage()
+    storage, host = leaf.untyped_storage(), "cpu" if leaf.is_meta else leaf.device
     if step < max(inner, default=1):  # rows are not what lies furthest apart
-        fake = torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=_host(leaf))
+        fake = torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=host)
     else:
         base = bases.get(id(storage))
         if base is None:
-            base = torch.empty(rows * step, dtype=leaf.dtype, device=_host(leaf))
+            base = torch.empty(rows * step, dtype=leaf.dtype, device=host)
             bases[id(storage)] = base
         fake = base.as_strided((rows, *leaf.shape[1:]), leaf.stride(), leaf.storage_offset() % step)
     return fake.requires_grad_(leaf.requires_grad)
-
-
-def _host(leaf: Tensor) -> torch.device:
-    return torch.device("cpu") if leaf.device.type == "meta" else leaf.device
 
 
 class _Head(TensorBatch):
