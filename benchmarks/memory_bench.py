@@ -11,11 +11,9 @@ import torch
 import anybatch as ab
 from anybatch.core import tree
 from anybatch.core.batch import Batch
-from anybatch.core.errors import TraceError
 from anybatch.engine import admit, carry_out
 from anybatch.engine.plan import Plan
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import measure_step
 from anybatch.planner.report import PlanReport
 from anybatch.planner.trace import Trace, trace
 from anybatch.recompute.blocks import choose_blocks
@@ -75,15 +73,9 @@ class Subject:
         return chosen[::2] if policy == HALF else chosen
 
     def predict(self, plan: Plan, device: str | None = None) -> Trace:
-        """Without data: the step on fake tensors, as on this device or on one that need not be here.
-
-        What cannot be traced is measured at this size, as the planner does; the trace says so.
-        """
+        """Without data: the step on fake tensors, as on this device or on one that need not be here."""
         task, batch = self._prepared(plan.rows)
-        try:
-            return trace(plan, task, batch, device=device)
-        except TraceError:
-            return measure_step(plan, task, batch)
+        return trace(plan, task, batch, device=device)
 
     def ask(self, rows: int, memory: int | None, **options: Any) -> PlanReport:
         """The planner's answer for so many rows within so many bytes."""

@@ -11,7 +11,7 @@ import torch
 from anybatch.core import tree
 from anybatch.engine.plan import Plan
 from anybatch.memory.device import Device, find_device
-from anybatch.planner.cost import PolicyRecordings, Recorded
+from anybatch.planner.cost import Recorded, costs_of
 from anybatch.planner.trace import is_linear_in_rows
 from benchmarks.memory_bench import KEEP, POLICIES, Subject
 from benchmarks.memory_report import Raw, Record, Study, broken, child, sound, write_lines
@@ -80,7 +80,6 @@ def measure(name: str, scale: str, device: str) -> Iterator[Record]:
                     "micro_batch": size,
                     "traced": traced.peak,
                     "seconds": seconds,
-                    "source": traced.source,
                     **forecast.of(plan),
                     "measured": subject.measure(plan).bytes,
                 }
@@ -97,7 +96,7 @@ class Forecast:
 
     def __init__(self, host: Subject, subject: Subject, device: Device) -> None:
         self._host, self._subject, self._device = host, subject, device
-        self._recordings: PolicyRecordings | None = None
+        self._recordings: dict[str, Recorded] = {}
 
     def of(self, plan: Plan) -> dict[str, int]:
         """What there is for this plan."""
@@ -112,24 +111,28 @@ class Forecast:
 
     def _composed(self, plan: Plan) -> int:
         """Of steps in which all blocks have the same policy, as the planner does it."""
-        if self._recordings is None:
-            self._recordings = PolicyRecordings(
-                {policy: self._record(policy) for policy in (KEEP, *POLICIES[1:3])}
-            )
+        if not self._recordings:
+            self._recordings = {policy: self._record(policy) for policy in (KEEP, *POLICIES[1:3])}
         leaves = tree.flatten(self._subject.batch(plan.rows)).leaves
         beyond = plan.rows - 2 * plan.micro_batch  # rows of the batch that the recordings do not hold
         extra = sum(leaf.untyped_storage().nbytes() for leaf in leaves) * beyond // plan.rows
-        mixture = self._recordings.mixture(
-            plan.rows, plan.micro_batch, self._device, half=False, input_bytes=extra
+        costs = costs_of(
+            self._recordings,
+            tuple(name for name, _ in self._subject.blocks("recompute")),
+            rows=plan.rows,
+            micro_batch=plan.micro_batch,
+            device=self._device,
+            half=False,
+            start=extra,
         )
-        return mixture.peak(dict(plan.blocks))
+        return costs.peak(dict(plan.blocks))
 
     def _record(self, policy: str) -> Recorded:
         names = tuple(name for name, _ in self._subject.blocks("recompute"))
         blocks = self._subject.blocks(policy)
         plans = [self._subject.plan(2 * size, size, blocks) for size in SMALL_SIZES]
         one, other = [self._subject.predict(plan).recording for plan in plans]
-        return Recorded(sizes=SMALL_SIZES, recordings=(one, other), blocks=names)
+        return Recorded(SMALL_SIZES, (one, other), names)
 
 
 # ---- judgement and report

@@ -30,7 +30,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = torch.randn(1024, 32), torch.randint(10, (1024,))
 
-    whole = ab.plan(model, nn.CrossEntropyLoss(), optimizer, batch, measure=False)
+    whole = ab.plan(model, nn.CrossEntropyLoss(), optimizer, batch)
     budget = whole.peak // 2
     print(f"uncut: {whole.peak:,} bytes at the peak; the budget is half of that")
 

@@ -121,15 +121,13 @@ def images(rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor
 
 
 def request(step: Step, batch: Any, rows: int | None = None, **options: Any) -> Request:
-    """What planning would ask, with nothing settled and nothing measured."""
+    """What planning would ask, with nothing settled."""
     task = step.task()
     logical = admit(batch, task, step.collate)
     rows = logical.rows if rows is None else rows
     like = Plan(rows=rows, micro_batch=rows)
     blocks = find_blocks(step.model)
-    return Request(
-        **{"task": task, "batch": logical, "like": like, "blocks": blocks, "measure": False} | options
-    )
+    return Request(**{"task": task, "batch": logical, "like": like, "blocks": blocks} | options)
 
 
 def measured(step: Step, batch: Any) -> int:

@@ -132,7 +132,7 @@ def test_check_says_exact_and_only_then_returns_0(here: str, capsys: pytest.Capt
         (["plan", "{}:sound", "--memory", "much"], "'much'"),
         (["plan", "{}:sound", "--device", "tpu"], "'tpu'"),
         (["plan", "{}:failing", "--memory", "1MB"], "Error"),
-        (["plan", "{}:sound", "--memory", "10", "--estimate"], "The smallest budget"),
+        (["plan", "{}:sound", "--memory", "10"], "The smallest budget"),
         (["check", "{}:failing"], "could not check: RuntimeError"),
     ],
 )
@@ -157,11 +157,11 @@ def test_json_is_all_that_is_printed_whatever_the_target_prints(
 
 
 def planned(*arguments: str) -> tuple[dict[str, Any], str]:
-    return plan_action.plan(cli._parser().parse_args(["plan", *arguments, "--estimate"]))
+    return plan_action.plan(cli._parser().parse_args(["plan", *arguments]))
 
 
 def test_plan_is_a_table_and_one_json_object(here: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", f"{here}:sound", "--batch-size", 30, "--memory", "1MB", "--json", "--estimate"]
+    arguments = ["plan", f"{here}:sound", "--batch-size", 30, "--memory", "1MB", "--json"]
     code, printed, _ = run(capsys, *arguments, "--plot", "memory.svg")
     told = json.loads(printed)
     assert code == 0

@@ -200,7 +200,7 @@ def test_a_plan_in_another_precision_takes_no_digit(precision: str | Precision) 
     before = [one.clone() for one in step.masters.tensors]
     result = model(X)
     optimizer = torch.optim.Adagrad(model.parameters())
-    ab.plan(model, squares, optimizer, (X, Y), precision=precision, measure=False)
+    ab.plan(model, squares, optimizer, (X, Y), precision=precision)
     assert torch.equal(model(X), result)
     assert all(map(torch.equal, map(step.masters.of, model.parameters()), before))
     assert {slots["sum"].dtype for slots in optimizer.state.values()} == {torch.bfloat16}

@@ -170,7 +170,7 @@ def test_fakes_that_are_left_are_taken_out_or_named() -> None:
 
 
 def test_what_fails_is_told_once() -> None:
-    """Not by torch's logger, too: what cannot be traced is measured, and no fault."""
+    """Not by torch's logger, too: what cannot be traced is refused with a reason."""
     log, heard = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
     before = list(log.filters)
     log.addHandler(heard)

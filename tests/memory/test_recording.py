@@ -1,4 +1,4 @@
-"""Tests of recordings: owners told from beginnings and ends, rounding, and what is put together."""
+"""Tests of recordings: owners told from beginnings and ends, rounding, and what is continued."""
 
 from array import array
 
@@ -14,7 +14,6 @@ from anybatch.memory.recording import (
     Recording,
     continued,
     find_owners,
-    joined,
 )
 
 
@@ -92,11 +91,3 @@ def test_a_micro_batch_may_be_several_forwards() -> None:
     assert many.alive()[-1] == 100 + 10 * 4
     assert many.peak() == 100 + 10 * 4 + 50
     assert [one.micro_batch for one in many.marks] == [-1, 0, 1, 2, 3, 18, 19]
-
-
-def test_joined_recordings_do_not_add_up() -> None:
-    one = recording([(0, 0, 100), (1, 0, 8), (1, 8, 0)], [mark(0, "start", -1), mark(1, "forward")])
-    other = recording([(0, 0, 100), (1, 0, 30)], [mark(0, "start", -1)])
-    both = joined(one, other, "update")
-    assert both.alive() == [100, 108, 100, 0, 100, 130]
-    assert both.ledger(source="measured", device="cpu").phases()["update"].total == 130

@@ -1,9 +1,7 @@
-"""One plan for each shape of rows, and the race between plans."""
+"""One plan for each shape of rows."""
 
 import functools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 from anybatch.core.batch import SampleBatch
 from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
-from anybatch.planner.cache import Budget, device_of, find_plan, longest
+from anybatch.planner.cache import Budget, device_of, longest
 from anybatch.planner.search import choose
-from tests.budgets import Net, Untraceable, carried_out, changed_by, make, metered, request, rows_of, sgd
+from tests.budgets import Net, carried_out, changed_by, make, metered, request, rows_of, sgd
 
 ROWS = 6
 MEMORY = 60_000
@@ -56,7 +54,7 @@ def test_lengths_share_a_few_plans_that_hold_for_all(made: list[Any]) -> None:
             run = functools.partial(carried_out, step, plan, batch)
             assert metered(step, run, batch) <= MEMORY
     # 9 as it came, then 16, 14, 12, 10 and 40.
-    assert len(made) == len(kept.races) == 6
+    assert len(made) == len(kept.plans) == 6
     assert sizes[9] >= sizes[16] > sizes[40] >= 1
 
 
@@ -83,16 +81,6 @@ def test_where_rounded_rows_do_not_fit_the_plan_is_for_no_longer_ones() -> None:
         kept.plan(request(step, lengths(length + 3, 2), blocks=()))
 
 
-def test_lengths_of_what_cannot_be_traced_are_measured_as_they_are() -> None:
-    class Lengths(Untraceable):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.mean(1))
-
-    kept = Budget(10**6)
-    plans = [kept.plan(request(make(Lengths), lengths(length))) for length in (5, 9, 11)]
-    assert {plan.micro_batch for plan in plans} == {ROWS}
-
-
 def test_plans_survive_json(made: list[Any]) -> None:
     step, kept = make(net), Budget(MEMORY)
     batches = [lengths(length) for length in (16, 15, 13, 30)]
@@ -107,25 +95,22 @@ def test_plans_survive_json(made: list[Any]) -> None:
     assert len(made) == count
     other = Budget(MEMORY + 1)
     other.load(kept.state())
-    assert other.races == {}
+    assert other.plans == {}
 
 
 class Words(nn.Module):
     """Its gradients are sparse."""
 
-    def __init__(self, *, is_traceable: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.words, self.head = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 4)
-        self.is_traceable = is_traceable
 
     def forward(self, ids: Tensor) -> Tensor:
-        mean = self.words(ids).mean(1)
-        return self.head(mean if self.is_traceable else mean + mean[(mean < 9).all(-1).nonzero()[:, 0]].sum())
+        return self.head(self.words(ids).mean(1))
 
 
-@pytest.mark.parametrize("is_traceable", [True, False])
 @pytest.mark.parametrize("optimizer", [sgd, lambda these: torch.optim.SGD(these, lr=0.1), sparse_adam])
-def test_sparse_gradients_are_refused(optimizer: Any, is_traceable: bool) -> None:
+def test_sparse_gradients_are_refused(optimizer: Any) -> None:
     """Their sums grow with each micro-batch, and their state with each step."""
 
     def refused(run: Any) -> None:
@@ -133,7 +118,7 @@ def test_sparse_gradients_are_refused(optimizer: Any, is_traceable: bool) -> Non
             run(words)
 
     words = torch.arange(ROWS * 3).reshape(ROWS, 3), torch.zeros(ROWS, dtype=torch.long)
-    step = make(lambda: Words(is_traceable=is_traceable), optimizer, memory=10**6)
+    step = make(Words, optimizer, memory=10**6)
     for run in (step, step.foresee):
         assert changed_by(step, lambda run=run: refused(run)) == []
     free = make(lambda: step.model, optimizer)
@@ -165,32 +150,12 @@ def test_what_is_trained_later_is_planned_anew() -> None:
     for block in step.model.blocks:
         block.requires_grad_(False)
     step(batch)
-    assert len(step.planning.budget.races) == 1
+    assert len(step.planning.budget.plans) == 1
     for block in step.model.blocks:
         block.requires_grad_(True)
     step(batch)
-    assert len(step.planning.budget.races) == 2
+    assert len(step.planning.budget.plans) == 2
     assert metered(step, lambda: step(batch), batch) <= 60_000
-
-
-def test_real_runs_of_planning_are_kept_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[object] = []
-    held: list[object] = []
-
-    @contextmanager
-    def noting(memory: object, task: object) -> Iterator[None]:
-        held.append(memory)
-        yield
-        held.pop()
-
-    monkeypatch.setattr(budget_module, "enforced", noting)
-    monkeypatch.setattr(budget_module, "choose", lambda asked: kept.append(list(held)) or choose(asked))
-    asked = request(make(), rows_of())
-    Budget(10**7).plan(asked)
-    find_plan(asked, "20MB", None, measure=False)
-    find_plan(asked, None, None, measure=False)
-    find_plan(asked, "20MB", "cuda:a100", measure=False)
-    assert kept == [[10**7], ["20MB"], [], []]
 
 
 # ---- shapes

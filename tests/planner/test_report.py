@@ -25,11 +25,11 @@ LEDGER = Ledger(
 BLOCKS = (("a", "recompute"), ("b", "selective"), ("c", "recompute"))
 BEST = Plan(rows=8, micro_batch=4, blocks=BLOCKS)
 NEXT = (
-    Option(plan=Plan(rows=8, micro_batch=2), peak=1500, seconds=0.25, source="composed", measured=True),
+    Option(plan=Plan(rows=8, micro_batch=2), peak=1500, seconds=0.25, source="composed"),
     Option(plan=Plan(rows=8, micro_batch=1, blocks=BLOCKS[:1]), peak=1000, seconds=0.5, source="composed"),
 )
 REPORT = PlanReport(
-    plan=BEST, ledger=LEDGER, seconds=0.125, measured=True, budget=4096, device="cpu", options=NEXT,
+    plan=BEST, ledger=LEDGER, seconds=0.125, budget=4096, device="cpu", options=NEXT,
     notes=("first", "second"),
 )  # fmt: skip
 
@@ -39,9 +39,8 @@ def test_json_holds_all_of_it() -> None:
     assert Plan.from_json(json.dumps(told["plan"])) == BEST
     assert Ledger.from_json(json.dumps(told["ledger"])) == LEDGER
     assert [Plan.from_json(json.dumps(one["plan"])) for one in told["options"]] == [one.plan for one in NEXT]
-    shown = [(one["peak"], one["seconds"], one["measured"]) for one in told["options"]]
-    assert shown == [(1500, 0.25, True), (1000, 0.5, False)]
-    assert (told["peak"], told["budget"], told["seconds"], told["measured"]) == (2048, 4096, 0.125, True)
+    assert [(one["peak"], one["seconds"]) for one in told["options"]] == [(1500, 0.25), (1000, 0.5)]
+    assert (told["peak"], told["budget"], told["seconds"]) == (2048, 4096, 0.125)
     assert (told["device"], told["notes"]) == ("cpu", ["first", "second"])
 
 

@@ -1,6 +1,5 @@
 """Traces: the bytes of a step without memory."""
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,6 @@ from anybatch.core.errors import TraceError
 from anybatch.engine.plan import Plan
 from anybatch.losses.resolve import resolve
 from anybatch.memory.meter import Meter
-from anybatch.planner.measure import measure_step
 from anybatch.planner.trace import Trace, fake_batch, run_sizes, trace
 from benchmarks.zoo import ZOO
 from tests.snapshots import changes, make_batch, make_step, snapshot
@@ -244,16 +242,12 @@ class Lengths(nn.Module):
         (Lengths, r"in 1 \(Lengths\); its shapes depend on values"),
     ],
 )
-def test_what_cannot_be_traced_is_named_and_measured(kind: type[nn.Module], named: str) -> None:
+def test_what_cannot_be_traced_is_named(kind: type[nn.Module], named: str) -> None:
     step = make_step(model=nn.Sequential(nn.Linear(3, 4), kind()), micro_batch=4)
     before, batch = snapshot(step), TensorBatch(make_batch())
     with pytest.raises(TraceError, match=named):
         trace(step.plan(8), step.task(), batch)
     assert not changes(before, snapshot(step))
-    measured = measure_step(step.plan(8), step.task(), batch)
-    assert not changes(before, snapshot(step))
-    assert measured.ledger.source == "measured"
-    assert {"forward", "loss", "backward", "update"} <= measured.ledger.phases().keys()
 
 
 def test_a_device_that_is_not_there_rounds_sizes_up() -> None:
@@ -292,10 +286,9 @@ def test_modules_that_only_the_loss_reaches_are_as_before(frozen: bool, micro_ba
 
     model = mlp()
     step = Step(model, loss, OPTIMIZERS["adamw"](model.parameters()), check=False, micro_batch=micro_batch)
-    for run in (trace, measure_step):
-        run(step.plan(ROWS), step.task(), TensorBatch(vectors()))
-        assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
-        assert all(parameter.grad is None for parameter in judge.parameters())
+    trace(step.plan(ROWS), step.task(), TensorBatch(vectors()))
+    assert all(torch.equal(value, before[name]) for name, value in judge.state_dict().items())
+    assert all(parameter.grad is None for parameter in judge.parameters())
     optimizer = step.optimizers[0]
     predicted, meter = compare(model, loss, optimizer, vectors(), micro_batch=micro_batch)
     assert predicted.peak == meter.peak
@@ -308,14 +301,11 @@ def test_parameters_without_gradient_have_no_state(name: str) -> None:
     optimizer, batch = OPTIMIZERS[name](model.parameters()), vectors()
     step = Step(model, nn.CrossEntropyLoss(), optimizer, check=False)
     idle = frozenset([model.unused])
-    runs = [
-        functools.partial(run, idle=known) for known in (frozenset(), idle) for run in (trace, measure_step)
-    ]
-    found = [run(step.plan(ROWS), step.task(), TensorBatch(batch)) for run in runs]
+    plan, rows = step.plan(ROWS), TensorBatch(batch)
+    found = [trace(plan, step.task(), rows, idle=known) for known in (frozenset(), idle)]
     assert {one.idle for one in found} == {idle}
     _, meter = compare(model, nn.CrossEntropyLoss(), optimizer, batch)
-    assert [one.peak for one in found[::2]] == [meter.peak, meter.peak]
-    assert found[1].peak == found[3].peak
+    assert [one.peak for one in found] == [meter.peak, meter.peak]
 
 
 def test_an_optimizer_that_begins_small_is_traced_as_it_is_later() -> None:

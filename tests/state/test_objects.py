@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.batch import TensorBatch
-from anybatch.planner.measure import measure_step
-from anybatch.planner.trace import Trace, trace
+from anybatch.planner.trace import trace
 from anybatch.state import Contents, ObjectState, Reachable, ways
 
 TABLE: dict[str, Any] = {}
@@ -171,14 +170,13 @@ def test_values_are_put_back_where_it_is_said() -> None:
         assert [float(one[0]) for one in (first, second, array)] == expected
 
 
-@pytest.mark.parametrize("run", [trace, measure_step])
-def test_nothing_is_left_in_caches(run: Callable[..., Trace]) -> None:
+def test_nothing_is_left_in_caches() -> None:
     seen: list[Tensor] = []
     model = Holder()
     model.register_forward_hook(lambda *found: seen.append(found[2]))
     stream = model.generator.get_state()
     step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), check=False)
-    run(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
+    trace(step.plan(8), step.task(), TensorBatch((torch.ones(8, 3), torch.ones(8, 3))))
     assert (seen, TABLE, model.calls) == ([], {}, 0)
     assert model.box.made is None
     assert model.table.cache_info().currsize == 0

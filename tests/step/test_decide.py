@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch import Step
 from anybatch.core import torch_private as private
-from anybatch.core.errors import BatchError, BudgetError, PlanError, TraceError
+from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
 from anybatch.planner.search import choose
 from anybatch.step.limits import PATIENCE, Limits
@@ -110,7 +110,7 @@ def test_batch_norm_is_never_cut() -> None:
 
 
 def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
-    """Not on what came before, nor on which cut was faster: the statistics of micro-batches do."""
+    """Not on what came before: the statistics of micro-batches do."""
 
     def step() -> Step:
         return make(ConvNet, memory=memory, batch_norm="micro")
@@ -120,7 +120,6 @@ def test_a_cut_that_is_felt_depends_on_its_rows_alone(made: list[Any]) -> None:
     memory = refused.value.smallest - 1
     alone = {rows: step()(images(rows)).cut for rows in (8, 13, 24)}
     assert all(len(cut) > 1 for cut in alone.values())
-    assert not any(one.rivals for one in made if one.depends_on_cut)
     made.clear()
     after = step()
     for rows in (13, 24, 8, 24, 13, 8, 8, 13):
@@ -172,14 +171,14 @@ def test_a_run_that_goes_on_cuts_as_before(made: list[Any]) -> None:
     for rows, length in ((12, 5), (12, 9), (5, 8)):
         step(rows_of(rows, length, 8))
     assert step.planning.budget is not None
-    fastest = [race.fastest for race in step.planning.budget.races.values()]
+    plans = list(step.planning.budget.plans.values())
     count = len(made)
     again = make(net, memory=MEMORY)
     assert again.planning.budget is not None
     again.planning.budget.load(json.loads(json.dumps(step.planning.budget.state())))
     for index, (rows, length) in enumerate(((12, 5), (12, 9), (5, 8))):
         cut = again(rows_of(rows, length, 8)).cut
-        assert max(cut) == min(rows, fastest[min(index, 1)].micro_batch)
+        assert max(cut) == min(rows, plans[min(index, 1)].micro_batch)
     assert len(made) == count
 
 
@@ -238,7 +237,7 @@ def test_without_a_budget_nothing_is_chosen() -> None:
     step, batch = make(net), vectors()
     report = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch)
     assert report.plan == ab.Plan(rows=12, micro_batch=12)
-    assert (report.budget, report.measured) == (None, False)
+    assert report.budget is None
     told = ab.plan(step.model, CROSS_ENTROPY, step.optimizers, batch, micro_batch=5, recompute=["blocks.1"])
     assert told.plan == ab.Plan(rows=12, micro_batch=5, blocks=(("blocks.1", "recompute"),))
     carried_out(step, told.plan, batch)
@@ -277,13 +276,10 @@ def test_a_model_without_memory_and_a_batch_of_two_rows_do() -> None:
     card = ab.plan(*wanted, rows=4096, memory="8MB", device="cuda:a100")  # that is not here
     assert (card.device, card.ledger.device, card.peak % 512) == ("cuda:a100", "cuda", 0)
     assert card.peak <= 8 * 10**6
-    assert not report.measured
-    assert not card.measured
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "fp16-true", "bf16-mixed"])
-@pytest.mark.parametrize("measure", [True, False])
-def test_nothing_is_changed_whatever_is_planned_for(measure: bool, precision: Any) -> None:
+def test_nothing_is_changed_whatever_is_planned_for(precision: Any) -> None:
     step, batch = make(lambda: Net(0.1, 2)), vectors()
     step(batch)
     step.model.blocks[0].eval()
@@ -293,7 +289,7 @@ def test_nothing_is_changed_whatever_is_planned_for(measure: bool, precision: An
         hooks = [len(vars(optimizer)[name]) for name in private.LOAD_HOOKS]
         return [*[(p.data_ptr(), p.dtype) for p in model.parameters()], *map(id, model.modules()), *hooks]
 
-    wanted: Any = {"memory": 60_000, "precision": precision, "measure": measure}
+    wanted: Any = {"memory": 60_000, "precision": precision}
     before = held()
     with same_as_before(step):
         report = ab.plan(model, CROSS_ENTROPY, optimizer, batch, **wanted)
@@ -301,11 +297,9 @@ def test_nothing_is_changed_whatever_is_planned_for(measure: bool, precision: An
     assert str(report.plan.precision) == precision
 
 
-def test_what_cannot_be_traced_is_measured_here_and_refused_elsewhere() -> None:
+def test_what_cannot_be_traced_is_refused() -> None:
     step, batch = make(Untraceable), rows_of(8)
     arguments = (step.model, CROSS_ENTROPY, step.optimizers, batch)
-    report = ab.plan(*arguments, memory=10**6)
-    assert report.ledger.source == "measured"
-    assert "measured on some of the rows given" in str(report)
-    with pytest.raises(TraceError, match="nonzero"):
-        ab.plan(*arguments, memory=10**6, device="cuda:a100")
+    for device in (None, "cuda:a100"):
+        with pytest.raises(PlanError, match=r"nonzero.* Choose micro_batch= yourself"):
+            ab.plan(*arguments, memory=10**6, device=device)

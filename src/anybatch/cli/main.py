@@ -150,7 +150,6 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
-    add("--estimate", action="store_true", help="estimate seconds from the device's figures, run nothing")
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
     return parser
 

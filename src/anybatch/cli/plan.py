@@ -36,7 +36,6 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         batch_norm=options.batch_norm,
         collate=found.collate,
         precision=options.precision,
-        measure=not options.estimate,
     )
     message = str(report)
     if found.optimizer is None:

@@ -6,8 +6,8 @@
     │   └── NonFiniteLossError   the loss of some micro-batch is NaN or infinite
     ├── PlanError         a choice that cannot be carried out: micro-batch size, clipping, dtype
     │   ├── BudgetError          no plan fits the memory budget
+    │   ├── TraceError           a step cannot be run on fake tensors, or its bytes follow no law
     │   └── BlockError           a block of the model does not run again as it did
-    ├── TraceError        a step cannot be run on fake tensors, or its bytes follow no law
     ├── OptimizerError    optimizers, schedulers and parameters do not belong together
     ├── OutOfMemoryError  not even one row fits, or the update does not
     ├── WindowError       a window used out of order: left open, closed empty, used after its end
@@ -59,7 +59,7 @@ class BlockError(PlanError):
         self.block = block
 
 
-class TraceError(AnybatchError, ValueError):
+class TraceError(PlanError):
     """A step cannot be run on fake tensors, or its bytes follow no law."""
 
 
@@ -67,9 +67,8 @@ class BudgetError(PlanError):
     """No plan fits the memory budget.
 
     Attributes:
-        smallest: the smallest budget that would do, in bytes; as the message says, only about that, or more,
-            where a step cannot be traced and was not run, to stay within the budget.
-        ledger: where the bytes of that plan go (`anybatch.memory.ledger.Ledger`); None where it was not run.
+        smallest: the smallest budget that would do, in bytes; about that, where the message says so.
+        ledger: where the bytes of that plan go (`anybatch.memory.ledger.Ledger`); None where it is not known.
     """
 
     def __init__(self, message: str, *, smallest: int = 0, ledger: object = None) -> None:

@@ -13,7 +13,7 @@ from anybatch.memory.fake import (
 from anybatch.memory.ledger import OWNERS, Ledger
 from anybatch.memory.meter import Meter
 from anybatch.memory.reading import Reading
-from anybatch.memory.recording import Mark, Recording, continued, joined
+from anybatch.memory.recording import Mark, Recording, continued
 
 __all__ = [
     "CARDS",
@@ -30,7 +30,6 @@ __all__ = [
     "dense_only",
     "drop_left_fakes",
     "find_device",
-    "joined",
     "parse_memory",
     "replaced_by_fakes",
     "sparse_refused",

@@ -22,10 +22,7 @@ from torch.optim import Optimizer
 
 from anybatch.core import PlanError, TraceError
 from anybatch.core import torch_private as private
-from anybatch.state import ModuleState, ObjectState, Snapshot, rng
-
-# ---- likely values
-
+from anybatch.state import ObjectState, rng
 
 _ATEN: Any = torch.ops.aten
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
@@ -111,9 +108,6 @@ def _count(func: Any, args: Sequence[Any]) -> int | None:
     return each or None
 
 
-# ---- fake tensors
-
-
 class FakeMode(private.FakeTensorMode):
     """Operations on tensors without memory; whoever asks for a value gets one that is likely.
 
@@ -163,7 +157,7 @@ class FakeMode(private.FakeTensorMode):
         return result
 
     @contextmanager
-    def explained(self, what: str = "a step", instead: str = "it is measured instead") -> Generator[None]:
+    def explained(self) -> Generator[None]:
         """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
 
         Raises:
@@ -177,13 +171,13 @@ class FakeMode(private.FakeTensorMode):
         _LOG.addFilter(is_no_error)
         try:
             yield
-        except (PlanError, TraceError):
+        except PlanError:
             raise
         except Exception as error:
             raise TraceError(
-                f"Expected {what} that can be traced, got {type(error).__name__} from "
-                f"{self.culprit or what}: {str(error).partition(chr(10))[0][:80]}. Shapes and values taken "
-                f"from tensors, and code that is not Python, cannot be traced; {instead}."
+                f"Expected a step that can be traced, got {type(error).__name__} from "
+                f"{self.culprit or 'it'}: {str(error).partition(chr(10))[0][:80]}. Shapes and values taken "
+                f"from tensors, and code that is not Python, cannot be traced. {_INSTEAD}"
             ) from error
         finally:
             _LOG.removeFilter(is_no_error)
@@ -200,7 +194,7 @@ class FakeMode(private.FakeTensorMode):
             place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
             raise TraceError(
                 f"Expected shapes that are known before it runs, got an int asked of a tensor in {place}; "
-                "its shapes depend on values. It is measured instead where the device is here."
+                f"its shapes depend on values. {_INSTEAD}"
             )
         return int(number)
 
@@ -208,6 +202,7 @@ class FakeMode(private.FakeTensorMode):
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
 
 
+_INSTEAD = "Choose micro_batch= yourself, without memory=."
 _LOG = logging.getLogger(private.FakeTensorMode.__module__)
 _DEVICE: Any = torch.ops.prim.device.default
 # Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
@@ -320,15 +315,6 @@ def replaced_by_fakes(
     """Put fakes in the place of all tensors of modules and optimizers.
 
     Afterwards they hold what they held before, whatever a forward or an update put there.
-
-    Example:
-        >>> model = nn.Linear(2, 2)
-        >>> weight = model.weight
-        >>> with replaced_by_fakes(FakeMode(), [model], []):
-        ...     type(model.weight).__name__
-        'FakeTensor'
-        >>> model.weight is weight
-        True
     """
     fakes = Fakes(mode)
     held = {id(one): (one, dict(vars(one))) for one in (*modules, *optimizers)}
@@ -350,20 +336,12 @@ def replaced_by_fakes(
 
 
 @contextmanager
-def undisturbed(
-    parameters: Iterable[nn.Parameter],
-    modules: Sequence[nn.Module] = (),
-    *,
-    roots: Iterable[object] = (),
-    is_real: bool = False,
-) -> Generator[ObjectState]:
-    """Random streams, gradients, buffers, warnings and collector as before; nothing is compiled meanwhile.
+def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()) -> Generator[ObjectState]:
+    """Random streams, gradients, warnings and collector as before; nothing is compiled meanwhile.
 
-    So is all that `roots` reach; with `is_real`, values too, as far as tensors are small.
+    So is all that `roots` reach, but for the values of tensors.
     """
-    own = {p for module in modules for p in (*module.parameters(recurse=False), *module.buffers(False))}
-    snapshot = ObjectState(roots, but_for=own if is_real else None)
-    buffers = Snapshot(ModuleState([*modules, *(snapshot.modules if is_real else ())]))
+    snapshot = ObjectState(roots)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()
     with warnings.catch_warnings(), ExitStack() as stack:
@@ -376,7 +354,6 @@ def undisturbed(
             yield snapshot
         finally:
             torch.clear_autocast_cache()
-            buffers.put_modules_back()
             snapshot.put_back()
             rng.restore_process(random)
             for parameter, gradient in gradients:
@@ -390,13 +367,6 @@ def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
     """No parameter gets a sparse gradient here, nor does a fake that is made of one here.
 
     Nobody can foretell its bytes: they depend on which rows each micro-batch and each step has met.
-
-    Example:
-        >>> layer = nn.Embedding(3, 2, sparse=True)
-        >>> with dense_only(layer.parameters()):
-        ...     layer(torch.tensor([1])).sum().backward()
-        Traceback (most recent call last):
-        anybatch.core.errors.PlanError: Expected dense gradients, got sparse ones of shape (3, 2): nobody...
     """
     able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
     hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]

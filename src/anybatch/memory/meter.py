@@ -4,7 +4,6 @@ import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -148,10 +147,8 @@ class Meter(private.TorchDispatchMode):
         self._take_off = [handle.remove for handle in handles]
         return cast("Meter", super().__enter__())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         for take_off in self._take_off:
             take_off()
         self._timeline.is_open = self._storages.is_open = False

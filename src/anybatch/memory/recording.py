@@ -27,16 +27,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a meter saw: one event for each storage that begins, changes its size or ends.
-
-    Example:
-        >>> mark = Mark(0, "start", -1, "", 0, 0, 0)
-        >>> kinds = {"marks": (mark,), "owners": (OTHER, OTHER), "places": ("", "")}
-        >>> sizes = {"before": array("q", [0, 0, 8]), "after": array("q", [8, 4, 0])}
-        >>> recording = Recording(storages=array("q", [0, 1, 0]), **sizes, **kinds)
-        >>> recording.peak(), recording.peak(granule=512)
-        (12, 1024)
-    """
+    """What a meter saw: one event for each storage that begins, changes its size or ends."""
 
     # int64, the number of the storage of each event, counted from 0 in order of first sight
     storages: "array[int]"
@@ -208,28 +199,4 @@ def continued(recording: Recording, run: int, wanted: int) -> Recording:
         marks=tuple([moved(index, mark) for index, mark in enumerate(marks)]),
         owners=(*recording.owners, ACTIVATIONS),
         places=(*recording.places, ""),
-    )
-
-
-def joined(first: Recording, second: Recording, phase: str) -> Recording:
-    """One recording after another: what the first leaves ends before the second begins."""
-    sizes = dict(zip(first.storages, first.after, strict=True))
-    left = {number: size for number, size in sizes.items() if size}
-    event, number = len(first.storages) + len(left), len(first.owners)
-    done = first.marks[-1]
-    later = [
-        mark._replace(
-            event=mark.event + event,
-            phase=phase if mark.phase == "start" else mark.phase,
-            micro_batch=done.micro_batch,
-        )
-        for mark in second.marks
-    ]
-    return Recording(
-        storages=first.storages + array("q", left) + array("q", [one + number for one in second.storages]),
-        before=first.before + array("q", left.values()) + second.before,
-        after=first.after + array("q", [0] * len(left)) + second.after,
-        marks=(*first.marks, *later),
-        owners=first.owners + second.owners,
-        places=first.places + second.places,
     )

@@ -2,7 +2,6 @@
 
 from anybatch.planner.cache import Budget, enforced, find_plan
 from anybatch.planner.candidates import Request
-from anybatch.planner.measure import reached_by
 from anybatch.planner.measured import Measured, length_of, may_be_read
 from anybatch.planner.report import PlanReport, single_rows
 
@@ -15,6 +14,5 @@ __all__ = [
     "find_plan",
     "length_of",
     "may_be_read",
-    "reached_by",
     "single_rows",
 ]

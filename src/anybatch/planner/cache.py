@@ -1,8 +1,7 @@
-"""What a step with a memory budget remembers: one plan for each shape of its rows, chosen by a race."""
+"""What a step with a memory budget remembers: one plan for each shape of its rows."""
 
 import hashlib
-import statistics
-from collections.abc import Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -25,56 +24,6 @@ from anybatch.planner.report import PlanReport
 from anybatch.planner.search import choose
 from anybatch.planner.shapes import Shape, longest, round_up, row_shape, shaped
 
-# ---- a race in real steps
-
-
-ROUNDS = 4  # steps of each plan; the first of them warms caches up
-HOPELESS = 1.3  # times the fastest, after which a plan is not tried again
-
-
-class Race:
-    """Which of several plans, the likeliest first, is fastest; found out in steps that are made anyway."""
-
-    def __init__(self, plans: Sequence[Plan]) -> None:
-        self._seconds: dict[Plan, list[float]] = {plan: [] for plan in plans}
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether there is nothing left to find out."""
-        return len(self._left) == 1 or all(len(self._seconds[plan]) >= ROUNDS for plan in self._left)
-
-    @property
-    def plan(self) -> Plan:
-        """The one to be carried out next."""
-        if self.is_settled:
-            return self.fastest
-        return min(self._left, key=lambda plan: len(self._seconds[plan]))
-
-    @property
-    def fastest(self) -> Plan:
-        """The fastest so far; the likeliest where nothing is known."""
-        return min(self._left, key=self._typical)
-
-    def record(self, plan: Plan, seconds: float) -> None:
-        """How long a step took."""
-        if plan in self._seconds:
-            self._seconds[plan].append(seconds)
-
-    @property
-    def _left(self) -> list[Plan]:
-        tried = [plan for plan, seconds in self._seconds.items() if len(seconds) > 1]
-        if len(tried) < 2:
-            return list(self._seconds)
-        limit = HOPELESS * min(self._typical(plan) for plan in tried)
-        return [plan for plan in self._seconds if plan not in tried or self._typical(plan) <= limit]
-
-    def _typical(self, plan: Plan) -> float:
-        seconds = self._seconds[plan]
-        return statistics.median(seconds[1:] or seconds or [0.0])
-
-
-# ---- one plan for each shape
-
 
 class Key(NamedTuple):
     """What a plan is for."""
@@ -91,9 +40,8 @@ class Budget:
     """A budget, and the plans made for it. Batches of rows of another shape get a plan of their own.
 
     Lengths that differ from batch to batch are rounded up, in at most 25 % steps, so that a few plans serve
-    all: a plan for longer rows is one for shorter rows, too, and one for more rows is one for fewer. Plans
-    that may well be as fast as the chosen one are tried in the first steps; the fastest stays. Where the
-    result depends on the cut, each number of rows has a plan of its own, and nothing is tried.
+    all: a plan for longer rows is one for shorter rows, too, and one for more rows is one for fewer. Where
+    the result depends on the cut, each number of rows has a plan of its own.
 
     Args:
         memory: as for `anybatch.memory.device.parse_memory`.
@@ -102,7 +50,7 @@ class Budget:
     def __init__(self, memory: str | int) -> None:
         parse_memory(memory, find_device("cpu"))
         self.memory = memory
-        self.races: dict[Key, Race] = {}
+        self.plans: dict[Key, Plan] = {}
         self._reports: dict[tuple[Plan, Shape, str], PlanReport] = {}  # of those made here
         self._measured: dict[str, Measured] = {}  # by kind of rows, settings and what is trained
         self._last: tuple[Task, Hashable, Measured] | None = None
@@ -146,13 +94,8 @@ class Budget:
 
     def forget(self) -> None:
         """Plan everything anew."""
-        self.races.clear()
+        self.plans.clear()
         self._reports.clear()
-
-    def record(self, plan: Plan, seconds: float) -> None:
-        """How long a step of this plan took, all its rows."""
-        for race in self.races.values():
-            race.record(plan, seconds)
 
     def state(self) -> list[dict[str, Any]]:
         """The plans made so far, as JSON can hold them."""
@@ -161,10 +104,10 @@ class Budget:
                 **key._asdict(),
                 "settings": key.settings.to_json(),
                 "memory": self.memory,
-                "plan": race.fastest.to_json(),
+                "plan": plan.to_json(),
                 "varying": sorted(self._varying),
             }
-            for key, race in self.races.items()
+            for key, plan in self.plans.items()
         ] + [{"memory": self.memory, "key": key, **one.state()} for key, one in self._measured.items()]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
@@ -184,7 +127,7 @@ class Budget:
                 parts=int(one.get("parts", 1)),
                 signature=str(one["signature"]),
             )
-            self.races[key] = Race([Plan.from_json(one["plan"])])
+            self.plans[key] = Plan.from_json(one["plan"])
             self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
 
     def _planned(self, request: Request, shape: Shape, signature: str) -> Plan:
@@ -193,33 +136,26 @@ class Budget:
             return known
         report, longest = self._ask(request, shape, self._rounded(shape))
         self._reports[report.plan, longest, signature] = report
-        self.races[_key(request, longest, signature)] = Race(report.rivals)
+        self.plans[_key(request, longest, signature)] = report.plan
         return report.plan
 
     def _known(self, request: Request, shape: Shape, signature: str) -> Plan | None:
         """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
         like = request.like
         for known in (shape, self._rounded(shape)):
-            race = self.races.get(_key(request, known, signature))
-            if race is not None and race.plan.rows >= like.rows:
-                size = min(race.plan.micro_batch, like.rows)
-                return replace(race.plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
+            plan = self.plans.get(_key(request, known, signature))
+            if plan is not None and plan.rows >= like.rows:
+                size = min(plan.micro_batch, like.rows)
+                return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
         return None
 
     def _ask(self, request: Request, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
         """The answer, and the longest rows that it is for."""
-        request = for_device(request, self.memory, None, measure=False)
-        request = replace(request, rivals=not request.depends_on_cut)
+        request = for_device(request, self.memory, None)
         if wanted != shape:
-            try:
-                # Nobody has such rows, so that they could not be measured.
-                absent = replace(request.device, is_here=False)
-                longer = replace(request, batch=shaped(wanted, request.batch), device=absent)
-                return choose(longer), wanted
-            except (TraceError, BudgetError):  # longer than the model takes, or than fits: so as they are
-                pass
-        with enforced(self.memory, request.task):  # what cannot be traced is really run
-            return choose(request), shape
+            with suppress(TraceError, BudgetError):  # longer than the model takes, or than fits
+                return choose(replace(request, batch=shaped(wanted, request.batch))), wanted
+        return choose(request), shape
 
     def _shape(self, batch: Batch) -> Shape:
         """What a row of this batch looks like; of samples, the longest of each."""
@@ -247,32 +183,18 @@ class Budget:
         )
 
 
-def find_plan(
-    request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
-) -> PlanReport:
+def find_plan(request: Request, memory: str | int | None, device: str | torch.device | None) -> PlanReport:
     """Choose a plan for a request on a device, which need not be here, within a budget."""
-    request = for_device(request, memory, device, measure=measure)
-    if memory is None or not request.device.is_here:
-        return choose(request)
-    with enforced(memory, request.task):  # what cannot be traced is really run
-        return choose(request)
+    return choose(for_device(request, memory, device))
 
 
-def for_device(
-    request: Request, memory: str | int | None, device: str | torch.device | None, *, measure: bool
-) -> Request:
+def for_device(request: Request, memory: str | int | None, device: str | torch.device | None) -> Request:
     """The request with device and budget filled in."""
     _refuse_lazy(request.task)
     target = device_of(request.task) if device is None else find_device(device)
-    here = {one.type for one in request.task.devices} == {target.kind}
     if memory is None:
-        request = replace(request, sizes=(request.like.micro_batch,), blocks=())
-    return replace(
-        request,
-        device=replace(target, is_here=target.is_here and here),
-        budget=None if memory is None else parse_memory(memory, target),
-        measure=measure and memory is not None,
-    )
+        return replace(request, device=target, sizes=(request.like.micro_batch,), blocks=())
+    return replace(request, device=target, budget=parse_memory(memory, target))
 
 
 def _refuse_lazy(task: Task) -> None:

@@ -1,4 +1,4 @@
-"""What is to be planned, and the candidates: steps that are traced, and mixtures of them at any size."""
+"""What is to be planned, and the candidates: steps that are traced, and their costs at any size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -6,12 +6,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from anybatch.core import Batch, OutOfMemoryError, TraceError
+from anybatch.core import Batch, TraceError
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
-from anybatch.planner.cost import PolicyRecordings, Recorded
-from anybatch.planner.measure import measure_step, repeated
-from anybatch.planner.mixture import KEEP, Mixture
+from anybatch.planner.cost import KEEP, Costs, Recorded, costs_of
 from anybatch.planner.progress import Progress
 from anybatch.planner.trace import Trace, is_linear_in_rows, trace
 from anybatch.recompute import POLICIES
@@ -36,8 +34,6 @@ class Request:
     fewest: int = 1  # rows that a micro-batch has at least
     # policies that are not to be chosen, because a block did not run again as it did under them
     without: tuple[str, ...] = ()
-    measure: bool = True  # whether the fastest plans are raced for a moment, where the device is here
-    rivals: bool = False  # whether plans to be raced in real steps are asked for
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -89,22 +85,18 @@ class Request:
         return replace(self.like, micro_batch=size, blocks=choice or self.like.blocks)
 
 
-# ---- candidates
-
-
 LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row may be a case of its own
 
 
 class Candidates:
-    """The bytes of the plans of one request: traced, or composed of a few traced steps.
+    """The bytes of the plans of one request: traced, or told from a few traced steps.
 
     Args:
         request: what is to be planned.
 
     Attributes:
         notes: what the reader of the answer should know.
-        is_composed: whether there are mixtures; where not, each plan has to be traced by itself.
-        is_measured: whether the step cannot be traced, so that plans are measured on real rows.
+        is_composed: whether there are costs of every size; where not, each plan has to be traced by itself.
     """
 
     def __init__(self, request: Request) -> None:
@@ -112,53 +104,54 @@ class Candidates:
         self.notes: list[str] = []
         self._traces: dict[Plan, Trace] = {}
         self._half = request.like.precision.is_short or _computes_in_half(request.task)
-        self._pure: dict[str, Recorded] = {}  # by policy of all blocks
-        self._by_foreach: dict[bool | None, PolicyRecordings] = {}  # by foreach
-        self._input_per_row = 0.0
+        self._recorded: dict[str, Recorded] = {}  # by policy of all blocks
+        self._spare: Recorded | None = None  # whose optimizers go one by one
+        self._costs: dict[tuple[int, bool | None], Costs] = {}  # by size and foreach
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
-        self.is_composed = self.is_measured = False
         settled = request.sizes and not request.blocks
         even = is_linear_in_rows(request.task.loss, request.task.model)
-        if request.like.rows >= 2 * LOW and even and not settled:
-            self._record()
+        self.is_composed = bool(request.like.rows >= 2 * LOW and even and not settled)
+        self.add_policies([KEEP])
 
-    def mixture(self, micro_batch: int, foreach: bool | None) -> Mixture:
-        """The mixtures at one size, where there are any."""
-        request = self._request
+    def costs(self, micro_batch: int, foreach: bool | None = None) -> Costs:
+        """What policies cost at one size, where that is known."""
+        request, key = self._request, (micro_batch, foreach)
         rows = request.like.rows
-        if foreach not in self._by_foreach:
-            self._by_foreach[foreach] = self._without_foreach()
-        return self._by_foreach[foreach].mixture(
-            rows,
-            micro_batch,
-            request.device,
-            half=self._half,
-            input_bytes=round(self._input_per_row * (rows - 2 * micro_batch)),
-        )
+        if foreach is False and self._spare is None:
+            try:
+                self._spare = self._record(KEEP, foreach=False)
+            except TraceError:
+                self._spare = self._recorded[KEEP]  # which takes no less
+        if key not in self._costs:
+            self._costs[key] = costs_of(
+                self._recorded,
+                self._blocks,
+                rows=rows,
+                micro_batch=micro_batch,
+                device=request.device,
+                half=self._half,
+                start=round(self._input_per_row() * (rows - 2 * micro_batch)),
+                update=self._spare if foreach is False else None,
+            )
+        return self._costs[key]
 
     def updates(self, micro_batch: int) -> tuple[bool | None, ...]:
         """Values of foreach worth a try at one size: the sparing one only where the update takes too much."""
         request = self._request
         if request.budget is None or not request.may_disable_foreach:
             return (None,)
-        taken = self.mixture(micro_batch, None).peak({}, phase="update")  # by then blocks hold nothing
+        costs = self.costs(micro_batch)
+        taken = costs.alive({})[costs.is_update].max(initial=0.0)  # by then blocks hold nothing
         return (None,) if taken <= request.budget else (None, False)
 
-    def least_seconds(self, micro_batch: int) -> float:
-        """What hardly any policies stay below at one size within the budget, where there are mixtures."""
-        request = self._request
-        # Policies free nothing of an update, so it is the one that takes least.
-        mixture = self.mixture(micro_batch, self.updates(micro_batch)[-1])
-        if request.budget is None:
-            return mixture.seconds({})
-        return mixture.least_seconds(request.budget, may_move="offload" in self.unrecorded)
-
     def trace(self, plan: Plan) -> Trace:
-        """One plan as it is; measured on real rows where it cannot be traced."""
+        """One plan as it is, or a TraceError."""
         if plan not in self._traces:
             self._progress.tell(plan, len(self._traces))
-            self._traces[plan] = found = self._traced(plan)
-            self._idle = found.idle
+            request = self._request
+            kind = request.device.kind
+            found = trace(plan, request.task, request.batch, device=kind, idle=self._idle)
+            self._traces[plan], self._idle = found, found.idle
         return self._traces[plan]
 
     def seconds(self, found: Trace) -> float:
@@ -166,82 +159,49 @@ class Candidates:
         last = found.marks[-1]
         return self._request.device.seconds(last.operations, last.flops, last.moved, half=self._half)
 
-    def may_run(self, plan: Plan, peak: int) -> bool:
-        """Whether a plan may be run only to say how many bytes it takes."""
-        within = self._request.budget is None or peak <= self._request.budget
-        return within or not self.is_measured or plan.micro_batch <= LOW or plan in self._traces
-
-    def disable_mixtures(self, why: str) -> None:
+    def disable_costs(self, why: object) -> None:
         """From now on each plan is traced by itself."""
         self.is_composed = False
         self.notes.append(f"each size was traced by itself: {why}")
 
     @property
     def unrecorded(self) -> tuple[str, ...]:
-        """Policies that blocks of mixtures may not have yet."""
-        return tuple([policy for policy in self._request.policies if policy not in self._pure])
+        """Policies whose costs are not known yet."""
+        return tuple([policy for policy in self._request.policies if policy not in self._recorded])
 
     def add_policies(self, policies: Sequence[str]) -> None:
-        """Let blocks be rebuilt or moved in mixtures, too: one trace for each policy, only if need be."""
-        if self.is_composed and policies:
-            self._record(policies)
-
-    def _record(self, policies: Sequence[str] = ()) -> None:
-        request = self._request
+        """Get to know what policies cost: one trace for each, only if need be."""
         try:
-            recorded = dict(self._pure)
-            for policy in (KEEP, *policies) if not recorded else policies:
-                recorded[policy] = self._recorded(policy)
-            self._pure = recorded
-            self._by_foreach = {None: PolicyRecordings(recorded)}
-            if request.batch.whole is not None:
-                # Not what one of them holds: where rows are real, they are views of the whole batch.
-                low, high = [one.input_bytes for one in recorded[KEEP].recordings]
-                self._input_per_row = (high - low) / (2 * (HIGH - LOW))
-            self.is_composed = True
-        except (TraceError, ValueError, OutOfMemoryError) as error:
-            self.disable_mixtures(str(error))
+            for policy in policies if self.is_composed else ():
+                self._recorded[policy] = self._record(policy)
+                self._costs.clear()
+        except TraceError as error:
+            self.disable_costs(error)
 
-    def _without_foreach(self) -> PolicyRecordings:
-        try:
-            return PolicyRecordings(self._pure, update=self._recorded(KEEP, foreach=False))
-        except (TraceError, ValueError, OutOfMemoryError):
-            return self._by_foreach[None]  # which takes no less
+    @property
+    def _blocks(self) -> tuple[str, ...]:
+        return self._request.blocks or tuple([name for name, _ in self._request.like.blocks])
 
-    def _recorded(self, policy: str, foreach: bool | None = None) -> Recorded:
-        request = self._request
-        few, many = [
-            replace(request.uniform(size, policy), rows=2 * size, foreach=foreach) for size in (LOW, HIGH)
-        ]
-        kept = self._pure.get(KEEP)
-        if kept is not None and not self.is_measured:
-            found = kept.under_policy(self.trace(many).recording)
-            if found is not None:
-                return found
-        low = self.trace(few)
-        is_over = request.budget is not None and low.peak > request.budget
-        if low.source == "measured" and is_over:  # then so are more rows, and these would really be run
-            raise TraceError(f"Expected {LOW} rows at a time within the budget, got {low.peak} bytes.")
-        names = request.blocks or tuple(name for name, _ in request.like.blocks)
-        recordings = low.recording, self.trace(many).recording
-        return Recorded(sizes=(LOW, HIGH), recordings=recordings, blocks=names)
+    def _input_per_row(self) -> float:
+        if self._request.batch.whole is None:
+            return 0.0
+        # Not what one of them holds: where rows are real, they are views of the whole batch.
+        low, high = [self.trace(self._plan(KEEP, size)).recording.input_bytes for size in (LOW, HIGH)]
+        return (high - low) / (2 * (HIGH - LOW))
 
-    def _traced(self, plan: Plan) -> Trace:
-        request = self._request
-        if not self.is_measured:  # else it would fail again: all plans are of the same model and rows
+    def _plan(self, policy: str, size: int, foreach: bool | None = None) -> Plan:
+        like = self._request.uniform(1, policy)
+        return replace(like, rows=2 * size, micro_batch=size, foreach=foreach)
+
+    def _record(self, policy: str, foreach: bool | None = None) -> Recorded:
+        few, many = [self._plan(policy, size, foreach) for size in (LOW, HIGH)]
+        last, kept = self.trace(many).recording, self._recorded.get(KEEP)
+        if kept is not None:
             try:
-                kind = request.device.kind
-                return trace(plan, request.task, request.batch, device=kind, idle=self._idle)
-            except TraceError as error:
-                if not request.device.is_here:
-                    raise
-                self.is_measured = True
-                self.notes.append(
-                    "measured on some of the rows given, and no bound where bytes depend on the data, "
-                    f"because it cannot be traced: {error}"
-                )
-        rows = min(plan.rows, 2 * plan.micro_batch)
-        return measure_step(plan, request.task, repeated(request.batch, rows), idle=self._idle)
+                return Recorded((LOW, HIGH), (None, last), self._blocks, kept)
+            except TraceError:  # their bytes are not told by those of the kept step
+                pass
+        return Recorded((LOW, HIGH), (self.trace(few).recording, last), self._blocks, kept)
 
 
 def takes_single_rows(request: Request) -> bool:
@@ -253,7 +213,7 @@ def _can_be_traced(request: Request, rows: int) -> bool:
     plan = replace(request.like, rows=rows, micro_batch=rows)
     try:
         trace(plan, request.task, request.batch, device=request.device.kind)
-    except (ValueError, TraceError):
+    except ValueError:
         return False
     return True
 

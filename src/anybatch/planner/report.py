@@ -10,7 +10,6 @@ from anybatch.core import (
     Batch,
     BudgetError,
     PlanError,
-    TraceError,
     counted,
     format_bytes,
     format_seconds,
@@ -31,13 +30,12 @@ class Option:
     plan: Plan  # what would be carried out
     peak: int  # the most bytes alive at any moment
     seconds: float  # of one update
-    source: str  # where the bytes are from: "composed" of other steps, "predicted" or "measured"
-    measured: bool = False  # whether the seconds were measured
+    source: str  # where the bytes are from: "composed" of other steps, or "predicted"
     ledger: Ledger | None = None  # where the bytes go, if this very plan was looked at
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; without the ledger."""
-        names = ("peak", "seconds", "source", "measured")
+        names = ("peak", "seconds", "source")
         return {"plan": json.loads(self.plan.to_json())} | {name: getattr(self, name) for name in names}
 
 
@@ -48,12 +46,10 @@ class PlanReport:
     Attributes:
         plan: what will be carried out.
         ledger: its bytes by owner and moment, as predicted for this very plan.
-        seconds: of one update, measured or estimated.
-        measured: which of the two.
+        seconds: of one update, estimated from the device's figures.
         budget: in bytes; None where none was given.
         device: what was planned for.
         options: the next best plans, fastest first.
-        rivals: plans that fit and may well be as fast, to be raced in real steps; the chosen one first.
         notes: what the reader should know.
 
     Example:
@@ -63,7 +59,7 @@ class PlanReport:
         >>> model = nn.Linear(8, 2)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> batch = torch.zeros(64, 8), torch.zeros(64, 2)
-        >>> report = plan(model, nn.MSELoss(), optimizer, batch, memory="8KiB", measure=False)
+        >>> report = plan(model, nn.MSELoss(), optimizer, batch, memory="8KiB")
         >>> report.ledger.peak <= 8192
         True
     """
@@ -71,11 +67,9 @@ class PlanReport:
     plan: Plan
     ledger: Ledger
     seconds: float
-    measured: bool
     budget: int | None
     device: str
     options: tuple[Option, ...] = ()
-    rivals: tuple[Plan, ...] = ()
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -92,7 +86,7 @@ class PlanReport:
 
     def to_json(self) -> str:
         """The report as one JSON object; `Plan.from_json` and `Ledger.from_json` read its parts."""
-        names = ("peak", "seconds", "measured", "budget", "device")
+        names = ("peak", "seconds", "budget", "device")
         values: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
             **{name: getattr(self, name) for name in names},
@@ -111,13 +105,12 @@ class PlanReport:
 
     def _sections(self) -> list[list[tuple[str, str]]]:
         """What text and table show: names, and what is to be said of each."""
-        how = "measured" if self.measured else "estimated"
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
         peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
         lines = [line.partition(" ") for line in str(self.plan).splitlines()]
         sections = [
             [(name, text.strip()) for name, _, text in lines],
-            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, {how}")],
+            [("peak", peak), ("one update", f"{format_seconds(self.seconds)}, estimated")],
             [("", str(self.ledger))],
             _blocks(self.plan),
             [("next best", "\n".join(_table(self.options)))] if self.options else [],
@@ -144,12 +137,9 @@ def _table(options: Sequence[Option]) -> list[str]:
     lines = [f"{'rows at a time':>16}  {'peak':>10}  {'one update':>12}  blocks"]
     for option in options:
         blocks = str(option.plan).split("blocks")[1].splitlines()[0].strip()
-        took = format_seconds(option.seconds) + (" " if option.measured else "~")
+        took = format_seconds(option.seconds)
         lines.append(f"{option.plan.micro_batch:>16}  {format_bytes(option.peak):>10}  {took:>12}  {blocks}")
     return lines
-
-
-# ---- why nothing fits
 
 
 _LITTLE = 0.01  # of the peak: what frees less is not worth a choice that changes the result
@@ -158,8 +148,7 @@ _LONGEST = 300  # characters of the message
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
     """The error that says why nothing fits, and names as many of the largest holders as there is room for."""
-    is_known = least.source == "predicted"  # what was measured need not be all that could be tried
-    near = "" if is_known else "about " if least.ledger or least.source == "composed" else "at least "
+    near = "" if least.source == "predicted" else "about "
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
         f"{counted(least.plan.rows, 'row')} is {near}{format_bytes(least.peak)} ({least.peak} bytes), "
@@ -167,8 +156,6 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     )
     ways = " ".join(_ways_out(least.ledger, batch_norms, cut_refused, least.plan.precision))
     ways = ways or "Allow that much, or use a smaller model or smaller rows."
-    if least.ledger is None:
-        told = f"{told} This plan was not run, as it is over the budget or ran out of memory."
     held = [
         f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
         for one in (least.ledger.largest(4) if least.ledger else ())
@@ -206,6 +193,6 @@ def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
         return trace(plan, task, batch).ledger
     except Exception as error:
         # It is asked for where memory is short, so it may run out here, too.
-        if isinstance(error, PlanError | TraceError) or ran_out_of_memory(error):
+        if isinstance(error, PlanError) or ran_out_of_memory(error):
             return None
         raise

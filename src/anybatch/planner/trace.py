@@ -1,6 +1,6 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -74,20 +74,16 @@ def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch,
 def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
     """A fake like a leaf of the batch, with another number of rows in storage that lies row after row."""
     step, *inner = leaf.stride()
-    storage = leaf.untyped_storage()
+    storage, host = leaf.untyped_storage(), "cpu" if leaf.is_meta else leaf.device
     if step < max(inner, default=1):  # rows are not what lies furthest apart
-        fake = torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=_host(leaf))
+        fake = torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=host)
     else:
         base = bases.get(id(storage))
         if base is None:
-            base = torch.empty(rows * step, dtype=leaf.dtype, device=_host(leaf))
+            base = torch.empty(rows * step, dtype=leaf.dtype, device=host)
             bases[id(storage)] = base
         fake = base.as_strided((rows, *leaf.shape[1:]), leaf.stride(), leaf.storage_offset() % step)
     return fake.requires_grad_(leaf.requires_grad)
-
-
-def _host(leaf: Tensor) -> torch.device:
-    return torch.device("cpu") if leaf.device.type == "meta" else leaf.device
 
 
 class _Head(TensorBatch):
@@ -115,9 +111,6 @@ def _collated(batch: Batch, rows: int) -> Batch:
     return SampleBatch([batch.given[row % batch.rows] for row in range(rows)], collate)
 
 
-# ---- a step
-
-
 _LATE = 1000.0  # steps made
 CUDA_GRANULE = 512  # bytes that CUDA's caching allocator rounds every size up to
 
@@ -129,7 +122,6 @@ class Trace:
     plan: Plan  # what was carried out
     recording: Recording  # what the meter saw
     device: str  # what the bytes are for
-    source: str  # "predicted" or "measured"
     granule: int  # what the device's allocator rounds sizes up to, in bytes
     micro_batches: int  # how many were really run; the others are like the last but one of them
     # parameters of the optimizers that got no gradient, and so have no state
@@ -148,7 +140,7 @@ class Trace:
     @property
     def ledger(self) -> Ledger:
         """The bytes by owner, module and moment."""
-        return self.recording.ledger(source=self.source, device=self.device, granule=self.granule)
+        return self.recording.ledger(source="predicted", device=self.device, granule=self.granule)
 
 
 def trace(
@@ -177,7 +169,7 @@ def trace(
     parameters = [*task.parameters, *task.others]
     with (
         private.disable_current_modes(),  # a meter around this sees nothing of it
-        undisturbed(parameters, roots=roots_of(task, batch)) as snapshot,
+        undisturbed(parameters, roots_of(task, batch)) as snapshot,
         dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
@@ -199,7 +191,6 @@ def trace(
         plan=plan,
         recording=recording,
         device=str(target),
-        source="predicted",
         granule=CUDA_GRANULE if target.type == "cuda" else 1,
         micro_batches=reduced.micro_batches,
         idle=found,
@@ -215,7 +206,6 @@ def run_on_fakes(
     target: torch.device,
     modules: Sequence[nn.Module],
     idle: Set[nn.Parameter],
-    run: Callable[[Plan, Task, Batch], object] = carry_out,
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
     """What was seen, who got no gradient, and whether state was made for any of those.
 
@@ -250,7 +240,7 @@ def run_on_fakes(
             with meter:
                 # A window notes the state once more, when it is opened.
                 opened = snapshot(fake, logical) if task.add_rows else None
-                run(plan, fake, logical)
+                carry_out(plan, fake, logical)
                 del opened
         written = set(fake.effects.parameters)
         task.effects.writes([parameter for parameter, twin in twins.items() if twin in written])
@@ -282,12 +272,6 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
     return next((one for one in task.devices if one.type != "meta"), torch.device("cpu"))
 
 
-def quiet(task: Task) -> Task:
-    """The same task, for steps that do not count: nobody listens, and what it learns it keeps for itself."""
-    effects = _known(task, task.effects.buffers, task.effects.parameters)
-    return task.aside(observers=(), effects=effects)
-
-
 def _known(task: Task, buffers: Iterable[Tensor], parameters: Iterable[Tensor]) -> Effects:
     """A step that looks, and knows already what forwards change."""
     effects = Effects()
@@ -304,7 +288,7 @@ def faked(task: Task, fakes: Fakes) -> Task:
         return [fakes.of(parameter) for parameter in parameters]
 
     return replace(
-        quiet(task),
+        task.aside(observers=()),
         effects=_known(task, of(task.effects.buffers), of(task.effects.parameters)),
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),

@@ -133,20 +133,11 @@ class Planning:
         return wanted if keeps_cut else self.limits.size(batch.like, wanted)
 
     def learn(
-        self,
-        batch: Batch,
-        plan: Plan,
-        *,
-        failed: int,
-        seconds: float = 0.0,
-        in_window: bool = False,
-        is_random: bool = False,
+        self, batch: Batch, plan: Plan, *, failed: int, in_window: bool = False, is_random: bool = False
     ) -> None:
         """What came of a plan: `failed` rows were too many, 0 where memory never ran out."""
-        if self.budget is not None and not failed and not in_window:
-            self.budget.record(plan, seconds)
-            if self._measured is not None:
-                self._measured.finish(is_random=is_random)
+        if self._measured is not None and not (failed or in_window):
+            self._measured.finish(is_random=is_random)
         if not (failed or self.limits.known):
             return
         as_asked = self.budget is None and not in_window
@@ -174,7 +165,6 @@ class Planning:
         memory: str | int | None,
         rows: int | None,
         device: str | torch.device | None,
-        measure: bool,
     ) -> PlanReport:
         """What a batch of so many rows like these would cost, on this device, within this much memory."""
         rows = batch.rows if rows is None else _at_least_one(rows)
@@ -183,12 +173,11 @@ class Planning:
             plan = self._within(request, self.budget)
             known = self.budget.report(plan, request)
             settled = replace(request, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
-            return known or find_plan(settled, self.budget.memory, None, measure=measure)
+            return known or find_plan(settled, self.budget.memory, None)
         if memory is not None and request.depends_on_cut:
             with suppress(BudgetError):
-                return find_plan(replace(request, cut_refused=_DEPENDS), memory, device, measure=measure)
-        measure = measure and not request.depends_on_cut  # the clock may not decide about the result
-        return find_plan(request, memory, device, measure=measure)
+                return find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
+        return find_plan(request, memory, device)
 
     def _within(self, request: Request, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
         """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""

@@ -6,13 +6,19 @@ from typing import Any
 
 from torch import Tensor
 
-from anybatch.core import Micro
-from anybatch.engine import Observer, admit, carry_out
-from anybatch.planner import reached_by
+from anybatch.core import Batch, Micro, SampleBatch
+from anybatch.engine import Observer, Task, admit, carry_out
 from anybatch.precision import LossScale, Precision
-from anybatch.state import Effects
+from anybatch.state import Effects, ObjectState
 
 See = Callable[[Tensor], object]
+
+
+def reached_by(task: Task, batch: Batch) -> ObjectState:
+    """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
+    return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
 
 
 class _Shown(Observer):

@@ -35,37 +35,35 @@ def plan(
     compensated: bool = False,
     batch_norm: BatchNormChoice | None = None,
     precision: PrecisionName | Precision = "float32",
-    measure: bool = True,
 ) -> PlanReport:
     """The fastest plan of one step within a budget, and every byte of it.
 
     The step runs on fake tensors, which have shapes and no data: the model may be on the meta device, the
     batch may hold only a few of its rows, and the device need not be here. The plan chooses the size of
     micro-batches, and which blocks of the model are kept, recomputed or offloaded; none of this changes the
-    result. With `measure`, and if the device is here, the fastest plans are timed for a few seconds on the
-    rows given; model, optimizer and random state are as before.
+    result. Seconds are estimated from the device's figures: trust their order more than their size.
 
     Args:
         model: as for `anybatch.Step`, and so is all that is not named here. Without `micro_batch` or
             `recompute` the plan chooses.
-        batch: rows of the form that the step will see; only shapes and dtypes matter, if nothing is measured.
+        batch: rows of the form that the step will see; only shapes and dtypes matter.
         memory: "12GB", "2GiB", "80%" of the device, "auto" for what is free, or bytes; None for no limit:
             then nothing is chosen, and the plan is that of `micro_batch` and `recompute`.
         rows: of the logical batch; None for those of `batch`.
         device: "cpu", "cuda", or a card that need not be here, such as "cuda:a100"; None for where the model
             is.
         precision: as for a step; a true one is planned for, and the model stays as it is.
-        measure: race the fastest plans, rather than estimating their seconds from the device's figures.
 
     Raises:
         BudgetError: nothing fits; says the smallest budget that would, and what holds it up.
-        PlanError, BatchError, LossError, OptimizerError: as from a step.
+        PlanError: the step cannot be traced, because shapes depend on values; and as from a step.
+        BatchError, LossError, OptimizerError: as from a step.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 8))
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> batch = torch.zeros(2, 64), torch.zeros(2, 8)
-        >>> report = plan(model, nn.MSELoss(), optimizer, batch, rows=4096, memory="2MiB", measure=False)
+        >>> report = plan(model, nn.MSELoss(), optimizer, batch, rows=4096, memory="2MiB")
         >>> report.plan.rows, report.peak <= 2 * 2**20, report.plan.is_cut
         (4096, True, True)
     """
@@ -86,7 +84,7 @@ def plan(
             precision=chosen,
             check=False,
         )
-        return step.foresee(batch, memory=memory, rows=rows, device=device, measure=measure)
+        return step.foresee(batch, memory=memory, rows=rows, device=device)
 
 
 @contextmanager

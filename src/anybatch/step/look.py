@@ -17,9 +17,9 @@ from anybatch.core import Batch, Event, LossError, OutOfMemoryError, SampleBatch
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ModelLoss, ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
-from anybatch.planner import reached_by
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels, rng
+from anybatch.step.dry_run import reached_by
 
 ROWS = 8
 _LIMIT = 1e-2  # a smaller relative error of a gradient may be rounding in a deep network

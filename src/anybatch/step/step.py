@@ -210,7 +210,6 @@ class Step:
                 logical,
                 plan,
                 failed=report.too_large,
-                seconds=report.seconds,
                 is_random=self.effects.draws or self.effects.draws_process,
             )
             return report
@@ -222,7 +221,6 @@ class Step:
         memory: str | int | None = None,
         rows: int | None = None,
         device: str | torch.device | None = None,
-        measure: bool = True,
     ) -> PlanReport:
         """Plan a step on this batch, with its time and memory, without running it. See `anybatch.plan`.
 
@@ -231,15 +229,14 @@ class Step:
             memory: budget. None for the step's own.
             rows: rows of the logical batch. None for those of `batch`.
             device: device to plan for. None for the model's.
-            measure: measure the seconds of the fastest plans rather than estimate them.
 
         Raises:
             BudgetError: nothing fits.
+            PlanError: the step cannot be traced.
         """
         task = self.task()
         logical = admit(batch, task, self.collate, anywhere=device is not None)
-        wanted = self.planning.foresee
-        report = wanted(task, logical, memory=memory, rows=rows, device=device, measure=measure)
+        report = self.planning.foresee(task, logical, memory=memory, rows=rows, device=device)
         if report.plan.is_cut:
             self.guard.refuse_meetings(task)
         return report

@@ -253,7 +253,7 @@ class Trainer:
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
         budget = self.step.planning.budget
-        planned = [] if budget is None else [one.plan.micro_batch for one in budget.races.values()]
+        planned = [] if budget is None else [one.micro_batch for one in budget.plans.values()]
         size = self.step.micro_batch or min(planned, default=self.batch_size)
         size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
