@@ -216,7 +216,7 @@ def test_refusals_are_one_message_and_leave_nothing(
     code, printed, error = run(capsys, *[argument.format(mnist=mnist) for argument in arguments])
     assert code == (2 if arguments[0] == "check" else 1)
     assert printed == ""
-    assert error.startswith(f"anybatch {arguments[0]}: ")
+    assert error.splitlines()[-1].startswith(f"anybatch {arguments[0]}: ")
     assert words in error
     assert len(error.replace(str(mnist), "")) <= 300 or words == "The smallest budget"
     assert "Traceback" not in error

@@ -149,12 +149,11 @@ def test_what_is_trained_later_is_planned_anew() -> None:
     step, batch = make(Net, memory=60_000), rows_of(40, 5, 8)
     for block in step.model.blocks:
         block.requires_grad_(False)
-    step(batch)
-    assert len(step.planning.budget.plans) == 1
+    few = max(step(batch).cut)
     for block in step.model.blocks:
         block.requires_grad_(True)
-    step(batch)
-    assert len(step.planning.budget.plans) == 2
+    for _ in range(3):
+        assert max(step(batch).cut) < few
     assert metered(step, lambda: step(batch), batch) <= 60_000
 
 

@@ -51,19 +51,19 @@ def parameters(step: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adamw, foreach])
-def test_result_is_that_of_the_whole_batch_and_of_the_same_plan_to_the_bit(optimizer: Any) -> None:
+def test_result_is_that_of_the_whole_batch_and_of_the_same_cut_to_the_bit(optimizer: Any) -> None:
     double = torch.float64
     batch = vectors(double)
     whole, planned, obeyed = [
         make(net, optimizer, dtype=double, memory=memory) for memory in (None, 2 * MEMORY, None)
     ]
-    for _ in range(2):  # with the second step perhaps another plan is tried
-        plan = planned.foresee(batch).plan
-        assert plan.is_cut or plan.blocks
+    cuts: list[int] = []
+    for _ in range(3):
         expected, report = whole(batch), planned(batch)
-        carried_out(obeyed, plan, batch)
-        assert report.cut == plan.sizes
+        cuts += report.cut
+        carried_out(obeyed, ab.Plan(rows=ROWS, micro_batch=max(report.cut), cut=report.cut), batch)
         assert relative_error(report.loss, expected.loss) <= LIMIT
+    assert len(cuts) > 3
     assert relative_error(parameters(planned), parameters(whole)) <= LIMIT
     assert_same(snapshot(obeyed), snapshot(planned))
 
@@ -71,7 +71,8 @@ def test_result_is_that_of_the_whole_batch_and_of_the_same_plan_to_the_bit(optim
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}, {"micro_batch": 5}, {"clip_norm": 0.1}])
 def test_the_real_second_step_takes_what_was_predicted(options: dict[str, Any]) -> None:
     step, batch = make(net, memory=MEMORY, **options), vectors()
-    step(batch)
+    for _ in range(3):
+        step(batch)
     report = step.foresee(batch)
     assert metered(step, lambda: step(batch), batch) == report.peak <= MEMORY
     assert report.plan.micro_batch == options.get("micro_batch", report.plan.micro_batch)
@@ -85,7 +86,9 @@ def test_a_budget_that_is_too_small_changes_nothing_and_the_smallest_is_enough()
     least = refused.value.smallest
     with pytest.raises(BudgetError):
         make(net, memory=least - 1)(batch)
-    assert measured(make(net, memory=least), batch) == least
+    step = make(net, memory=least)
+    step(batch)
+    assert measured(step, batch) == least
 
 
 def test_batch_norm_is_never_cut() -> None:
@@ -153,33 +156,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return asked
 
 
-def test_foreseeing_and_stepping_plan_once(made: list[Any]) -> None:
-    step = make(net, memory=MEMORY)
-    with pytest.raises(PlanError, match=r"memory=48000, got 12 rows\. Call step\.foresee"):
+def test_plans_are_made_once(made: list[Any]) -> None:
+    step = make(net, memory=40_000)  # below what two rows take with all that malloc holds
+    with pytest.raises(PlanError, match=r"memory=40000, got 12 rows\. Call step\.foresee"):
         step.plan(ROWS)
     report = step.foresee(vectors())
     assert step.foresee(vectors()) is report
-    assert step(vectors()).cut == report.plan.sizes
+    step(vectors())
     step(vectors(rows=7))
     assert len(made) == 1
     assert step.foresee(vectors(), memory=10**6).plan.rows == ROWS  # another budget is another request
     assert len(made) == 2
-
-
-def test_a_run_that_goes_on_cuts_as_before(made: list[Any]) -> None:
-    step = make(net, memory=MEMORY)
-    for rows, length in ((12, 5), (12, 9), (5, 8)):
-        step(rows_of(rows, length, 8))
-    assert step.planning.budget is not None
-    plans = list(step.planning.budget.plans.values())
-    count = len(made)
-    again = make(net, memory=MEMORY)
-    assert again.planning.budget is not None
-    again.planning.budget.load(json.loads(json.dumps(step.planning.budget.state())))
-    for index, (rows, length) in enumerate(((12, 5), (12, 9), (5, 8))):
-        cut = again(rows_of(rows, length, 8)).cut
-        assert max(cut) == min(rows, plans[min(index, 1)].micro_batch)
-    assert len(made) == count
 
 
 def test_windows_come_as_they_are_unless_they_do_not_fit() -> None:

@@ -116,19 +116,7 @@ class Accumulator:
         if self.gradients is not None:
             self.gradients.begin()
         if self._reader is not None:
-            self._reader.begin(micro, self._held_bytes())
-
-    def _held_bytes(self) -> int:
-        if self.gradients is None:
-            return 0
-        copies = 2 if self.plan.compensated else 1  # the rounding errors
-        banks = self.gradients.taken().banks.values()
-        return copies * sum(
-            one.untyped_storage().nbytes()
-            for bank in banks
-            for one in bank.values()
-            if one.layout is torch.strided
-        )
+            self._reader.begin(micro, 0 if self.gradients is None else _nbytes(self.gradients, self.plan))
 
     def restart(self, batch: Batch) -> bool:
         """Take the rows of the next `add` of a window; False where that needs an accumulator of its own."""
@@ -385,6 +373,13 @@ class Accumulator:
         """Take hooks off."""
         if self.gradients is not None:
             self.gradients.close()
+
+
+def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:
+    """Bytes of the sums, and of their rounding errors."""
+    held = [one for bank in gradients.taken().banks.values() for one in bank.values()]
+    dense = sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
+    return 2 * dense if plan.compensated else dense
 
 
 def _same(loss: Loss, index: Sequence[int]) -> Loss:

@@ -76,7 +76,7 @@ class Measured(Reader):
         self._now: Size = (0, 0)
         self._own = self._held = 0
         self._began = 0.0
-        self._sizes: dict[tuple[int, int, int], tuple[int, ...]] = {}
+        self._sizes: dict[tuple[int, int, int, int | None, bool], tuple[int, ...]] = {}
         self.devices: Collection[torch.device] = ()
 
     @contextmanager
@@ -99,11 +99,15 @@ class Measured(Reader):
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self.steps < FROZEN:
             self._static = task, states, _static_bytes(task)
-        return self._static[2] + sum(one.nbytes for one in getattr(batch, "leaves", ()))
+        found = [p.grad for p in task.everyone if p.grad is not None and p.grad.layout is torch.strided]
+        # Gradients that are there are kept, and added to the step's.
+        return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
 
     # The choice
 
-    def sizes(self, rows: int, length: int, static: int, *, only: int | None = None) -> tuple[int, ...]:
+    def sizes(
+        self, rows: int, length: int, static: int, *, only: int | None = None, in_window: bool = False
+    ) -> tuple[int, ...]:
         """Rows of each micro-batch of a batch; none where not even the smallest is known to fit.
 
         Args:
@@ -111,28 +115,33 @@ class Measured(Reader):
             length: numbers in a row.
             static: bytes that are there throughout, without gradients.
             only: the one size there may be.
+            in_window: the rows stay together if they are expected to fit, however many they are.
         """
         self._trial, self._index, self._has_read, self._times = None, 0, False, []
         if not self.law.readings:
             return ()
-        key = rows, length, static
+        key = rows, length, static, only, in_window
         found = self._sizes.get(key)
         if found is None:
-            found = self._sizes[key] = self._fitting(rows, length, static, only)
+            found = self._sizes[key] = self._fitting(*key)
+        if in_window:
+            return found
         if found and only is None and self.steps and not (self.is_settled or self.is_random):
             found = self._raced(rows, max(found))
         self.is_wanted, self._is_uncut = self._wants(found, length), found == (rows,)
         return found
 
-    def _fitting(self, rows: int, length: int, static: int, only: int | None) -> tuple[int, ...]:
+    def _fitting(
+        self, rows: int, length: int, static: int, only: int | None, in_window: bool
+    ) -> tuple[int, ...]:
         room = self._room = self.num_bytes - static - self.gradients
         if self.update > room:
             return ()
         if only is not None:
             return even(rows, -(-rows // only)) if self._fits((min(only, rows), length), room) else ()
         top = next((size for size in _largest_first(rows) if self._fits((size, length), room)), 0)
-        if not top:
-            return ()
+        if not top or in_window:
+            return even(rows, -(-rows // top)) if top else ()
         is_near = len(self.law.readings) < 2 or self.law((top, length)) > _NEAR * room
         seen = max(self.law.largest, self._ran) // length
         if top > _BEYOND * seen and not self._is_frozen:
@@ -329,9 +338,12 @@ def length_of(batch: Batch) -> int:
 
 
 def may_be_read(task: Task) -> bool:
-    """Whether what micro-batches take tells what a step takes: not where rows meet in the loss."""
-    is_lazy = any(isinstance(one, LazyModuleMixin) for one in task.modules)
-    return is_one_pass(task.loss, task.model) and not is_lazy and len(task.devices) == 1
+    """Whether what micro-batches take tells what a step takes.
+
+    It does not where rows meet in the loss, nor where gradients are sparse, whose sums grow.
+    """
+    unread = any(isinstance(one, LazyModuleMixin) or getattr(one, "sparse", False) for one in task.modules)
+    return is_one_pass(task.loss, task.model) and not unread and len(task.devices) == 1
 
 
 def _static_bytes(task: Task) -> int:

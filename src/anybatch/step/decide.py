@@ -116,8 +116,11 @@ class Planning:
         self._refused = measured.refused
         if measured.is_refused:
             return None, ()
-        held = measured.gradients if in_window else 0
-        return measured, measured.sizes(batch.rows, length, static + held, only=self.micro_batch)
+        if not in_window:
+            return measured, measured.sizes(batch.rows, length, static, only=self.micro_batch)
+        # Sums of the window and those of one `add`; compensated ones need memory of their own to be added.
+        held = measured.gradients * (3 if self.settings.compensated else 2) // 2
+        return measured, measured.sizes(batch.rows, length, static + held, in_window=True)
 
     def _as_set(self, rows: int, micro_batch: int) -> Plan:
         plan = self._plans.get((rows, micro_batch))
@@ -170,7 +173,13 @@ class Planning:
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
-            plan = self._within(request, self.budget)
+            cut: tuple[int, ...] = ()
+            if may_be_read(task):
+                measured = self.budget.measured(task, self.settings, _kind(batch))
+                if not measured.is_refused:
+                    static = measured.static_bytes(task, batch)
+                    cut = measured.sizes(rows, length_of(batch), static, only=self.micro_batch)
+            plan = _of_cut(self.settings, cut) if cut else self._within(request, self.budget)
             known = self.budget.report(plan, request)
             settled = replace(request, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
             return known or find_plan(settled, self.budget.memory, None)
