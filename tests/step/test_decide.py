@@ -178,7 +178,7 @@ def test_a_run_that_goes_on_cuts_as_before(made: list[Any]) -> None:
     again.planning.budget.load(json.loads(json.dumps(step.planning.budget.state())))
     for index, (rows, length) in enumerate(((12, 5), (12, 9), (5, 8))):
         cut = again(rows_of(rows, length, 8)).cut
-        assert max(cut) == min(rows, plans[min(index, 1)].micro_batch)
+        assert max(cut) == min(rows, plans[index].micro_batch)
     assert len(made) == count
 
 
