@@ -115,8 +115,7 @@ class Candidates:
 
     def costs(self, micro_batch: int, foreach: bool | None = None) -> Costs:
         """What policies cost at one size, where that is known."""
-        request, key = self._request, (micro_batch, foreach)
-        rows = request.like.rows
+        request, rows, key = self._request, self._request.like.rows, (micro_batch, foreach)
         if foreach is False and self._spare is None:
             try:
                 self._spare = self._record(KEEP, foreach=False)

@@ -16,6 +16,7 @@ from anybatch.memory import Device, Recording
 from anybatch.recompute import offload
 
 KEEP = "keep"
+_EVEN = 1.02  # times the seconds of the fastest choice: as fast, as far as an estimate can tell
 _STAYS = 0.01  # of the bytes that offload moves: what may stay at another size, too small for it
 
 Array = NDArray[np.float64]
@@ -220,11 +221,14 @@ class Costs:
         """Policies with which a step fits into the budget; None if none were found.
 
         The cheapest seconds per byte freed at the highest moment come first, until the budget holds; then
-        what is not needed is given back, the dearest first. So it is from all blocks under one policy.
+        what is not needed is given back, the dearest first. So it is from all blocks under one policy. Of
+        choices that are as fast by estimate, the one with the fewest bytes is taken.
         """
         first = next((one for one in self.cheapest_first() if self.peak(one) <= budget), None)
         starts = [one for one in (first, *self._uniform()) if one is not None and self.peak(one) <= budget]
-        return min([self._given_back(one, budget) for one in starts], key=self.seconds, default=None)
+        found = [self._given_back(one, budget) for one in starts]
+        least = min(map(self.seconds, found), default=0.0)
+        return min([one for one in found if self.seconds(one) <= _EVEN * least], key=self.peak, default=None)
 
     def smallest(self) -> dict[str, str]:
         """The policies with which the peak is least, as far as was found."""

@@ -56,8 +56,7 @@ class _Search:
         least = self._least()
         if least.peak <= self._limit:
             return self._report(least, [])
-        request = self._request
-        raise refusal(least, self._limit, request.task.batch_norms, request.cut_refused)
+        raise refusal(least, self._limit, self._request.task.batch_norms, self._request.cut_refused)
 
     def _options(self) -> list[Option]:
         """Plans that should fit, fastest first."""
@@ -181,14 +180,13 @@ class _Search:
         return self._verified(option) if option.peak <= most else option
 
     def _report(self, best: Option, others: Sequence[Option]) -> PlanReport:
-        request = self._request
         assert best.ledger is not None  # noqa: S101, every best option is traced
         return PlanReport(
             plan=best.plan,
             ledger=best.ledger,
             seconds=best.seconds,
-            budget=request.budget,
-            device=request.device.name,
+            budget=self._request.budget,
+            device=self._request.device.name,
             options=tuple([replace(one, ledger=None) for one in others if one.peak <= self._limit][:SHOWN]),
             notes=tuple(self._candidates.notes),
         )
