@@ -260,7 +260,7 @@ def test_no_file_is_too_long(house: House) -> Iterable[str]:
 
 @rule(
     only("x = 1\n" * (MOST_LINES + 1)),
-    {f"{SRC}core/f{number}.py": "" for number in range(134)},
+    {f"{SRC}core/f{number}.py": "" for number in range(MOST_FILES + 1)},
     {f"{SRC}f{number}.py": "" for number in range(5)},
 )
 def test_house_is_small(house: House) -> Iterable[str]:

@@ -13,7 +13,7 @@ from anybatch.losses.inputs import TARGET_KEYS
 IGNORED = -100  # what torch and transformers ignore in labels
 _BY_PLACE = re.compile("ids|token|mask|label|target|position|embed|segment")  # one entry for each place
 _BESIDE = re.compile("position|type|segment")  # no tokens
-_PICTURES = re.compile("pixel|image|patch|vision")
+_PICTURES = re.compile("pixel|image|patch|vision|input_features")  # or spectra
 _Leaves = list[tuple[int, str, Tensor]]  # number, place in the nest, tensor
 
 
@@ -34,9 +34,9 @@ def find_paddings(batch: Any, model: nn.Module) -> Iterator[Padding]:
     for length in dict.fromkeys(
         leaf.shape[1] for leaf in nest.leaves if leaf.dim() == 2 and leaf.shape[1] > 1
     ):
-        flat = [one for one in leaves if one[2].dim() == 2 and one[2].shape[1] == length]
-        targets = [one for one in flat if _is_of_target(one[1], is_pair)]
-        found = _told(flat, targets, tokens)
+        alike = [one for one in leaves if one[2].dim() > 1 and one[2].shape[1] == length]
+        targets = [one for one in alike if one[2].dim() == 2 and _is_of_target(one[1], is_pair)]
+        found = _told(alike, targets, tokens)
         if found is None:
             continue
         source, content = found
@@ -53,8 +53,9 @@ def find_paddings(batch: Any, model: nn.Module) -> Iterator[Padding]:
         )
 
 
-def _told(flat: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tensor] | None:
+def _told(alike: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tensor] | None:
     """Which places hold content, and what says so; None where nothing does."""
+    flat = [one for one in alike if one[2].dim() == 2]
     others = [one for one in flat if one not in targets]
     masks = [(path, content) for _, path, leaf in others if (content := _by_mask(path, leaf)) is not None]
     if masks:
@@ -67,7 +68,8 @@ def _told(flat: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tenso
         if all(_has_inside(leaf, token) for leaf in inputs):
             continue  # a word like others: it stands inside rows too
         return f"the model's padding token {token}", content
-    is_only = all("decoder" in path for _, path, _ in others)  # which are made of the targets
+    beside = [one[1] for one in alike if one not in targets]  # what goes into a decoder is made of targets
+    is_only = all("decoder" in path or _PICTURES.search(path.lower()) for path in beside)
     if targets and is_only and all(map(_is_integer, [leaf for _, _, leaf in targets])):
         return f"batch{targets[0][1]}", torch.stack([leaf != IGNORED for _, _, leaf in targets]).any(0)
     return None
