@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.padding import find_padding, refilled
-from anybatch.check.rows import Cut, Part, choose, is_close, signatures
+from anybatch.check.rows import Cut, Part, choose, find_padding, is_close, refilled, signatures
 from anybatch.core import tree
 
 

@@ -1,6 +1,5 @@
 """Plans for a memory budget: the same result, within the budget; and told before there is a step."""
 
-import json
 from typing import Any
 
 import numpy as np

@@ -25,10 +25,11 @@ from anybatch.check.copies import untouched
 from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding, summaries
 from anybatch.check.modules import ModuleSearch
-from anybatch.check.padding import Padding, find_padding, first_difference, refilled, trimmed
+from anybatch.check.passes import first_difference
 from anybatch.check.prepare import Prepared, prepare
+from anybatch.check.rows import find_padding, refilled, trimmed
 from anybatch.check.terms import TermTest
-from anybatch.core import BatchError, Collate, PlanError, html_table
+from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
 from anybatch.engine import check_micro_batch
 
 CUTTING_S = 5.0  # after this time a further cut is given up, if there was one

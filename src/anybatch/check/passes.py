@@ -13,14 +13,15 @@ from torch.optim import Optimizer
 from anybatch.check.copies import Copied
 from anybatch.check.draws import Draws
 from anybatch.check.finding import culprit_of
-from anybatch.check.rows import Cut, Part
-from anybatch.core import Batch, Event, Micro, StepReport, Total
+from anybatch.check.rows import Cut, Part, is_close, shorten
+from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, carry_out
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Step
 
+Places = tuple[int, int]  # of a padded row, and valid ones of it
 _NAME = "loss"  # of a term that comes without one
 
 
@@ -319,3 +320,43 @@ def norm(tensors: Iterable[Tensor]) -> float:
     """The 2-norm of all entries."""
     dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
     return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])
+
+
+def first_difference(
+    parts: Iterable[Part],
+    padded: Calls,
+    short: Calls,
+    tolerance: float,
+    padding: Padding | None = None,
+    *,
+    is_left: bool = False,
+) -> tuple[str, str] | None:
+    """The first module that gets the same in valid places but returns other values, and the first in it."""
+    for part in parts:
+        places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
+        table, differing = short.table(part), set[Key]()
+        for call in padded.table(part).values():  # those inside of a call come before it
+            other = table.get(call.key)
+            if other is None or _agree(call.outputs, other.outputs, tolerance, places, is_left) is not False:
+                continue
+            differing.add(call.key)
+            if _agree(call.inputs, other.inputs, tolerance, places, is_left) is not False:
+                return call.key[0], next(one.key[0] for one in call.flat() if one.key in differing)
+    return None
+
+
+def _agree(
+    padded: Sequence[Tensor], short: Sequence[Tensor], tolerance: float, places: Places | None, is_left: bool
+) -> bool | None:
+    if len(padded) != len(short):
+        return None
+    found: list[bool] = []
+    for a, b in zip(padded, short, strict=True):
+        if places is not None:
+            shape = [places[1] if size == places[0] and axis else size for axis, size in enumerate(b.shape)]
+            b = cast("Tensor", shorten(b, shape, from_end=is_left))
+        value = shorten(a, b.shape, from_end=is_left)
+        if value is None:
+            return None
+        found.append(is_close(b, value, tolerance))
+    return all(found)

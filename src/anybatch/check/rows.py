@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.check.copies import widen
-from anybatch.core import Batch, Collate, SampleBatch, TensorBatch, tree
+from anybatch.core import Batch, Collate, Padding, SampleBatch, TensorBatch, TrimmedBatch, tree
 from anybatch.core import Cut as RowCut
+from anybatch.losses import TARGET_KEYS, find_paddings
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +230,37 @@ class Cut:
             return TensorBatch(tree.map_leaves(own, self.data))
         collate = self.collate
         return SampleBatch(self.data, lambda samples: tree.map_leaves(own, collate(samples)))
+
+
+def find_padding(batch: Any, model: nn.Module) -> Padding | None:
+    """The first padding that some row has."""
+    return next((one for one in find_paddings(batch, model) if min(one.valid) < one.length), None)
+
+
+def trimmed(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+    """The same rows, where each micro-batch is no longer than its longest row."""
+    rows = range(len(whole.part.rows))
+    batch = TrimmedBatch(whole.data, [padding], rows)
+
+    def collate(rows: list[int]) -> Any:
+        return next(batch.micro_batches([rows])).rows
+
+    return Cut(data=rows, micro_batch=micro_batch, part=whole.part, collate=collate)
+
+
+def refilled(whole: Cut, padding: Padding, micro_batch: int) -> Cut:
+    """The same rows with other content in padded places; masks and targets stay."""
+    nest = tree.flatten(whole.data)
+    filled = torch.arange(padding.length) >= torch.tensor(padding.valid)[:, None]
+    filled = filled.flip(1) if padding.is_left else filled
+
+    def refill(path: str, leaf: Tensor) -> Tensor:
+        named = any(word in path.lower() for word in ("mask", "pad", *TARGET_KEYS[:-1]))
+        if leaf.dim() < 2 or leaf.shape[1] != padding.length or named or leaf.dtype == torch.bool:
+            return leaf
+        there = filled.to(leaf.device).view(*filled.shape, *[1] * (leaf.dim() - 2))
+        word = leaf[:, -1:] if padding.is_left else leaf[:, :1]
+        return torch.where(there, word + 1 if leaf.is_floating_point() else word, leaf)
+
+    leaves = [refill(path, leaf) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
+    return replace(whole, data=nest.build(iter(leaves)), micro_batch=micro_batch)

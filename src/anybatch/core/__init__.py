@@ -1,7 +1,18 @@
 """What a step means: errors, units, nested tensors, batches, totals and reports."""
 
 from anybatch.core import torch_private, tree
-from anybatch.core.batch import Batch, Collate, Cut, Micro, OpenBatch, SampleBatch, TensorBatch, cut_sizes
+from anybatch.core.batch import (
+    Batch,
+    Collate,
+    Cut,
+    Micro,
+    OpenBatch,
+    Padding,
+    SampleBatch,
+    TensorBatch,
+    TrimmedBatch,
+    cut_sizes,
+)
 from anybatch.core.errors import (
     AnybatchError,
     BatchError,
@@ -51,6 +62,7 @@ __all__ = [
     "OpenBatch",
     "OptimizerError",
     "OutOfMemoryError",
+    "Padding",
     "PlanError",
     "ReadOnlyError",
     "SampleBatch",
@@ -58,6 +70,7 @@ __all__ = [
     "TensorBatch",
     "Total",
     "TraceError",
+    "TrimmedBatch",
     "WindowError",
     "all_finite",
     "counted",

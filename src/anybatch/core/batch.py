@@ -1,7 +1,7 @@
 """A logical batch cut into micro-batches: every row once, in order, the ragged tail kept."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +14,7 @@ from anybatch.core.errors import BatchError
 Collate = Callable[[list[Any]], Any]
 
 _SHOWN = 4  # tensors in an error
+_NAMED = 32  # rows in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,41 @@ class Cut:
         """Rows of each micro-batch."""
         return tuple(map(len, self.parts))
 
+    def halved(self) -> "Cut":
+        """Each part in two, as far as it has two rows."""
+        halves = [(part[: -(-len(part) // 2)], part[-(-len(part) // 2) :]) for part in self.parts]
+        return Cut(tuple([half for pair in halves for half in pair if len(half)]))
+
     def after(self, done: int, *, most: int) -> "Cut":
         """The rows that come after so many parts, in the same order, in parts of at most so many rows."""
         left = self.parts[done:]
         is_row_after_row = left and _are_adjacent(left)
         rest = range(left[0][0], left[-1][-1] + 1) if is_row_after_row else [*chain.from_iterable(left)]
         return Cut(tuple([rest[start : start + most] for start in range(0, len(rest), most)]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Padding:
+    """Places at the end of rows, or at their start, that only fill them up."""
+
+    length: int  # of the padded rows
+    valid: tuple[int, ...]  # how many places of each row are not filled up
+    source: str  # what says so, in words
+    axes: tuple[tuple[int, int], ...] = ()  # tensors that are as long, by their number, and on which axis
+    is_left: bool = False  # whether they are at the start
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether a mask tells the model where padding is; otherwise the padding itself does."""
+        return self.source.startswith("batch")
+
+    def longest(self, rows: Sequence[int]) -> int:
+        """Places that these rows need."""
+        return max(1, *[self.valid[row] for row in rows])
+
+    def only(self, rows: Sequence[int]) -> "Padding":
+        """That of these rows."""
+        return replace(self, valid=tuple([self.valid[row] for row in rows]))
 
 
 class Micro(NamedTuple):
@@ -74,6 +104,7 @@ class Batch:
         given: what the caller handed over.
         whole: all rows as nested tensors; None where they are collated only micro-batch by micro-batch.
         draws: whether cutting may draw random numbers, as a `collate` may.
+        order: the caller's row at each place, where rows are in another order; empty where they are not.
     """
 
     __slots__ = ()
@@ -82,6 +113,7 @@ class Batch:
     given: Any
     whole: Any
     draws = False
+    order: Sequence[int] = ()
 
     @property
     def like(self) -> Hashable:
@@ -103,6 +135,22 @@ class Batch:
     def copied(self) -> "Batch":
         """The same rows in memory of their own: a model may work in place on its input."""
         return self
+
+    def padded(self) -> "Batch":
+        """The same rows in the same order, as long as they came."""
+        return self
+
+    def callers(self, places: Sequence[int]) -> Sequence[int]:
+        """The caller's rows at these places."""
+        return [self.order[place] for place in places] if self.order else places
+
+    def rows_in_words(self, start: int, stop: int) -> str:
+        """The caller's rows at places from `start` to before `stop`, for an error."""
+        if not self.order:
+            return f"rows {start} to {stop - 1}"
+        rows = sorted(self.callers(range(start, stop)))
+        more = f" and {len(rows) - _NAMED} more" if len(rows) > _NAMED else ""
+        return f"rows {', '.join(map(str, rows[:_NAMED]))}{more}"
 
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
@@ -173,12 +221,66 @@ class TensorBatch(Batch):
         return TensorBatch(tree.map_leaves(_copied, self.whole))
 
 
+class TrimmedBatch(TensorBatch):
+    """Rows in another order, of which each micro-batch is no longer than its longest row; copies.
+
+    Args:
+        value: as for `TensorBatch`, in the caller's order.
+        paddings: what fills up the rows, by the caller's row; of encoder and decoder, for example.
+        order: the caller's row at each place.
+
+    Example:
+        >>> import torch
+        >>> padding = Padding(length=3, valid=(1, 3, 2), source="a mask", axes=((0, 1),))
+        >>> batch = TrimmedBatch((torch.tensor([[1, 0, 0], [2, 3, 4], [5, 6, 0]]),), [padding], (1, 2, 0))
+        >>> [x.tolist() for (x,), _ in batch.micro_batches([range(1), range(1, 3)])]
+        [[[2, 3, 4]], [[5, 6], [1, 0]]]
+    """
+
+    __slots__ = ("order", "paddings")
+
+    def __init__(self, value: object, paddings: Sequence[Padding], order: Sequence[int]) -> None:
+        super().__init__(value)
+        self.paddings, self.order = tuple(paddings), order
+
+    def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
+        """Yield each part, trimmed."""
+        for index in parts:
+            rows = self.callers(index)
+            leaves = [*self.leaves]
+            for padding in self.paddings:
+                longest = padding.longest(rows)
+                start = padding.length - longest if padding.is_left else 0
+                for leaf, axis in padding.axes:
+                    leaves[leaf] = leaves[leaf].narrow(axis, start, longest)
+            places = torch.tensor(rows)
+            # Contiguous, as a model may need: views of shorter rows are not.
+            yield Micro(
+                self._nest.build(leaf.index_select(0, places.to(leaf.device)) for leaf in leaves), index
+            )
+
+    def only(self, indices: Sequence[int]) -> "TrimmedBatch":
+        """A batch of these rows, which is trimmed in the same way."""
+        rows = self.callers(indices)
+        paddings = [padding.only(rows) for padding in self.paddings]
+        return TrimmedBatch(TensorBatch(self.whole).only(rows).whole, paddings, range(len(rows)))
+
+    def copied(self) -> "TrimmedBatch":
+        """Copies of all tensors."""
+        return TrimmedBatch(tree.map_leaves(_copied, self.whole), self.paddings, self.order)
+
+    def padded(self) -> TensorBatch:
+        """The same rows in the same order, as long as they came."""
+        return TensorBatch(self.whole).only(self.order)
+
+
 class SampleBatch(Batch):
     """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays short.
 
     Args:
         samples: one entry per row.
         collate: builds the nested tensors of a micro-batch from a list of samples.
+        order: the caller's row at each place; empty for the order of the samples.
 
     Raises:
         BatchError: no sample, or something that cannot be indexed.
@@ -190,12 +292,12 @@ class SampleBatch(Batch):
         [[1, 2], [3]]
     """
 
-    __slots__ = ("collate", "given", "rows", "whole")
+    __slots__ = ("collate", "given", "order", "rows", "whole")
 
     draws = True
 
-    def __init__(self, samples: Sequence[Any], collate: Collate) -> None:
-        self.rows = _num_samples(samples)
+    def __init__(self, samples: Sequence[Any], collate: Collate, order: Sequence[int] = ()) -> None:
+        self.rows, self.order = _num_samples(samples), order
         self.given: Any = samples
         self.collate = collate
         self.whole: Any = None  # never collated as a whole: that would need the memory the cut saves
@@ -203,16 +305,16 @@ class SampleBatch(Batch):
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, collated."""
         for index in parts:
-            yield Micro(self.collate([self.given[row] for row in index]), index)
+            yield Micro(self.collate([self.given[row] for row in self.callers(index)]), index)
 
     def only(self, indices: Sequence[int]) -> "SampleBatch":
         """A batch of these samples."""
-        return SampleBatch([self.given[row] for row in indices], self.collate)
+        return SampleBatch([self.given[row] for row in self.callers(indices)], self.collate)
 
     def copied(self) -> "SampleBatch":
         """The same samples, whose tensors are copied once they are collated."""
         collate = self.collate
-        return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)))
+        return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)), self.order)
 
 
 class OpenBatch(Batch):

@@ -248,9 +248,10 @@ class Accumulator:
             for parameter, gradient in bank.items():
                 shown.setdefault(names[parameter], []).append(gradient)
         if self._micro is not None:
+            micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
             for observer in self.task.observers:
                 if observer.wants_micro:
-                    observer.micro(self._micro, shown, self.task.scale.value)
+                    observer.micro(micro, shown, self.task.scale.value)
 
     @property
     def has_accepted(self) -> bool:
@@ -355,7 +356,7 @@ class Accumulator:
         for index, (name, weight) in enumerate(weights.items()):
             sums = found[index * len(self._sums) : (index + 1) * len(self._sums)]
             if not all(map(math.isfinite, sums)) and weight and not self._is_dry:
-                _refuse_sums(sums, self.rows, name)
+                _refuse_sums(sums, self.rows, name, self.batch)
             divisor = 1 if self._division.is_divided else weight
             means[name] = math.fsum(sums) / divisor if weight else math.nan
         self._values = means
@@ -413,14 +414,14 @@ def _all_kept(values: Mapping[str, Number]) -> dict[str, Number]:
     return kept
 
 
-def _refuse_sums(sums: Sequence[float], rows: Sequence[int], name: str) -> NoReturn:
+def _refuse_sums(sums: Sequence[float], rows: Sequence[int], name: str, batch: Batch) -> NoReturn:
     bad = [index for index, value in enumerate(sums) if not math.isfinite(value)]
     first = sum(rows[: bad[0]])
     raise NonFiniteLossError(
         f"Expected a finite loss, got {sums[bad[0]]} for {name!r} in micro-batches {bad} of {len(sums)} "
-        f"(the first one holds rows {first} to {first + rows[bad[0]] - 1}). No update was made. Look for "
-        "bad data in these rows of the batch, a mean over no valid target, too high a learning rate, or "
-        "a sum that overflows float16."
+        f"(the first one holds {batch.rows_in_words(first, first + rows[bad[0]])}). No update was made. "
+        "Look for bad data in these rows of the batch, a mean over no valid target, too high a learning "
+        "rate, or a sum that overflows float16."
     )
 
 

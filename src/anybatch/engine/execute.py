@@ -13,6 +13,7 @@ from anybatch.batchnorm import BatchNorm, frozen_batch_norms, names_of_batch_nor
 from anybatch.core import (
     AnybatchError,
     Batch,
+    Cut,
     LossError,
     MicroBatchDone,
     MicroBatchRedone,
@@ -256,7 +257,8 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
     half = -(-rows // 2)
     is_whole_loss = not (sums.is_in_window or plan.is_cut)  # another form of the loss than that of a part
     if must_restart or is_whole_loss or sums.share(schedule.left[0]).tied:
-        raise Restart(sums, cut_sizes(batch.rows, half))
+        halves = Cut.of_sizes([*sums.rows, *sizes]).halved().sizes  # parts of as many tokens
+        raise Restart(sums, halves if batch.order else cut_sizes(batch.rows, half))
     schedule.cut_smaller(half)
 
 
@@ -286,11 +288,11 @@ def _recover_from_overflow(where: str, schedule: Schedule, sums: Accumulator, be
         schedule.done()
         return
     meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
-    place = sums.offset + rows[0]
+    named = sums.batch.rows_in_words(sums.offset + rows[0], sums.offset + rows[-1] + 1)
     failed = NonFiniteLossError(
         f"Expected a finite {where}, got NaN or infinity in micro-batch {sums.count} "
-        f"(rows {place} to {place + len(rows) - 1} of the batch) at a loss scale of {at:g}{meet}. No update "
-        "was made. Look for bad data in these rows, a division by zero (a mean over no valid target), or "
+        f"({named} of the batch) at a loss scale of {at:g}{meet}. No update was made. "
+        "Look for bad data in these rows, a division by zero (a mean over no valid target), or "
         'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
     )
     failed.reached = reached

@@ -67,5 +67,7 @@ class Schedule:
 
     def cut_smaller(self, most: int) -> None:
         """Cut what is left into parts of at most so many rows."""
-        rest = self._cut.after(self._done, most=most)
+        left = Cut(tuple(self.left))
+        # Parts that were cut by tokens differ in rows, but all need as much memory.
+        rest = left.halved() if self._sums.batch.order else left.after(0, most=most)
         self._cut = Cut((*self._cut.parts[: self._done], *rest.parts))

@@ -5,6 +5,7 @@ from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
 from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
 from anybatch.losses.model.read import read_afresh
+from anybatch.losses.padding import find_paddings
 from anybatch.losses.resolve import check_loss, module_of, resolve
 from anybatch.losses.terms import Terms, call_loss
 from anybatch.losses.torch_losses import SummedLoss, summed_loss
@@ -24,6 +25,7 @@ __all__ = [
     "call_loss",
     "call_model",
     "check_loss",
+    "find_paddings",
     "linear_cross_entropy",
     "module_of",
     "read_afresh",

@@ -1,6 +1,6 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from anybatch.batchnorm import refuse_batch_norms
-from anybatch.core import Batch, BudgetError, LossError, PlanError, cut_sizes
+from anybatch.core import Batch, BudgetError, LossError, Padding, PlanError, cut_sizes
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.planner import (
     Budget,
@@ -267,8 +267,10 @@ _LOOKS = 3  # some batches tell nothing
 
 
 def _kind(batch: Batch) -> Hashable:
-    """Dtypes and numbers of dimensions: rows of another length are not looked at again."""
-    return tuple(map(_dtype_and_axes, getattr(batch, "leaves", ())))
+    """Dtypes and numbers of dimensions: rows of another length are not looked at again. What is trimmed."""
+    paddings: Sequence[Padding] = getattr(batch, "paddings", ())
+    trimmed = [(one.axes, one.is_left) for one in paddings]
+    return (*map(_dtype_and_axes, getattr(batch, "leaves", ())), *trimmed)
 
 
 def _at_least_one(rows: object) -> int:

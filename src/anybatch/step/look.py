@@ -135,9 +135,10 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -
     others = iter(cuts)
     first = next(others)
     is_own = isinstance(task.loss, ModelTerms)
-    whole = _outcome(task, few, plan, first)
+    padded = few.padded()
+    whole = _outcome(task, padded, plan, first)
     if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
-        whole = _outcome(task, few, plan, first := next(others))
+        whole = _outcome(task, padded, plan, first := next(others))
         if isinstance(whole, LossError):
             raise whole
     if isinstance(whole, Exception) or not any(whole.report.weights.values()):
@@ -145,6 +146,8 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -
     told = False
     for cut in others:
         parts = _outcome(task, few, plan, cut, is_watched=not whole.is_quiet)
+        if isinstance(parts, Exception) and few is not padded:
+            _refuse_failed_trim(task, parts, _outcome(task, padded, plan, cut))
         if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
             raise parts
         if isinstance(parts, Exception):
@@ -155,7 +158,7 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -
         if whole.is_random or parts.is_random:
             return False  # other numbers in another cut, and rightly
         # The same rows again must be the same; and what cancels in the sum is held against what is added up.
-        again = [_outcome(task, few, plan, first) for _ in range(_AGAIN)]
+        again = [_outcome(task, padded, plan, first) for _ in range(_AGAIN)]
         halves = [few.only(half) for half in (range(few.rows // 2), range(few.rows // 2, few.rows))]
         alone = [_outcome(task, half, plan, _Cut(_sizes(half.rows, [most]))) for half in halves]
         sound = [one for one in alone if isinstance(one, _Outcome)]
@@ -163,12 +166,35 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -
             return False
         if not (found := _differ(whole, parts, *sound)):
             return False
+        kept = _outcome(task, padded, plan, cut) if few is not padded else None
+        if isinstance(kept, _Outcome) and not _differ(whole, kept):
+            raise LossError(
+                f"Expected the same loss and gradient from {_name(task)} with less padding, got {found} for "
+                f"{few.rows} rows padded and trimmed. {_PADDING}"
+            )
         raise LossError(
             f"Expected the same loss and gradient from {_name(task)} for every split, got {found} for "
             f"{few.rows} rows as {first} and as {cut}. {_cause(few, whole.moved)} "
             "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
         )
     return told
+
+
+_PADDING = (
+    'With order="length" padding is cut off, so padded places must not count: no mean over them, no position '
+    "that counts them, no attention to them, no labels there. Mask them, or leave order out. "
+    "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
+)
+
+
+def _refuse_failed_trim(task: Task, error: Exception, kept: "_Outcome | Exception") -> None:
+    """Refuse a model that fails on shorter rows, and not on the same ones as they came."""
+    if isinstance(kept, _Outcome):
+        said = (str(error).splitlines() or [""])[0]
+        raise LossError(
+            f"Expected {_name(task)} to take rows without their padding, got {type(error).__name__}: {said} "
+            f"{_PADDING}"
+        ) from error
 
 
 def _cuts(rows: int, most: int, *, is_mixed: bool) -> list[_Cut]:

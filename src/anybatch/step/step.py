@@ -43,6 +43,7 @@ from anybatch.recompute import Asked, choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.dry_run import show_gradients
+from anybatch.step.length import Order, check_order, ordered
 from anybatch.step.window import Window
 
 
@@ -77,6 +78,10 @@ class Step:
         clip_norm: largest 2-norm of the gradient of the whole batch. None for no clipping.
         scheduler: learning-rate scheduler, or several, stepped once per update. None for none.
         collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
+        order: "length" sorts the rows of a batch by length, cuts them by tokens (at most those of
+            `micro_batch` rows of the batch's longest) and trims each micro-batch to its longest row. Rows are
+            padded tensors with a mask or a padding token, or samples with a `collate`. None for the order
+            in which they come.
         accumulate: dtype of the gradient sums. None for float32, or the parameter's dtype if wider.
         compensated: use Kahan summation for the gradients. Takes one more buffer per parameter.
         batch_norm: BatchNorm in training mode. None refuses to split the batch. "micro" uses the statistics
@@ -127,6 +132,7 @@ class Step:
         clip_norm: float | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         collate: Collate | None = None,
+        order: Order | None = None,
         accumulate: torch.dtype | None = None,
         compensated: bool = False,
         batch_norm: BatchNormChoice | None = None,
@@ -140,6 +146,7 @@ class Step:
         self.model, self.loss = model, loss
         self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
         check_strategy(strategy)
+        check_order(order, batch_norm)
         refuse_ranks([*model.modules(), *module_of(loss).modules()], strategy)
         chosen = find_precision(precision)
         sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
@@ -159,6 +166,7 @@ class Step:
         )
         self.guard = Guard(batch_norm=batch_norm, check=check)
         self.collate = collate
+        self.order: Order | None = order
         self.listeners, self.observers = tuple(listeners), tuple(observers)
         self.strategy: Strategy = Single()
         self.effects = Effects()
@@ -190,13 +198,15 @@ class Step:
         self._refuse_open_window()
         task = self._begun()
         logical = admit(batch, task, self.collate)
+        rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
-            if plan.is_cut:
-                self.guard.before_cut(task, logical, plan, plan.micro_batch)
+            cut = rows.cut(plan)
+            if cut.is_cut or rows.needs:
+                self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
                 with self.planning.enforced(task):
-                    report = carry_out(plan, running, logical)
+                    report = carry_out(cut, running, rows.batch)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
@@ -206,12 +216,9 @@ class Step:
                 if isinstance(error, OutOfMemoryError):
                     error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
-            self.planning.learn(
-                logical,
-                plan,
-                failed=report.too_large,
-                is_random=self.effects.draws or self.effects.draws_process,
-            )
+            failed = rows.failed(plan, report)
+            is_random = self.effects.draws or self.effects.draws_process
+            self.planning.learn(logical, plan, failed=failed, is_random=is_random)
             return report
 
     def foresee(
@@ -275,6 +282,11 @@ class Step:
             6
         """
         self._refuse_open_window()
+        if self.order is not None:
+            raise WindowError(
+                f"Expected whole batches with order={self.order!r}, got a window, whose rows are never all "
+                "there. Call step(batch), or make a Step without order."
+            )
         task = self._begun()
         opened = vars(self)["open_window"] = Window(self, task, state)
         return opened

@@ -31,7 +31,8 @@ class Trainer:
     Checkpoints hold float32 weights also if the model's are shorter.
 
     Args:
-        step: the step, with model, loss and optimizer.
+        step: the step, with model, loss and optimizer. Its `order` holds within each batch; which rows are
+            in a batch depends on the seed.
         train: training rows: tensors with rows first, nested in any way, or samples if the step has a
             `collate`.
         validation: rows for validation after each epoch, in the same form. None for no validation.

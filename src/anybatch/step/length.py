@@ -1,0 +1,149 @@
+"""Rows in the order of their lengths, cut by tokens, so that each micro-batch is as short as its rows."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, cast
+
+from anybatch.core import Batch, BatchError, LossError, PlanError, SampleBatch, StepReport, TrimmedBatch
+from anybatch.engine import Plan, Task
+from anybatch.losses import SummedLoss, WholeBatch, find_paddings
+
+Order = Literal["length"]
+
+_WHERE = (
+    "an `attention_mask`, the padding token of the model (its `config.pad_token_id`, or `padding_idx` of an "
+    "embedding), or samples with a `collate`"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A batch whose rows may be in another order, and what each row needs."""
+
+    batch: Batch
+    # at each place, tokens of the longest row from there on; empty where rows are cut as they come
+    needs: Sequence[int] = ()
+
+    def cut(self, plan: Plan) -> Plan:
+        """The plan with parts of at most as many tokens as its own have in rows of the batch's longest.
+
+        Where these have one size, tokens are spread evenly over as few parts as there can be.
+        """
+        if not self.needs:
+            return plan
+        longest = self.needs[0]
+        most = [size * longest for size in plan.cut or (plan.micro_batch,)]
+        sizes = _sizes(self.needs, most) if plan.cut else _even(self.needs, most[0])
+        return replace(plan, micro_batch=max(sizes), cut=sizes)
+
+    def failed(self, plan: Plan, report: StepReport) -> int:
+        """Rows of the batch's longest in which memory ran out; 0 where it did not.
+
+        Args:
+            plan: before it was cut by tokens.
+            report: what came of it.
+        """
+        if not (self.needs and report.too_large):
+            return report.too_large
+        starts = accumulate(report.cut[:-1], initial=0)
+        done = max(size * self.needs[start] for size, start in zip(report.cut, starts, strict=True))
+        return max(1, min(plan.micro_batch, -(-2 * done // self.needs[0])))  # parts were halved
+
+
+def check_order(order: str | None, batch_norm: str | None) -> None:
+    """Refuse an order that there is not, or under which the result depends on the lengths (PlanError)."""
+    if order not in (None, "length"):
+        raise PlanError(f'Expected order to be "length" or None, got {order!r}. Leave it out for none.')
+    if order and batch_norm == "micro":
+        raise PlanError(
+            'Expected no batch_norm="micro" with order="length", got both: the statistics of a micro-batch '
+            'would depend on the lengths of its rows. Use batch_norm="frozen", or leave order out.'
+        )
+
+
+def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
+    """The batch in this order, the longest rows first, which need most memory.
+
+    Raises:
+        BatchError: the lengths of rows cannot be told.
+        LossError: the loss belongs to rows in their own order.
+    """
+    if order is None or batch.rows == 1:
+        return Ordered(batch)
+    if isinstance(task.loss, WholeBatch) or (
+        isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)
+    ):
+        what = f"{task.loss.name}, which sees rows by their places in the batch"
+        raise LossError(
+            f'Expected a loss of single rows with order="length", got {what}. Leave order out, or put what '
+            "belongs to a row into the batch."
+        )
+    are_samples = isinstance(batch, SampleBatch)
+    paddings = [] if are_samples else [*find_paddings(batch.whole, task.model)]
+    kinds = [_lengths_of_samples(batch)] if are_samples else [one.valid for one in paddings]
+    if not kinds:
+        raise BatchError(
+            f'Expected rows whose lengths can be told with order="length", by {_WHERE}, got tensors without. '
+            "Add a mask, or leave order out."
+        )
+    rows = sorted(range(batch.rows), key=lambda row: -sum(lengths[row] for lengths in kinds))
+    # From the end: the longest of the rows that are still to come, of encoder and decoder each.
+    longest = [accumulate([lengths[row] for row in reversed(rows)], max, initial=1) for lengths in kinds]
+    needs = [sum(one) for one in zip(*longest, strict=True)][:0:-1]
+    if are_samples:
+        return Ordered(SampleBatch(batch.given, batch.collate, rows), needs)
+    return Ordered(TrimmedBatch(batch.whole, paddings, rows), needs)
+
+
+def _sizes(needs: Sequence[int], most: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each part, of at most so many tokens, at least one row; the last limit holds for the rest."""
+    sizes: list[int] = []
+    start = 0
+    while start < len(needs):
+        limit = most[min(len(sizes), len(most) - 1)]
+        sizes.append(min(len(needs) - start, max(1, limit // needs[start])))
+        start += sizes[-1]
+    return tuple(sizes)
+
+
+def _even(needs: Sequence[int], most: int) -> tuple[int, ...]:
+    """As few parts as there can be, and of these the smallest."""
+    count = len(_sizes(needs, [most]))
+    low, high = 0, most
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_sizes(needs, [middle])) == count else (middle, high)
+    return _sizes(needs, [high])
+
+
+def _lengths_of_samples(batch: SampleBatch) -> list[int]:
+    """The longest axis of each sample, of those that are not the same in all of them."""
+    found = [dict(_axes_of(batch.given[row])) for row in range(batch.rows)]
+    places = dict.fromkeys(place for one in found for place in one)
+    if not places:
+        raise BatchError(
+            f'Expected samples whose lengths can be told with order="length" (tensors, lists, strings, or '
+            f"tuples and mappings of them), got {type(batch.given[0]).__name__}. Leave order out."
+        )
+    varying = [place for place in places if len({one.get(place, 0) for one in found}) > 1]
+    return [max(1, *[one.get(place, 0) for place in varying or places]) for one in found]
+
+
+def _axes_of(sample: Any) -> list[tuple[tuple[Any, int], int]]:
+    """The sizes of a sample by entry and axis."""
+    entries: Mapping[Any, Any] = {"": sample}
+    if isinstance(sample, Mapping):
+        entries = cast("Mapping[Any, Any]", sample)
+    elif isinstance(sample, tuple | list) and not _are_numbers(cast("Sequence[Any]", sample)):
+        entries = dict(enumerate(cast("Sequence[Any]", sample)))
+    found: list[tuple[tuple[Any, int], int]] = []
+    for name, entry in entries.items():
+        has_length = isinstance(entry, tuple | list | str | bytes)
+        shape = (len(cast("Sequence[Any]", entry)),) if has_length else getattr(entry, "shape", ())
+        found += [((name, axis), int(size)) for axis, size in enumerate(shape)]
+    return found
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    return isinstance(values, list) and all(isinstance(one, int | float) for one in values[:1])

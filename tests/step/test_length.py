@@ -1,0 +1,299 @@
+"""Rows in the order of their lengths: exact, as short as can be, in the caller's words, or refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+import anybatch as ab
+from anybatch.core import Micro
+from anybatch.core.errors import AnybatchError, NonFiniteLossError, WindowError
+from anybatch.engine import Observer
+from anybatch.losses import find_paddings
+from anybatch.testing import GradientRecorder, reference_step, relative_error
+
+transformers: Any = pytest.importorskip("transformers")
+ROWS, LONGEST, WORDS = 12, 11, 19
+LENGTHS = torch.tensor([2, 9, 3, 11, 1, 4, 2, 3, 5, 2, 1, 6])
+RIGHT = torch.arange(LONGEST) < LENGTHS[:, None]
+LEFT = RIGHT.flip(1)
+DRAW = torch.Generator().manual_seed(0)
+TOKENS = torch.randint(3, WORDS, (ROWS, LONGEST), generator=DRAW)
+FEATURES = torch.randn(ROWS, LONGEST, 4, generator=DRAW).double()
+SHORT = {
+    "vocab_size": WORDS, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_heads": 2,
+    "num_attention_heads": 2, "pad_token_id": 0, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1,
+    "decoder_start_token_id": 0, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+    "dropout_rate": 0.0, "num_labels": 3, "n_embd": 8, "n_layer": 1, "n_head": 2, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "classifier_dropout": 0.0,
+}  # fmt: skip
+
+
+def text(mask: Tensor = RIGHT, *, width: int = LONGEST, **more: Tensor) -> dict[str, Tensor]:
+    """Tokens with a mask, filled up to a width that may be more than the longest row needs."""
+    mask = F.pad(mask, (0, width - LONGEST) if mask is RIGHT else (width - LONGEST, 0))
+    tokens = F.pad(TOKENS, (0, width - LONGEST)) + 0
+    return {"input_ids": tokens * mask, "attention_mask": mask.long(), **more}
+
+
+def next_tokens(batch: Mapping[str, Tensor]) -> Tensor:
+    """Labels of tokens; the first one of a row is foretold by what is before it: padding, or nothing."""
+    mask = batch["attention_mask"]
+    is_first = mask.cumsum(1) == 1
+    return torch.where((mask == 1) & ~is_first, batch["input_ids"], -100)
+
+
+def build(name: str, **settings: Any) -> nn.Module:
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**SHORT | settings)).double().train()
+
+
+def gradient_error(model: nn.Module, loss: Any, batch: Any, **options: Any) -> tuple[float, ab.StepReport]:
+    """How far a step by length is from all rows at once, padded; models of transformers add in float32."""
+    recorder = GradientRecorder(model, loss)
+    expected = reference_step(model, loss, batch, collate=options.get("collate"))
+    report = ab.Step(model, loss, recorder, order="length", **options)(batch)
+    assert report.loss == pytest.approx(expected.loss, rel=1e-6)
+    return relative_error(recorder.gradients, expected.gradients), report
+
+
+@pytest.mark.parametrize(("width", "micro_batch"), [(LONGEST, 1), (LONGEST + 4, 3), (LONGEST + 4, None)])
+@pytest.mark.parametrize("mask", [RIGHT, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForSequenceClassification", "BertForMaskedLM"])
+def test_the_gradient_is_that_of_padded_rows(
+    name: str, mask: Tensor, width: int, micro_batch: int | None
+) -> None:
+    model, batch = build(name), text(mask, width=width)
+    batch["labels"] = torch.arange(ROWS) % 3 if "Classification" in name else next_tokens(batch)
+    # Without, Bert counts padding at the start, and the angles of Llama are rounded otherwise.
+    batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    error, report = gradient_error(model, ab.ModelLoss(), batch, micro_batch=micro_batch)
+    assert error < 1e-12
+    assert report.rows == ROWS
+    assert report.micro_batches < ROWS // (micro_batch or 6)
+
+
+def test_encoder_and_decoder_are_trimmed_apart() -> None:
+    lengths = LENGTHS.flip(0).clamp(max=7)
+    labels = TOKENS[:, :8].where(torch.arange(8) < lengths[:, None], -100)
+    shapes: set[tuple[int, int]] = set()
+    model = build("T5ForConditionalGeneration")
+    model.register_forward_pre_hook(
+        lambda _, given, named: shapes.add((named["input_ids"].shape[1], named["labels"].shape[1])),
+        with_kwargs=True,
+    )
+    error, _ = gradient_error(model, ab.ModelLoss(), text(labels=labels), micro_batch=2)
+    assert error < 1e-12
+    assert min(one for one, _ in shapes) < LONGEST
+    assert max(other for _, other in shapes if other < 8) == 7
+
+
+class Tagger(nn.Module):
+    """Scores for each place, from what is there and the mean of the row's places."""
+
+    def __init__(self, width: int = 4, *, is_masked: bool = True) -> None:
+        super().__init__()
+        self.words, self.score = nn.Embedding(WORDS, width, padding_idx=0), nn.Linear(width, 3)
+        self.is_masked = is_masked
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.words(tokens)
+        weight = (tokens != 0)[..., None] if self.is_masked else torch.ones_like(hidden)
+        mean = (hidden * weight).sum(1, keepdim=True) / weight.sum(1, keepdim=True)
+        return self.score(hidden + mean.tanh()).transpose(1, 2)
+
+
+TAGS = torch.where(RIGHT, TOKENS % 3, -100)
+WORDS_AND_TAGS = (TOKENS * RIGHT, TAGS)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 3}, {"memory": "1GB"}, {}])
+def test_a_padding_token_tells_lengths_and_micro_batches_are_cut_by_tokens(options: Any) -> None:
+    seen: list[tuple[int, int]] = []
+    model = Tagger().double()
+    model.register_forward_pre_hook(lambda _, given: seen.append(tuple(given[0].shape)))
+    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), check=False,
+                   order="length", **options)  # fmt: skip
+    assert gradient_error(model, nn.CrossEntropyLoss(), WORDS_AND_TAGS, **options)[0] < 1e-12
+    seen.clear()
+    report = step(WORDS_AND_TAGS)
+    shapes = seen[-report.micro_batches :]
+    assert sum(rows for rows, _ in shapes) == ROWS
+    lengths = sorted(LENGTHS.tolist(), reverse=True)
+    for (rows, longest), start in zip(shapes, [sum(report.cut[:n]) for n in range(99)], strict=False):
+        assert longest == lengths[start]
+        assert rows == 1 or rows * longest <= options.get("micro_batch", ROWS) * LONGEST
+    if "micro_batch" in options:  # three parts of at most 33 places: as even as they can be
+        assert [rows * longest for rows, longest in shapes] == [22, 18, 21]
+
+
+@pytest.mark.parametrize("keys", [None, "x"])
+def test_samples_are_ordered_before_they_are_collated(keys: str | None) -> None:
+    shapes: list[int] = []
+
+    def collate(samples: list[Any]) -> tuple[Tensor, Tensor]:
+        rows = [sample[keys] if keys else sample[0] for sample in samples]
+        tags = [sample["tags"] if keys else sample[1] for sample in samples]
+        shapes.append(max(map(len, rows)))
+        return pad_sequence(rows, True), pad_sequence(tags, True, -100.0)
+
+    pairs = [(TOKENS[row, :n], TAGS[row, :n]) for row, n in enumerate(LENGTHS.tolist())]
+    samples: list[Any] = [{"x": x, "tags": y, "id": torch.zeros(30)} for x, y in pairs] if keys else pairs
+    error, report = gradient_error(
+        Tagger().double(), nn.CrossEntropyLoss(), samples, micro_batch=2, collate=collate
+    )
+    assert error < 1e-12
+    assert shapes[-report.micro_batches :] == sorted(shapes[-report.micro_batches :], reverse=True)
+    assert len(report.cut) < ROWS // 2
+
+
+class Told(Observer):
+    wants_micro = True
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+
+    def micro(self, micro: Micro, gradients: Any, scale: float) -> None:
+        self.rows.update(zip(micro.indices, micro.rows[0], strict=True))
+
+
+def test_observers_and_errors_speak_of_the_callers_rows() -> None:
+    told, model = Told(), Tagger().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: Any = {"order": "length", "micro_batch": 2, "observers": [told]}
+    ab.Step(model, nn.CrossEntropyLoss(), optimizer, **options)(WORDS_AND_TAGS)
+    assert told.rows.keys() == set(range(ROWS))
+    for row, x in told.rows.items():
+        assert x.equal(WORDS_AND_TAGS[0][row, : len(x)])
+
+    def loss(model: nn.Module, micro: Any) -> ab.Total:
+        bad = torch.where((micro[0] != 0).sum(1) == 9, torch.nan, 1.0)
+        return ab.Total((model(micro[0]).sum((1, 2)) * (micro[0] != 0).sum(1) * 0 + bad).sum(), len(bad))
+
+    for policy in ("raise", "drop"):
+        step = ab.Step(model, loss, optimizer, order="length", micro_batch=1, check=False, non_finite=policy)
+        if policy == "raise":
+            with pytest.raises(NonFiniteLossError, match=r"rows 1\)"):
+                step(WORDS_AND_TAGS)
+    assert step(WORDS_AND_TAGS).dropped == 1
+
+
+def test_memory_that_runs_out_halves_what_is_left_and_later_steps_know() -> None:
+    def loss(model: nn.Module, micro: Any) -> ab.Total:
+        if limit and micro[0].numel() > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return ab.Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), (micro[1] >= 0).sum())
+
+    limit, model = 0, Tagger().double()
+    recorder = GradientRecorder(model)
+    expected = reference_step(model, loss, WORDS_AND_TAGS).gradients
+    step = ab.Step(model, loss, recorder, order="length")
+    limit = 20
+    first, second = step(WORDS_AND_TAGS), step(WORDS_AND_TAGS)
+    assert first.redone > 0 == second.redone
+    assert relative_error(recorder.gradients, expected) < 1e-12
+    assert second.micro_batches < 2 * len(LENGTHS)
+
+
+class Flat(nn.Linear):
+    """Of fixed length."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward((tokens * 0.1).double())
+
+
+PADDED = (F.pad(WORDS_AND_TAGS[0], (0, 9)), F.pad(TAGS, (0, 9), value=-100))
+MASKED = {"tokens": TOKENS * RIGHT, "mask": RIGHT}
+
+
+def mean_over_places(model: nn.Module, micro: Any) -> ab.Total:
+    losses = F.cross_entropy(model(micro[0]), micro[1].clamp(min=0), reduction="none").mean(1)
+    return ab.Total(losses.sum(), len(losses))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "batch", "match"),
+    [
+        (Tagger(is_masked=False), nn.CrossEntropyLoss(), PADDED, "Tagger with less padding"),
+        (Tagger(), mean_over_places, WORDS_AND_TAGS, "mean_over_places with less padding"),
+        (build("GPT2ForSequenceClassification"), ab.ModelLoss(),
+         text(LEFT, width=20, labels=torch.arange(ROWS) % 3), "GPT2ForSequenceClassification with less"),
+        (Flat(LONGEST, 3), lambda m, x: ab.Total(m(x["tokens"]).sum(), 1), MASKED, "without their"),
+        (Tagger(), ab.WholeBatch(lambda scores, tags: scores.mean()), WORDS_AND_TAGS, "order out"),
+        (nn.Linear(4, 1), nn.BCEWithLogitsLoss(weight=torch.rand(ROWS, 1)),
+         {"x": FEATURES[:, 0], "y": torch.ones(ROWS, 1), "mask": RIGHT}, "order out"),
+        (nn.Linear(4, 1), nn.MSELoss(), (FEATURES[:, 0], FEATURES[:, 0, :1]), "lengths can be told"),
+        (nn.Sequential(nn.BatchNorm1d(LONGEST)), lambda m, x: ab.Total(m(x["x"]).sum(), 1),
+         {"x": FEATURES, "mask": RIGHT}, "BatchNorm"),
+    ],
+)  # fmt: skip
+def test_what_padding_changes_is_refused_by_name(model: nn.Module, loss: Any, batch: Any, match: str) -> None:
+    model = model.double()
+    before = [p.detach().clone() for p in model.parameters()]
+    step = ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), order="length")
+    with pytest.raises(AnybatchError, match=match):
+        step(batch)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_what_has_no_order_is_refused() -> None:
+    model = Tagger()
+    given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    for wrong in ({"order": "size"}, {"order": "length", "batch_norm": "micro"}):
+        with pytest.raises(AnybatchError, match="order"):
+            ab.Step(*given, **wrong)
+    with pytest.raises(WindowError, match="whole batches"):
+        ab.Step(*given, order="length").window()
+    with pytest.raises(AnybatchError, match="samples whose lengths"):
+        ab.Step(*given, order="length", collate=torch.tensor)([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("batch", "is_left", "axes"),
+    [
+        ({"x": FEATURES, "key_padding_mask": ~LEFT}, True, [(0, 1), (1, 1)]),
+        ({"x": TOKENS * LEFT, "mask": LEFT.float()}, True, [(0, 1), (1, 1)]),
+        ({"x": TOKENS * RIGHT, "many": FEATURES[:, 0, :1].expand(ROWS, LONGEST), "attention_mask": RIGHT},
+         False, [(0, 1), (2, 1)]),  # as many features as places
+        ({"pair_mask": RIGHT[:, None, :, None] & RIGHT[:, None, None], "attention_mask": RIGHT,
+          "pixels": torch.randn(ROWS, 3, LONGEST, LONGEST)}, False, [(0, 2), (0, 3), (1, 1)]),
+        ({"x": TOKENS, "global_attention_mask": torch.eye(ROWS)[:, :LONGEST]}, False, None),
+    ],
+)  # fmt: skip
+def test_what_is_trimmed_and_where(batch: Any, is_left: bool, axes: Any) -> None:
+    found = [*find_paddings(batch, nn.Identity())]
+    assert len(found) == (axes is not None)
+    for one in found:
+        assert (one.is_left, one.valid) == (is_left, tuple(LENGTHS.tolist()))
+        assert sorted(one.axes) == axes
+
+
+def test_a_label_in_padding_is_kept_and_a_row_of_padding_is_not_trimmed() -> None:
+    labels = TAGS.clone()
+    labels[4, 7] = 1
+    mask = RIGHT.clone()
+    mask[9] = False
+    (found,) = find_paddings({"attention_mask": mask, "labels": labels}, nn.Identity())
+    assert (found.valid[4], found.valid[9], found.valid[1]) == (8, LONGEST, 9)
+
+
+def test_a_trainer_resumes_by_length_with_the_same_bits(tmp_path: Any) -> None:
+    def run(stop: int, resume: bool, out: Any) -> nn.Module:
+        torch.manual_seed(1)
+        model = Tagger()
+        step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.AdamW(model.parameters()), micro_batch=2,
+                       order="length")  # fmt: skip
+        trainer = ab.Trainer(step, WORDS_AND_TAGS, WORDS_AND_TAGS, batch_size=5, out=out, progress=False)
+        if resume:
+            trainer.resume(out)
+        trainer.fit(epochs=stop)
+        return model
+
+    run(1, False, tmp_path / "a")
+    ours, theirs = run(3, True, tmp_path / "a"), run(3, False, tmp_path / "b")
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
