@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from anybatch.core import Batch, BatchError, Micro, SampleBatch, tree
+from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, tree
 from anybatch.core import torch_private as private
 from anybatch.engine import Reader, Task
 from anybatch.memory import Reading
@@ -50,6 +50,8 @@ class Measured(Reader):
         is_wanted: whether micro-batches of the next step are to be read or timed.
         is_random: whether the forward was seen to draw random numbers.
         gradients: bytes of the sums of gradients.
+        ran: rows times length of the largest micro-batch that was run.
+        events: allocations in the last reading.
         is_exact: whether readings saw all bytes; else an allowance is added.
     """
 
@@ -71,7 +73,7 @@ class Measured(Reader):
         self._times: list[tuple[Size, float]] = []
         self._index = 0  # of the micro-batch in this step
         self._has_read = self._is_uncut = False
-        self._events = self._ran = self._room = 0  # of the last reading; the largest size that was run
+        self.events = self.ran = self._room = 0
         self._reading: Reading | None = None
         self._now: Size = (0, 0)
         self._own = self._held = 0
@@ -138,12 +140,12 @@ class Measured(Reader):
         if self.update > room:
             return ()
         if only is not None:
-            return even(rows, -(-rows // only)) if self._fits((min(only, rows), length), room) else ()
+            return tuple(cut_sizes(rows, only)) if self._fits((min(only, rows), length), room) else ()
         top = next((size for size in _largest_first(rows) if self._fits((size, length), room)), 0)
         if not top or in_window:
             return even(rows, -(-rows // top)) if top else ()
         is_near = len(self.law.readings) < 2 or self.law((top, length)) > _NEAR * room
-        seen = max(self.law.largest, self._ran) // length
+        seen = max(self.law.largest, self.ran) // length
         if top > _BEYOND * seen and not self._is_frozen:
             top = min(top, max(2, seen * (_NEAR_GROWTH if is_near else _GROWTH)))
         return even(rows, -(-rows // max(1, top >> self.level)))
@@ -180,12 +182,13 @@ class Measured(Reader):
         return size not in self.law.readings and (is_longer or size[0] * size[1] > _BEYOND * self.law.largest)
 
     def finish(self, *, is_random: bool) -> None:
-        """A step is over: judge the race."""
+        """A step is over."""
         self.steps, self.is_random = self.steps + 1, self.is_random or is_random
+        if self._trial is not None:
+            self._judge(*self._trial)
         self.is_settled = self.is_settled or self.steps >= _EARLY
-        if self._trial is None:
-            return
-        top, half = self._trial
+
+    def _judge(self, top: int, half: int) -> None:
         per_row = {size: self._seconds_per_row(size) for size in (top, half)}
         large, small = per_row[top], per_row[half]
         length = self._now[1]
@@ -223,7 +226,7 @@ class Measured(Reader):
         if self.is_looking:
             return held > 0 and len(self.law.readings.get(self._now, ())) < 2
         # A reading takes memory, too.
-        is_dear = self.law.bound(self._now) + self._events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
+        is_dear = self.law.bound(self._now) + self.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
         if self._has_read or is_dear:
             return False
         if not held:  # a batch that goes through uncut; of others the first one has no gradients yet
@@ -244,8 +247,8 @@ class Measured(Reader):
         reading, self._reading = self._reading, None
         seconds = perf_counter() - self._began
         self._index += 1
-        if self._now[0] * self._now[1] > self._ran:
-            self._ran = self._now[0] * self._now[1]
+        if self._now[0] * self._now[1] > self.ran:
+            self.ran = self._now[0] * self._now[1]
             self._sizes.clear()
         if reading is None:
             self._times.append((self._now, seconds))
@@ -256,7 +259,7 @@ class Measured(Reader):
         num_bytes = found[0] + self._own
         self._has_read = not self.is_looking
         self.is_exact = self.is_exact and reading.is_exact
-        self._events = reading.events
+        self.events = reading.events
         if self._held:
             self.law.add(self._now, num_bytes)
         else:
@@ -281,6 +284,14 @@ class Measured(Reader):
             self._reading.close()
             self._reading = None
 
+    @property
+    def note(self) -> str:
+        """What the cut is based on, for a report."""
+        count = sum(map(len, self.law.readings.values())) + len(self.whole)
+        allowed = "" if self.is_exact else ", with an allowance for what readings cannot see here"
+        faster = f"; 1/{2**self.level} of what fits was faster" if self.level else ""
+        return f"cut by memory that was read in {count} runs of micro-batches{allowed}{faster}"
+
     # Checkpoints
 
     def state(self) -> dict[str, Any]:
@@ -299,7 +310,18 @@ class Measured(Reader):
         self._sizes.clear()
 
 
-_PLAIN = ("num_bytes", "update", "gradients", "steps", "level", "is_random", "is_settled")
+_PLAIN = (
+    "num_bytes",
+    "update",
+    "gradients",
+    "steps",
+    "level",
+    "ran",
+    "events",
+    "is_random",
+    "is_settled",
+    "is_exact",
+)
 
 
 def even(rows: int, parts: int) -> tuple[int, ...]:

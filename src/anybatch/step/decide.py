@@ -173,7 +173,7 @@ class Planning:
         rows = batch.rows if rows is None else _at_least_one(rows)
         request = self._request(task, batch, rows)
         if self.budget is not None and memory is None and device is None:  # what the step itself will do
-            cut: tuple[int, ...] = ()
+            measured, cut = None, tuple[int, ...]()
             if may_be_read(task):
                 measured = self.budget.measured(task, self.settings, _kind(batch))
                 if not measured.is_refused:
@@ -182,7 +182,8 @@ class Planning:
             plan = _of_cut(self.settings, cut) if cut else self._within(request, self.budget)
             known = self.budget.report(plan, request)
             settled = replace(request, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
-            return known or find_plan(settled, self.budget.memory, None)
+            report = known or find_plan(settled, self.budget.memory, None)
+            return replace(report, notes=(measured.note, *report.notes)) if measured and cut else report
         if memory is not None and request.depends_on_cut:
             with suppress(BudgetError):
                 return find_plan(replace(request, cut_refused=_DEPENDS), memory, device)
