@@ -79,11 +79,14 @@ def test_an_exception_closes() -> None:
     assert read(known_pattern)[0] == pytest.approx(8 * MIB, rel=0.01)
 
 
-def test_without_events_tensors_are_followed_and_a_quarter_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_has_events", lambda: False)
-    monkeypatch.setattr(private, "is_compiler_loaded", lambda: False)
+def test_without_events_nothing_is_read_and_without_malloc_s_count_a_quarter_is_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_mallinfo", lambda: None)
     peak, found = read(known_pattern)
     assert (peak, found.is_exact) == (10 * MIB, False)
+    monkeypatch.setattr(reading, "_has_events", lambda: False)
+    assert Reading.begin(["cpu"]) is None
 
 
 QUIET = """

@@ -9,13 +9,11 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from anybatch.core import torch_private as private
-from anybatch.memory.meter import Meter
 
 _MARK = 12_347  # bytes: an odd size that stands in the events for "the forward has ended"
-_ALLOWANCE = 1.25  # where workspaces of kernels or nodes of the graph are not seen
+_ALLOWANCE = 1.25  # where nodes of the graph are not seen
 _open = threading.Lock()  # one reading at a time
 
 
@@ -25,8 +23,8 @@ class Reading:
     On the CPU: what the thread allocates, from torch's profiler with the operators left out, and at `mark`
     what malloc holds besides, such as nodes of the graph; some 15 us an event, and 2.3 to 2.9 KB an event
     while it ends. On CUDA: the allocators' statistics, added up; peak statistics that the caller reads are
-    reset. Elsewhere, or without glibc: what can be seen and a quarter more (`is_exact` is False).
-    End it in the thread that began it.
+    reset. Without glibc: what can be seen and a quarter more (`is_exact` is False). End it in the thread
+    that began it.
 
     Attributes:
         events: how many allocations and releases were noted; 1 on CUDA.
@@ -51,12 +49,11 @@ class Reading:
         self._seconds = time.thread_time() - began
 
     @classmethod
-    def begin(cls, devices: Iterable[torch.device | str], *, held: Iterable[Tensor] = ()) -> "Reading | None":
+    def begin(cls, devices: Iterable[torch.device | str]) -> "Reading | None":
         """Start, or return None: a profiler or another reading is open, or nothing here can read.
 
         Args:
             devices: where the stretch computes; with CUDA among them, only CUDA counts.
-            held: tensors that are there already; used only where allocations cannot be read.
         """
         found = {torch.device(one) for one in devices}
         if not _open.acquire(blocking=False):
@@ -66,11 +63,8 @@ class Reading:
             if any(one.type == "cuda" for one in found):
                 if torch.cuda.is_initialized():
                     reading = cls(partial(_start_statistics, found), is_exact=True)
-            elif not private.is_profiling():
-                if _has_events() and all(one.type == "cpu" for one in found):
-                    reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
-                elif not private.is_compiler_loaded():  # compiled code does not bear a dispatch mode
-                    reading = cls(partial(_start_following, held), is_exact=False)
+            elif not private.is_profiling() and _has_events() and all(one.type == "cpu" for one in found):
+                reading = cls(private.start_memory_events, is_exact=_mallinfo() is not None)
         except RuntimeError:  # an allocator without statistics
             return None
         finally:
@@ -131,18 +125,6 @@ def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]
     for one in numbers:
         torch.cuda.reset_peak_memory_stats(one)
     return lambda: [sum(torch.cuda.max_memory_allocated(one) - level for one, level in before.items())]
-
-
-def _start_following(held: Iterable[Tensor]) -> Callable[[], list[int]]:
-    """Tensors that operations take or return; what kernels take inside is not seen."""
-    meter = Meter(nn.Identity(), held=held)
-    meter.__enter__()
-
-    def stop() -> list[int]:
-        meter.__exit__(None, None, None)
-        return [meter.peak - meter.held]
-
-    return stop
 
 
 class _MallInfo(ctypes.Structure):
