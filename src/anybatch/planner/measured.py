@@ -201,7 +201,7 @@ class Measured(Reader):
                 self._ratios.append(small / self._alone[1])
             self._alone = None
         if len(self._ratios) == _PAIRS:
-            is_faster = statistics.median(self._ratios) < _GAIN
+            is_faster = statistics.median(self._ratios) < _GAIN and max(self._ratios) < 1
             self.level, self._ratios = self.level + is_faster, []
             self.is_settled = not is_faster or self.level == _HALVINGS
             self._sizes.clear()

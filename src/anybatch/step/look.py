@@ -102,7 +102,8 @@ def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool],
         pairs = _Cut(_sizes(rows, [2]), is_interleaved=True)
         if check:
             return _look(task, few, plan, 2, _pairs_first(pairs, fits))
-        _outcome(task, few, plan, pairs)
+        for cut in _pairs_first(pairs, fits):
+            _outcome(task, few, plan, cut)
     return False
 
 
