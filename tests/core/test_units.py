@@ -60,7 +60,7 @@ def test_the_table_says_what_the_text_says(kind: str) -> None:
     if kind.startswith("plan"):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         memory = "2KB" if "budget" in kind else None
-        options: Any = {"memory": memory, "batch_norm": "frozen", "measure": False}
+        options: Any = {"memory": memory, "batch_norm": "frozen"}
         found: Any = ab.plan(model, rest[0], optimizer, rest[1], **options)
     else:
         found = ab.check(model, *rest, batch_norm="frozen" if kind == "exact" else None)

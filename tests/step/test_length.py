@@ -18,6 +18,7 @@ from anybatch.testing import GradientRecorder, reference_step, relative_error
 
 transformers: Any = pytest.importorskip("transformers")
 ROWS, LONGEST, WORDS = 12, 11, 19
+FLOAT32 = 1e-6  # relative
 LENGTHS = torch.tensor([2, 9, 3, 11, 1, 4, 2, 3, 5, 2, 1, 6])
 RIGHT = torch.arange(LONGEST) < LENGTHS[:, None]
 LEFT = RIGHT.flip(1)
@@ -58,7 +59,7 @@ def gradient_error(model: nn.Module, loss: Any, batch: Any, **options: Any) -> t
     recorder = GradientRecorder(model, loss)
     expected = reference_step(model, loss, batch, collate=options.get("collate"))
     report = ab.Step(model, loss, recorder, order="length", **options)(batch)
-    assert report.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert report.loss == pytest.approx(expected.loss, rel=FLOAT32)
     return relative_error(recorder.gradients, expected.gradients), report
 
 

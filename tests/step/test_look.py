@@ -152,6 +152,15 @@ def test_a_wrong_term_is_named() -> None:
         look(loss)
 
 
+def test_the_cuts_that_are_compared_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    model = Meeting(lambda x: print(len(x)) or x)
+    look(by_labels, model=model, micro_batch=6)
+    assert capsys.readouterr().out.split()[:6] == ["6", "2", "3", "5", "6", "2"]  # the last in another order
+    look(ab.WholeBatch(lambda out: out.square().mean()), model=model, batch=(make_batch()[0],), micro_batch=6)
+    parts = [["6", "2"] * 2, ["3", "5"] * 2, ["3", "3", "2"] * 2]  # two passes each, rows in their places
+    assert capsys.readouterr().out.split()[:14] == [*parts[0], *parts[1], *parts[2]]
+
+
 def test_samples_whole_batch_losses_and_windows_are_looked_at_too() -> None:
     loss = ab.WholeBatch(lambda out: (out @ out.T).logsumexp(1).mean())
     look(loss, batch=(make_batch()[0],))

@@ -178,7 +178,7 @@ def _machine() -> tuple[int, int]:
     if {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= os.sysconf_names.keys():  # not Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0
     raise PlanError(
-        "Expected to find out how much memory this machine has, got nothing from it. "
+        f"Expected to find out how much memory this machine has, got {sorted(known) or None}. "
         'Name the bytes, as in "8GiB".'
     )
 

@@ -131,7 +131,8 @@ class Recorded:
         high = _Side(recordings[1], blocks)
         low = high if first is None else _Side(first, blocks)
         if low.places != high.places or (like and like.places != high.places):
-            raise TraceError("Expected two recordings of the same step, got others. Trace each size itself.")
+            places = f"{len(low.places)} and {len(high.places)} places"
+            raise TraceError(f"Expected recordings of one step, got {places}. Trace each size itself.")
         self.places, self._sides = high.places, (low, high)
         self.is_aligned = low.starts == high.starts and len(low.after) == len(high.after)
         self._changes = [(side.after - side.before).astype(float) for side in self._sides]
@@ -139,7 +140,9 @@ class Recorded:
         if first is None and like is not None:
             told = like.told
             if not told.keys() >= {*high.after.tolist(), *high.before.tolist()}:
-                raise TraceError("Expected bytes that sizes tell, got others. Trace each size itself.")
+                raise TraceError(
+                    f"Expected bytes that sizes tell, got {len(told)} known. Trace each size itself."
+                )
             pairs = zip(high.before.tolist(), high.after.tolist(), strict=True)
             self._changes[0] = np.array([told[after] - told[before] for before, after in pairs], float)
             few, many = like._works

@@ -57,7 +57,7 @@ def check_order(order: str | None, batch_norm: str | None) -> None:
         raise PlanError(f'Expected order to be "length" or None, got {order!r}. Leave it out for none.')
     if order and batch_norm == "micro":
         raise PlanError(
-            'Expected no batch_norm="micro" with order="length", got both: the statistics of a micro-batch '
+            f'Expected no batch_norm="micro" with order={order!r}, got both: the statistics of a micro-batch '
             'would depend on the lengths of its rows. Use batch_norm="frozen", or leave order out.'
         )
 
