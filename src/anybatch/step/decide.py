@@ -158,7 +158,9 @@ class Planning:
 
     def enforced(self, task: Task) -> AbstractContextManager[None]:
         """While a step runs: on CUDA the allocator itself keeps to the budget."""
-        return _NOTHING if self.budget is None else enforced(self.budget.memory, task)
+        if self.budget is None or "cuda" not in task.kinds:
+            return _NOTHING
+        return enforced(self.budget.memory, task)
 
     def foresee(
         self,
