@@ -95,7 +95,7 @@ def test_text_is_for_people_and_json_for_programs_with_null_for_what_it_cannot_s
     start, plain, scaled, redone, epoch, stop = strict(tmp_path / "log.jsonl")
     assert start == {"event": "start"} | asdict(COURSE)
     numbers = {"loss": None, "terms": {"fit": None, "size": 2.0}, "weights": {"fit": 0.0, "size": 3.0}}
-    counts = {"rows": 3, "micro_batches": 2, "grad_norm": None, "updated": False}
+    counts = {"rows": 3, "micro_batches": 2, "cut": [], "grad_norm": None, "updated": False}
     assert plain == {"event": "step", "step": 1} | numbers | counts
     assert scaled == plain | {"step": 2, "scale": 1024.0}  # told only where it is out of the ordinary
     assert redone == plain | {"step": 3, "redone": 1, "dropped": 3}

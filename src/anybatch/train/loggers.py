@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -142,6 +143,8 @@ class JsonLog:
         """Keep the update's line; lines are written once a second, so that small steps stay fast."""
         self._at["step"] += 1
         values = {"step": self._at["step"]} | {name: getattr(report, name) for name in _FIELDS}
+        # Runs of equal micro-batches, as pairs of rows and how many in a row.
+        values["cut"] = [(rows, len([*alike])) for rows, alike in groupby(report.cut)]
         told = {name: getattr(report, name) for name in _TRIVIAL}
         self._add("step", values | {name: told[name] for name in told if told[name] != _TRIVIAL[name]})
         if time.monotonic() - self._flushed > 1:

@@ -104,6 +104,7 @@ class Trainer:
         self.best: float | None = None
         self._is_ours = False  # whether the checkpoints in `out` are of this run
         self._batch = 0  # batches done in the epoch under way
+        self._fitted = batch_size  # rows of a micro-batch that were planned to fit in every step so far
         self._loss = RunningLoss()  # of the epoch under way
 
     def fit(self, *, epochs: int) -> list[EpochReport]:
@@ -238,6 +239,7 @@ class Trainer:
         ):
             report = self.step(batch)
             rows += report.rows
+            self._fitted = min(self._fitted, max(report.cut, default=self._fitted))
             now = time.perf_counter()
             self.seconds, clock = self.seconds + now - clock, now
             self._batch += 1
@@ -254,8 +256,7 @@ class Trainer:
 
     def _evaluate(self, rows: Rows) -> dict[str, float]:
         budget = self.step.planning.budget
-        planned = [] if budget is None else [one.micro_batch for one in budget.plans.values()]
-        size = self.step.micro_batch or min(planned, default=self.batch_size)
+        size = self.step.micro_batch or (self.batch_size if budget is None else self._fitted)
         size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
