@@ -88,3 +88,14 @@ def seeded() -> Iterator[None]:
     random.setstate(before[0])
     np.random.set_state(before[1])
     torch.set_rng_state(before[2])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that were answered by traces."""
+    from anybatch.planner import cache
+
+    asked: list[Any] = []
+    choose: Callable[[Any], Any] = cache.choose
+    monkeypatch.setattr(cache, "choose", lambda one: asked.append(one) or choose(one))
+    return asked
