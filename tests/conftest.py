@@ -97,5 +97,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     asked: list[Any] = []
     choose: Callable[[Any], Any] = cache.choose
-    monkeypatch.setattr(cache, "choose", lambda one: asked.append(one) or choose(one))
+
+    def noted(request: Any) -> Any:
+        asked.append(request)
+        return choose(request)
+
+    monkeypatch.setattr(cache, "choose", noted)
     return asked
