@@ -88,3 +88,19 @@ def seeded() -> Iterator[None]:
     random.setstate(before[0])
     np.random.set_state(before[1])
     torch.set_rng_state(before[2])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that were answered by traces."""
+    from anybatch.planner import cache
+
+    asked: list[Any] = []
+    choose: Callable[[Any], Any] = cache.choose
+
+    def noted(request: Any) -> Any:
+        asked.append(request)
+        return choose(request)
+
+    monkeypatch.setattr(cache, "choose", noted)
+    return asked

@@ -34,12 +34,11 @@ def test_the_peak_and_each_phase_are_those_of_their_highest_moment() -> None:
     assert list(found.phases()) == [phase for phase in PHASES if phase in found.phases()]
     assert found.phases()["forward"] is MOMENTS[2]
     assert "loss" not in found.phases()
-    assert found.largest(2) == HELD[:2]
+    assert found.by_module == HELD
 
 
-@pytest.mark.parametrize("allocator_peak", [None, 1024])
-def test_json_round_trip(allocator_peak: int | None) -> None:
-    found = ledger(allocator_peak=allocator_peak)
+def test_json_round_trip() -> None:
+    found = ledger()
     assert Ledger.from_json(found.to_json()) == found
     assert Ledger.from_json(found.to_json()).by_module[0].owner == "parameters"
 
@@ -53,11 +52,10 @@ def test_other_json_is_refused(text: str) -> None:
 
 
 def test_table_has_owners_and_phases_that_hold_something() -> None:
-    lines = str(ledger(allocator_peak=2048)).splitlines()
+    lines = str(ledger()).splitlines()
     assert lines[0].split() == ["predicted,", "cpu", "start", "forward", "backward", "update", "peak"]
     assert [line.split()[0] for line in lines[1:5]] == ["parameters", "gradients", "activations", "workspace"]
     assert lines[5].split()[::2] == ["all", "B", "B", "B", "B", "B"]
     assert lines[5].split()[1::2] == ["10", "17", "24", "20", "24"]
-    assert lines[6].split() == ["allocator", "2.0", "KiB"]
-    assert lines[8] == "largest at the peak (backward of micro-batch 0)"
+    assert lines[7] == "largest at the peak (backward of micro-batch 0)"
     assert lines[-1].endswith("gradients of the model")

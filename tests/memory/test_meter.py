@@ -85,15 +85,6 @@ def test_held_is_counted_once_and_a_storage_may_grow() -> None:
     assert meter.live == 3 * KIB
 
 
-def test_sparse_gradients_are_seen() -> None:
-    table = nn.Embedding(100, 4, sparse=True)
-    with Meter(table) as meter:
-        table(torch.tensor([1, 2])).sum().backward()
-        gradient = table.weight.grad
-        inside = gradient._indices().nbytes + gradient._values().nbytes
-        assert meter.live >= table.weight.nbytes + inside
-
-
 def owned(meter: Meter, phase: str) -> dict[str, int]:
     return dict(zip(OWNERS, meter.ledger().phases()[phase].bytes, strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from anybatch import PlanReport, Step, WholeBatch
-from anybatch.core.errors import BudgetError, PlanError
+from anybatch.core.errors import BudgetError
 from anybatch.memory.device import find_device
 from anybatch.planner.candidates import Candidates, Request
 from anybatch.planner.search import choose
@@ -18,7 +18,6 @@ from anybatch.recompute.blocks import choose_blocks as settle
 from tests.budgets import (
     ConvNet,
     Net,
-    Untraceable,
     adamw,
     carried_out,
     changed_by,
@@ -218,12 +217,6 @@ def test_the_uncut_batch_may_take_less_than_any_cut() -> None:
     uncut = within(asked, 2**40).peak
     assert smallest(asked) == uncut < within(replace(asked, sizes=(1,)), 2**40).peak
     assert not within(asked, uncut).plan.is_cut
-
-
-def test_what_cannot_be_traced_is_refused_and_says_what_to_do() -> None:
-    asked = request(make(Untraceable), rows_of(24))
-    with pytest.raises(PlanError, match=r"can be traced, got .*nonzero.* Choose micro_batch= yourself"):
-        within(asked, 2**20)
 
 
 def test_what_a_kept_block_lets_go_in_a_forward_is_there_at_every_size() -> None:

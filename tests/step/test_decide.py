@@ -11,8 +11,6 @@ import anybatch as ab
 from anybatch import Step
 from anybatch.core import torch_private as private
 from anybatch.core.errors import BatchError, BudgetError, PlanError
-from anybatch.planner import cache as budget_module
-from anybatch.planner.search import choose
 from anybatch.step.limits import PATIENCE, Limits
 from anybatch.testing import relative_error
 from tests.budgets import (
@@ -147,20 +145,11 @@ def test_single_rows_that_batch_norm_refuses_are_nobodys_plan() -> None:
     assert 1 in make(ConvNet, memory=refused.value.smallest, batch_norm="micro")(images(5)).cut
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that a planner was asked."""
-    asked: list[Any] = []
-    monkeypatch.setattr(budget_module, "choose", lambda one: asked.append(one) or choose(one))
-    return asked
-
-
 def test_plans_are_made_once(made: list[Any]) -> None:
     step = make(net, memory=40_000)  # below what two rows take with all that malloc holds
     with pytest.raises(PlanError, match=r"memory=40000, got 12 rows\. Call step\.foresee"):
         step.plan(ROWS)
-    report = step.foresee(vectors())
-    assert step.foresee(vectors()) is report
+    step(vectors())
     step(vectors())
     step(vectors(rows=7))
     assert len(made) == 1

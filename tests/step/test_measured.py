@@ -1,7 +1,6 @@
 """Cuts within a budget by what micro-batches were seen to take."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch import Step
 from anybatch.core import NonFiniteLossError
-from anybatch.planner import cache, measured
+from anybatch.planner import measured
 from anybatch.testing import relative_error
 from tests.budgets import Untraceable, metered
 from tests.snapshots import same_as_before
@@ -45,25 +44,16 @@ def make(memory: str | int | None, *, dropout: float = 0.0, **options: Any) -> S
     return Step(model, loss, torch.optim.AdamW(model.parameters()), memory=memory, **options)
 
 
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that were answered by traces."""
-    asked: list[Any] = []
-    choose: Callable[[Any], Any] = cache.choose
-    monkeypatch.setattr(cache, "choose", lambda request: asked.append(request) or choose(request))
-    return asked
-
-
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("memory", [2_500_000, 4_000_000])
 def test_steps_keep_to_the_budget_and_are_those_of_the_whole_batch(
-    memory: int, check: bool, traced: list[Any]
+    memory: int, check: bool, made: list[Any]
 ) -> None:
     step, whole, batch = make(memory, check=check), make(None), batch_of()
     cuts = [step(batch).cut for _ in range(4)]
     assert 0.6 * memory < metered(step, lambda: step(batch), batch) <= memory
     assert all(max(cut) - min(cut) <= 1 < len(cut) for cut in cuts[1:])
-    assert not traced
+    assert not made
     for _ in range(5):
         whole(batch)
     assert relative_error(dict(step.model.named_parameters()), dict(whole.model.named_parameters())) <= 1e-3
@@ -81,13 +71,13 @@ def test_what_cannot_be_traced_is_read() -> None:
     assert step((torch.randn(64, 8), torch.zeros(64, dtype=torch.long))).updated
 
 
-def test_lengths_share_one_law(traced: list[Any]) -> None:
+def test_lengths_share_one_law(made: list[Any]) -> None:
     step = make(4_000_000)
     for length in (60, 100, 80, 120, 70, 90, 110, 50):
         batch = batch_of(length=length)
         step(batch)
         assert metered(step, lambda batch=batch: step(batch), batch) <= 1.05 * 4_000_000
-    assert not traced
+    assert not made
     (known,) = step.planning.budget._measured.values()  # pyright: ignore
     assert sum(map(len, known.law.readings.values())) < 25
 
@@ -133,7 +123,7 @@ def test_halves_stay_where_they_are_faster(is_faster: bool, monkeypatch: pytest.
     assert ("was faster" in str(step.foresee(batch))) is is_faster
 
 
-def test_a_run_that_goes_on_cuts_as_the_unbroken_one(traced: list[Any]) -> None:
+def test_a_run_that_goes_on_cuts_as_the_unbroken_one(made: list[Any]) -> None:
     lengths = [100, 60, 120, 90, 70, 110]
     unbroken = make(4_000_000)
     cuts = [unbroken(batch_of(length=length)).cut for length in lengths]
@@ -144,11 +134,11 @@ def test_a_run_that_goes_on_cuts_as_the_unbroken_one(traced: list[Any]) -> None:
     second.optimizers[0].load_state_dict(first.optimizers[0].state_dict())
     second.planning.budget.load(json.loads(json.dumps(first.planning.budget.state())))  # pyright: ignore
     assert [second(batch_of(length=length)).cut for length in lengths[3:]] == cuts[3:]
-    assert not traced
+    assert not made
 
 
-def test_beside_a_profiler_of_the_callers_nothing_is_read(traced: list[Any]) -> None:
+def test_beside_a_profiler_of_the_callers_nothing_is_read(made: list[Any]) -> None:
     step = make(4_000_000)
     with torch.profiler.profile():
         assert step(batch_of()).updated
-    assert traced
+    assert made

@@ -29,28 +29,16 @@ _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
 _ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
 _LOOK = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
 _BROKEN = (_ATEN.isnan.default, _ATEN.isinf.default)
-_OF_ONE: dict[Any, Callable[[Any], bool]] = {
-    _ATEN.any.default: bool,
-    _ATEN.any.dim: bool,
-    _ATEN.any.dims: bool,
-    _ATEN.all.default: bool,
-    _ATEN.all.dim: bool,
-    _ATEN.all.dims: bool,
-    _ATEN.logical_not.default: operator.not_,
-    _ATEN.bitwise_not.default: operator.not_,
+# By the name of the operator: what becomes of the likely value of one operand, or of two.
+_OF_ONE: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("any", "all"), bool),
+    **dict.fromkeys(("logical_not", "bitwise_not"), operator.not_),
 }
-_OF_TWO: dict[Any, Callable[[Any, Any], bool]] = {
-    _ATEN.logical_or.default: operator.or_,
-    _ATEN.bitwise_or.Tensor: operator.or_,
-    _ATEN.logical_and.default: operator.and_,
-    _ATEN.bitwise_and.Tensor: operator.and_,
-    _ATEN.mul.Tensor: operator.mul,  # how isfinite joins its two conditions
-    _ATEN.eq.Scalar: operator.eq,
-    _ATEN.ne.Scalar: operator.ne,
-    _ATEN.gt.Scalar: operator.gt,
-    _ATEN.ge.Scalar: operator.ge,
-    _ATEN.lt.Scalar: operator.lt,
-    _ATEN.le.Scalar: operator.le,
+_OF_TWO: dict[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(("logical_or", "bitwise_or"), operator.or_),
+    **dict.fromkeys(("logical_and", "bitwise_and"), operator.and_),
+    # isfinite joins its two conditions by mul
+    **{name: getattr(operator, name) for name in ("mul", "eq", "ne", "gt", "ge", "lt", "le")},
 }
 # attribute of a fake: what each of its elements is likely to be, and its version then
 _EACH = "anybatch_each"
@@ -82,16 +70,17 @@ def likely_value(tensor: Any) -> Any:
 def _truth(func: Any, args: Sequence[Any]) -> bool | None:
     if func in _BROKEN:
         return False
-    if func in _OF_ONE:
+    name = private.operator_of(func).__name__
+    if name in _OF_ONE:
         each = likely_value(args[0])
-        return None if each is None else _OF_ONE[func](each)
+        return None if each is None else _OF_ONE[name](each)
     if len(args) > 1 and args[0] is args[1]:  # only NaN differs from itself
-        return {_ATEN.ne.Tensor: False, _ATEN.eq.Tensor: True}.get(func)
+        return {"ne": False, "eq": True}.get(name)
     if func is _ATEN.ne.Scalar and args[1] == math.inf:
         return True
-    if func in _OF_TWO:
+    if name in _OF_TWO:
         one, other = [likely_value(each) if isinstance(each, Tensor) else each for each in args[:2]]
-        return None if one is None or other is None else bool(_OF_TWO[func](one, other))
+        return None if one is None or other is None else bool(_OF_TWO[name](one, other))
     return None
 
 

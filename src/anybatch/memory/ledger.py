@@ -49,8 +49,6 @@ class Ledger:
         source: "predicted" or "measured".
         device: where the bytes lie, such as "cpu".
         by_module: what is alive at the peak, largest first.
-        allocator_peak: bytes the device's own allocator had given out at most; None where there is no such
-            figure (the CPU).
 
     Example:
         >>> low = Moment(phase="start", micro_batch=-1, module="", bytes=(400, 0, 0, 0, 0, 64, 0))
@@ -77,7 +75,6 @@ class Ledger:
     source: str
     device: str
     by_module: tuple[Holding, ...]
-    allocator_peak: int | None = None
 
     @property
     def peak(self) -> int:
@@ -98,14 +95,6 @@ class Ledger:
         """The highest moment of each phase that took place, in the order of `PHASES`."""
         found = {phase: [one for one in self.moments if one.phase == phase] for phase in PHASES}
         return {phase: max(ones, key=lambda one: one.total) for phase, ones in found.items() if ones}
-
-    def largest(self, count: int) -> tuple[Holding, ...]:
-        """What holds the peak up, largest first.
-
-        Args:
-            count: how many entries at most.
-        """
-        return self.by_module[:count]
 
     def to_json(self) -> str:
         """The ledger as one JSON object."""
@@ -137,13 +126,11 @@ class Ledger:
             if any(found):
                 rows.append([owner, *map(format_bytes, found)])
         rows.append(["all", *[format_bytes(moment.total) for moment in columns.values()]])
-        if self.allocator_peak is not None:
-            rows.append(["allocator", *[""] * (len(columns) - 1), format_bytes(self.allocator_peak)])
         where = f"{peak.phase} of micro-batch {peak.micro_batch}" if peak.micro_batch >= 0 else peak.phase
         rows += [[], [f"largest at the peak ({where})"]]
         rows += [
             [format_bytes(size), f"{owner} of {module or 'the model'}"]
-            for module, owner, size in self.largest(8)
+            for module, owner, size in self.by_module[:8]
         ]
         return "\n".join(_line(row) for row in rows)
 

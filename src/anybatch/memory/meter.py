@@ -92,7 +92,6 @@ class Meter(private.TorchDispatchMode):
         self.held = self._storages.live
         self._timeline = _Timeline(model, loss_module, self._storages, self._own_what_is_held)
         self._take_off: list[Callable[[], None]] = []
-        self._allocator_peak: int | None = None
 
     @property
     def live(self) -> int:
@@ -133,11 +132,9 @@ class Meter(private.TorchDispatchMode):
     def ledger(self) -> Ledger:
         """What was seen so far, as a table."""
         device = next((str(one.device) for one in self._parameters), "cpu")
-        return self.recording.ledger(source="measured", device=device, allocator_peak=self._allocator_peak)
+        return self.recording.ledger(source="measured", device=device)
 
     def __enter__(self) -> "Meter":
-        if torch.cuda.is_initialized():
-            torch.cuda.reset_peak_memory_stats()
         handles = [
             register_module_forward_pre_hook(self._timeline.enter_module),
             register_module_forward_hook(self._timeline.leave_module, always_call=True),
@@ -152,8 +149,6 @@ class Meter(private.TorchDispatchMode):
         for take_off in self._take_off:
             take_off()
         self._timeline.is_open = self._storages.is_open = False
-        if torch.cuda.is_initialized():
-            self._allocator_peak = torch.cuda.max_memory_allocated()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -201,44 +196,38 @@ class _Storages:
     def see(self, tensor: Tensor) -> None:
         """Follow a tensor's storage from now on; one that is known may have another size."""
         if tensor.layout is not torch.strided:
-            for part in _parts(tensor):
-                self.see(part)
-            return
+            return  # a trace refuses sparse gradients
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
         known = self._followed.get(key)
         if known is None:
             is_other = bool(self._kinds) and tensor.device.type not in self._kinds
-            if is_other or (self._host_apart and is_moving()):
-                self._followed[key] = weakref.ref(storage, partial(self._forget, key)), -1, 0
-                return
-            number = len(self.births)
-            self.births.append(len(self.numbers))
+            is_counted = not (is_other or (self._host_apart and is_moving()))
+            number = len(self.births) if is_counted else -1
             # Called when the storage itself ends, not a Python handle to it: until then its id stays taken.
             self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, size
-            self._note(number, 0, size)
+            if is_counted:
+                self.births.append(len(self.numbers))
+                self._note(number, 0, size)
         elif known[1] >= 0 and known[2] != size:
             self._followed[key] = known[0], known[1], size
             self._note(known[1], known[2], size)
 
     def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
         """See a tensor whose owner is known; the first to say so is right."""
-        for part in _parts(tensor):
-            self.see(part)
-            number = self._followed[id(part.untyped_storage())][1]
-            if number < 0:
-                continue
+        self.see(tensor)
+        number = -1
+        if tensor.layout is torch.strided:
+            number = self._followed[id(tensor.untyped_storage())][1]
+        if number >= 0:
             self.owners.setdefault(number, owner)
             if place:
                 self.places.setdefault(number, place)
 
     def _end(self, key: int, _: object) -> None:
-        if self.is_open:
-            _, number, size = self._followed.pop(key)
+        _, number, size = self._followed.pop(key)
+        if self.is_open and number >= 0:
             self._note(number, size, 0)
-
-    def _forget(self, key: int, _: object) -> None:
-        self._followed.pop(key, None)
 
     def _note(self, number: int, before: int, after: int) -> None:
         self.numbers.append(number)
@@ -364,21 +353,12 @@ def _named_parameters(
     return held
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold a tensor's bytes: itself, unless it is sparse."""
-    if tensor.layout is torch.strided:
-        return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        return private.sparse_parts(tensor)
-    return ()
-
-
-def _flash(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+def _flash(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     return sdpa_flop_count(query.shape, key.shape, value.shape)
 
 
-def _flash_back(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+def _flash_back(*tensors: Any, **_: Any) -> int:
+    return sdpa_backward_flop_count(*[one.shape for one in tensors[:4]])
 
 
 _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default

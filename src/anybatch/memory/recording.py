@@ -55,16 +55,7 @@ class Recording:
         """How many forwards of the model there were; a loss may call it more than once, or never."""
         return self.marks[-1].micro_batch + 1
 
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the batch that are there when the step begins."""
-        begins = next((mark.event for mark in self.marks if mark.phase != "start"), len(self.storages))
-        events = zip(self.storages[:begins], self.after[:begins], strict=True)
-        return sum(after for storage, after in events if self.owners[storage] == INPUT)
-
-    def ledger(
-        self, *, source: str, device: str, granule: int = 1, allocator_peak: int | None = None
-    ) -> Ledger:
+    def ledger(self, *, source: str, device: str, granule: int = 1) -> Ledger:
         """The table: one moment for each stretch between two marks, its highest."""
         changes, owners = self.changes(granule), [self.owners[one] for one in self.storages]
         ends = [*[mark.event for mark in self.marks[1:]], len(changes)]
@@ -87,7 +78,6 @@ class Recording:
             source=source,
             device=device,
             by_module=self._holdings(changes[: peak_event + 1]),
-            allocator_peak=allocator_peak,
         )
 
     def _holdings(self, changes: Sequence[int]) -> tuple[Holding, ...]:
@@ -161,7 +151,7 @@ def _ceil(size: int, granule: int) -> int:
 def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:
     """The module at work when each storage began."""
     events = [mark.event for mark in marks]
-    return [marks[max(0, bisect_right(events, birth) - 1)].module for birth in births]
+    return [marks[bisect_right(events, birth) - 1].module for birth in births]
 
 
 def continued(recording: Recording, run: int, wanted: int) -> Recording:

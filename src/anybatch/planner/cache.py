@@ -4,44 +4,30 @@ import hashlib
 from collections.abc import Generator, Hashable, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from anybatch.core import (
-    Batch,
-    BudgetError,
-    PlanError,
-    SampleBatch,
-    TraceError,
-)
+from anybatch.core import BudgetError, PlanError, SampleBatch
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device, parse_memory
 from anybatch.planner.candidates import Request
 from anybatch.planner.measured import Measured
 from anybatch.planner.report import PlanReport
 from anybatch.planner.search import choose
-from anybatch.planner.shapes import Shape, longest, round_up, row_shape, shaped
+from anybatch.planner.shapes import Shape, longest, row_shape
 
+Key = tuple[str, Shape]  # what else a plan is for, and the rows that it is for
 
-class Key(NamedTuple):
-    """What a plan is for."""
-
-    shape: Shape  # of a row
-    settings: Plan
-    refused: str  # why the batch may not be cut
-    sized: bool  # whether the size is settled: in a window it is free, even where it is not for batches
-    parts: int
-    signature: str
+_LONGER = 1.25  # times the sizes of a row: plans for rows up to so much longer serve it, too
 
 
 class Budget:
     """A budget, and the plans made for it. Batches of rows of another shape get a plan of their own.
 
-    Lengths that differ from batch to batch are rounded up, in at most 25 % steps, so that a few plans serve
-    all: a plan for longer rows is one for shorter rows, too, and one for more rows is one for fewer. Where
-    the result depends on the cut, each number of rows has a plan of its own.
+    A plan for rows up to 25 % longer is one for shorter rows, too, and one for more rows is one for fewer.
+    Where the result depends on the cut, each shape and number of rows has a plan of its own.
 
     Args:
         memory: as for `anybatch.memory.device.parse_memory`.
@@ -51,11 +37,8 @@ class Budget:
         parse_memory(memory, find_device("cpu"))
         self.memory = memory
         self.plans: dict[Key, Plan] = {}
-        self._reports: dict[tuple[Plan, Shape, str], PlanReport] = {}  # of those made here
         self._measured: dict[str, Measured] = {}  # by kind of rows, settings and what is trained
         self._last: tuple[Task, Hashable, Measured] | None = None
-        self._first: Shape = ()
-        self._varying: set[tuple[int, int]] = set()  # leaf and axis
 
     def plan(self, request: Request, first: Request | None = None) -> Plan:
         """The plan of a batch: made now, or remembered for rows like these.
@@ -68,17 +51,12 @@ class Budget:
             PlanError: a module's shapes are not known yet, or there are sparse gradients.
         """
         _refuse_lazy(request.task)
-        shape, signature = self._shape(request.batch), _signature(request.task)
-        if first is not None and self._known(request, shape, signature) is None:
+        batch = request.batch
+        shape = longest(batch) if isinstance(batch, SampleBatch) else row_shape(batch.whole)
+        if first is not None and self._known(request, shape) is None:
             with suppress(BudgetError):
-                return self._planned(first, shape, signature)
-        return self._planned(request, shape, signature)
-
-    def report(self, plan: Plan, request: Request) -> PlanReport | None:
-        """What is known of a plan that was made here for rows like these."""
-        shape, signature = self._shape(request.batch), _signature(request.task)
-        found = [self._reports.get((plan, one, signature)) for one in (shape, self._rounded(shape))]
-        return next((report for report in found if report is not None), None)
+                return self._planned(first, shape)
+        return self._planned(request, shape)
 
     def measured(self, task: Task, settings: Plan, kind: Hashable) -> Measured:
         """What is known by readings of rows of this kind, on this task."""
@@ -95,92 +73,50 @@ class Budget:
     def forget(self) -> None:
         """Plan everything anew."""
         self.plans.clear()
-        self._reports.clear()
 
     def state(self) -> list[dict[str, Any]]:
         """The plans made so far, as JSON can hold them."""
         return [
-            {
-                **key._asdict(),
-                "settings": key.settings.to_json(),
-                "memory": self.memory,
-                "plan": plan.to_json(),
-                "varying": sorted(self._varying),
-            }
-            for key, plan in self.plans.items()
+            {"memory": self.memory, "key": key, "shape": shape, "plan": plan.to_json()}
+            for (key, shape), plan in self.plans.items()
         ] + [{"memory": self.memory, "key": key, **one.state()} for key, one in self._measured.items()]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Take over what `state` gave: rows like those get the same plans again."""
         for one in state:
-            if one["memory"] != self.memory:  # they may not fit now
+            if one["memory"] != self.memory or "key" not in one:  # they may not fit now
                 continue
             if "readings" in one:
                 found = self._measured[one["key"]] = Measured(int(one["num_bytes"]), races=False)
                 found.load(one)
-                continue
-            key = Key(
-                shape=tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]]),
-                settings=Plan.from_json(one["settings"]),
-                refused=str(one["refused"]),
-                sized=bool(one["sized"]),
-                parts=int(one.get("parts", 1)),
-                signature=str(one["signature"]),
-            )
-            self.plans[key] = Plan.from_json(one["plan"])
-            self._varying |= {(leaf, axis) for leaf, axis in one["varying"]}
+            else:
+                shape = tuple([(str(name), tuple(sizes)) for name, sizes in one["shape"]])
+                self.plans[str(one["key"]), shape] = Plan.from_json(one["plan"])
 
-    def _planned(self, request: Request, shape: Shape, signature: str) -> Plan:
-        known = self._known(request, shape, signature)
-        if known is not None:
-            return known
-        report, longest = self._ask(request, shape, self._rounded(shape))
-        self._reports[report.plan, longest, signature] = report
-        self.plans[_key(request, longest, signature)] = report.plan
-        return report.plan
+    def _planned(self, request: Request, shape: Shape) -> Plan:
+        plan = self._known(request, shape)
+        if plan is None:
+            plan = choose(for_device(request, self.memory, None)).plan
+            self.plans[_key(request), shape] = plan
+        return plan
 
-    def _known(self, request: Request, shape: Shape, signature: str) -> Plan | None:
+    def _known(self, request: Request, shape: Shape) -> Plan | None:
         """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
-        like = request.like
-        for known in (shape, self._rounded(shape)):
-            plan = self.plans.get(_key(request, known, signature))
-            if plan is not None and plan.rows >= like.rows:
+        key, like = _key(request), request.like
+        for (known, other), plan in self.plans.items():
+            is_for = other == shape or (not request.depends_on_cut and _serves(other, shape))
+            if known == key and is_for and plan.rows >= like.rows:
                 size = min(plan.micro_batch, like.rows)
                 return replace(plan, rows=like.rows, micro_batch=size, batch_norm=like.batch_norm)
         return None
 
-    def _ask(self, request: Request, shape: Shape, wanted: Shape) -> tuple[PlanReport, Shape]:
-        """The answer, and the longest rows that it is for."""
-        request = for_device(request, self.memory, None)
-        if wanted != shape:
-            with suppress(TraceError, BudgetError):  # longer than the model takes, or than fits
-                return choose(replace(request, batch=shaped(wanted, request.batch))), wanted
-        return choose(request), shape
 
-    def _shape(self, batch: Batch) -> Shape:
-        """What a row of this batch looks like; of samples, the longest of each."""
-        shape = longest(batch) if isinstance(batch, SampleBatch) else row_shape(batch.whole)
-        first = self._first = self._first or shape
-        if [name for name, _ in first] == [name for name, _ in shape]:
-            self._varying |= {
-                (leaf, axis)
-                for leaf, ((_, one), (_, other)) in enumerate(zip(first, shape, strict=True))
-                for axis, (size, now) in enumerate(zip(one, other, strict=False))
-                if size != now
-            }
-        return shape
-
-    def _rounded(self, shape: Shape) -> Shape:
-        return tuple(
-            (
-                name,
-                tuple(
-                    round_up(size) if (leaf, axis) in self._varying else size
-                    for axis, size in enumerate(sizes)
-                ),
-            )
-            for leaf, (name, sizes) in enumerate(shape)
-        )
+def _serves(known: Shape, shape: Shape) -> bool:
+    """Whether rows of this shape are at most as long as those that are known, and not by far shorter."""
+    if [(name, len(sizes)) for name, sizes in known] != [(name, len(sizes)) for name, sizes in shape]:
+        return False
+    pairs = [zip(one, other, strict=True) for (_, one), (_, other) in zip(known, shape, strict=True)]
+    return all(size <= most <= _LONGER * size for pair in pairs for most, size in pair)
 
 
 def find_plan(request: Request, memory: str | int | None, device: str | torch.device | None) -> PlanReport:
@@ -206,12 +142,15 @@ def _refuse_lazy(task: Task) -> None:
         )
 
 
-def _key(request: Request, shape: Shape, signature: str) -> Key:
+def _key(request: Request) -> str:
     # Where the result depends on the cut, for so many rows; else one for more rows is one for fewer.
-    rows, like = request.like.rows if request.depends_on_cut else 0, request.like
-    # Checkpoints from before "not chosen" could be said name it so; `cut_refused` tells them apart.
-    settings = replace(like, rows=rows, micro_batch=rows, batch_norm=like.batch_norm or "micro")
-    return Key(shape, settings, request.cut_refused, bool(request.sizes), request.parts, signature)
+    rows, task = request.like.rows if request.depends_on_cut else 0, request.task
+    settings = replace(request.like, rows=rows, micro_batch=rows).to_json()
+    sized = (
+        bool(request.sizes),
+        bool(task.add_rows),
+    )  # in a window it is free, even where it is not for batches
+    return f"{settings} {request.cut_refused} {sized} {_signature(task)}"
 
 
 def _signature(task: Task) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
-from anybatch.core import Batch, TraceError
+from anybatch.core import Batch, TraceError, tree
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
 from anybatch.planner.cost import KEEP, Costs, Recorded, costs_of
@@ -27,11 +27,7 @@ class Request:
     cut_refused: str = ""  # why the batch may not be cut; "" where it may
     # names of the blocks whose policy may be chosen; none where it is settled in `like`
     blocks: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()  # the only micro-batch there may be; empty where it is to be chosen
-    # micro-batches that these rows come in at least, all alike but the last: 1 where they may stay whole,
-    # more where they stand for a micro-batch that finds the sums of others there already
-    parts: int = 1
-    fewest: int = 1  # rows that a micro-batch has at least
+    sizes: tuple[int, ...] = ()  # the only micro-batches there may be; empty where all may be chosen
     # policies that are not to be chosen, because a block did not run again as it did under them
     without: tuple[str, ...] = ()
 
@@ -51,6 +47,11 @@ class Request:
         return is_chosen and self.like.batch_norm == "micro" and bool(self.task.batch_norms)
 
     @property
+    def largest(self) -> int:
+        """Rows of the largest micro-batch: in a window those of one `add`, which finds sums of others."""
+        return self.task.add_rows or self.like.rows
+
+    @property
     def all_sizes(self) -> list[int]:
         """Sizes of micro-batches, largest first: one for each number of them up to 8, then ever fewer."""
         rows = self.like.rows
@@ -62,11 +63,8 @@ class Request:
         while count < rows:
             count = max(count + 1, count * 5 // 4)
             counts.append(min(count, rows))
-        different = dict.fromkeys(-(-rows // count) for count in counts)
-        found = [size for size in different if size * self.parts <= rows]
-        # The last micro-batch has what is left, of these rows and of those that they stand for.
-        ends = [rows, rows // self.parts]
-        return [size for size in found if all((end % size or size) >= self.fewest for end in ends)] or found
+        found = dict.fromkeys(-(-rows // count) for count in counts)
+        return [size for size in found if size <= self.largest]
 
     @property
     def may_disable_foreach(self) -> bool:
@@ -95,20 +93,18 @@ class Candidates:
         request: what is to be planned.
 
     Attributes:
-        notes: what the reader of the answer should know.
         is_composed: whether there are costs of every size; where not, each plan has to be traced by itself.
     """
 
     def __init__(self, request: Request) -> None:
         self._request, self._progress = request, Progress()
-        self.notes: list[str] = []
         self._traces: dict[Plan, Trace] = {}
         self._half = request.like.precision.is_short or _computes_in_half(request.task)
         self._recorded: dict[str, Recorded] = {}  # by policy of all blocks
         self._spare: Recorded | None = None  # whose optimizers go one by one
         self._costs: dict[tuple[int, bool | None], Costs] = {}  # by size and foreach
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
-        settled = request.sizes and not request.blocks
+        settled = len(request.sizes) == 1 and not request.blocks
         even = is_linear_in_rows(request.task.loss, request.task.model)
         self.is_composed = bool(request.like.rows >= 2 * LOW and even and not settled)
         self.add_policies([KEEP])
@@ -129,7 +125,7 @@ class Candidates:
                 micro_batch=micro_batch,
                 device=request.device,
                 half=self._half,
-                start=round(self._input_per_row() * (rows - 2 * micro_batch)),
+                start=self._input_per_row() * (rows - 2 * micro_batch),
                 update=self._spare if foreach is False else None,
             )
         return self._costs[key]
@@ -158,11 +154,6 @@ class Candidates:
         last = found.marks[-1]
         return self._request.device.seconds(last.operations, last.flops, last.moved, half=self._half)
 
-    def disable_costs(self, why: object) -> None:
-        """From now on each plan is traced by itself."""
-        self.is_composed = False
-        self.notes.append(f"each size was traced by itself: {why}")
-
     @property
     def unrecorded(self) -> tuple[str, ...]:
         """Policies whose costs are not known yet."""
@@ -174,19 +165,20 @@ class Candidates:
             for policy in policies if self.is_composed else ():
                 self._recorded[policy] = self._record(policy)
                 self._costs.clear()
-        except TraceError as error:
-            self.disable_costs(error)
+        except TraceError:
+            self.is_composed = False
 
     @property
     def _blocks(self) -> tuple[str, ...]:
         return self._request.blocks or tuple([name for name, _ in self._request.like.blocks])
 
-    def _input_per_row(self) -> float:
-        if self._request.batch.whole is None:
-            return 0.0
-        # Not what one of them holds: where rows are real, they are views of the whole batch.
-        low, high = [self.trace(self._plan(KEEP, size)).recording.input_bytes for size in (LOW, HIGH)]
-        return (high - low) / (2 * (HIGH - LOW))
+    def _input_per_row(self) -> int:
+        whole = self._request.batch.whole
+        leaves = () if whole is None else tree.flatten(whole).leaves
+        sizes = {
+            id(one.untyped_storage()): max(one.stride(0), one[0].numel()) * one.itemsize for one in leaves
+        }
+        return sum(sizes.values())
 
     def _plan(self, policy: str, size: int, foreach: bool | None = None) -> Plan:
         like = self._request.uniform(1, policy)
@@ -203,18 +195,17 @@ class Candidates:
         return Recorded((LOW, HIGH), (self.trace(few).recording, last), self._blocks, kept)
 
 
-def takes_single_rows(request: Request) -> bool:
-    """Whether a row may come alone, as far as can be told: BatchNorm refuses a single value per channel."""
-    return _can_be_traced(request, 1) or not _can_be_traced(request, 2)
-
-
-def _can_be_traced(request: Request, rows: int) -> bool:
-    plan = replace(request.like, rows=rows, micro_batch=rows)
+def without_single_rows(request: Request) -> Request:
+    """The same with sizes that leave no row alone, if one cannot be run: BatchNorm may refuse it."""
+    like = replace(request.like, rows=1, micro_batch=1)
     try:
-        trace(plan, request.task, request.batch, device=request.device.kind)
+        trace(like, request.task, request.batch, device=request.device.kind)
     except ValueError:
-        return False
-    return True
+        # The last micro-batch has what is left, of all rows and of those of one `add`.
+        ends = request.like.rows, request.largest
+        left = [size for size in request.all_sizes if all((end % size or size) > 1 for end in ends)]
+        return replace(request, sizes=tuple(left))
+    return request
 
 
 def _computes_in_half(task: Task) -> bool:

@@ -13,11 +13,9 @@ from numpy.typing import NDArray
 
 from anybatch.core import TraceError
 from anybatch.memory import Device, Recording
-from anybatch.recompute import offload
 
 KEEP = "keep"
 _EVEN = 1.02  # times the seconds of the fastest choice: as fast, as far as an estimate can tell
-_STAYS = 0.01  # of the bytes that offload moves: what may stay at another size, too small for it
 
 Array = NDArray[np.float64]
 
@@ -83,10 +81,6 @@ class _Side:
                 ends[storage] = event
         owners = np.array([columns[self._owner(at, ends.get(one))] for one, at in begins.items()])
         self.owners, self.columns = owners[storages], len(columns)
-        # Bytes of what forwards make, which may be moved.
-        self.made = np.array(
-            [self.after[at] if self._at(at).phase == "forward" else 0 for at in begins.values()], float
-        )
 
     def _at(self, event: int) -> Place:
         return self.places[bisect_right(self.starts, event) - 1]
@@ -177,15 +171,6 @@ class Recorded:
         """Operations, FLOPs and bytes moved (columns) of each stretch at another size."""
         few, many = self._works
         return few + self.share(micro_batch) * (many - few)
-
-    def is_moved_alike(self, micro_batch: int) -> bool:
-        """Whether at another size offload moves nearly all that it moves at these: what is small stays."""
-        sizes = [side.made for side in self._sides]
-        if not self.is_aligned or len(sizes[0]) != len(sizes[1]):
-            return micro_batch >= self._sizes[1]
-        at = sizes[0] + self.share(micro_batch) * (sizes[1] - sizes[0])
-        moved = sizes[1] >= offload.SMALLEST
-        return bool(at[moved & (at < offload.SMALLEST)].sum() <= _STAYS * at[moved].sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -295,16 +280,14 @@ def costs_of(
     later = (rows - micro_batch) / micro_batch
     times, is_there = np.where(numbers > 0, later, 1.0), (numbers <= 0) | (later > 0)
     is_update = np.array([place.phase == "update" for place in places])
-    is_alike = recorded[KEEP].is_moved_alike(micro_batch)
-    able = [policy for policy in recorded if policy != "offload" or is_alike]
 
     def by_block(seconds: Array) -> Array:
         return np.bincount(columns, seconds * times, len(blocks) + 1).astype(float)
 
     held: dict[str, Array] = {}
     took: dict[str, Array] = {}
-    for policy in able:
-        held[policy], work = recorded[policy].held(micro_batch), recorded[policy].work(micro_batch)
+    for policy, one in recorded.items():
+        held[policy], work = one.held(micro_batch), one.work(micro_batch)
         if update is not None and update.places == places:
             held[policy][is_update] = update.held(micro_batch)[is_update]
             work[is_update] = update.work(micro_batch)[is_update]

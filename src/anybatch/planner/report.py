@@ -33,11 +33,6 @@ class Option:
     source: str  # where the bytes are from: "composed" of other steps, or "predicted"
     ledger: Ledger | None = None  # where the bytes go, if this very plan was looked at
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; without the ledger."""
-        names = ("peak", "seconds", "source")
-        return {"plan": json.loads(self.plan.to_json())} | {name: getattr(self, name) for name in names}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
@@ -91,7 +86,10 @@ class PlanReport:
             "plan": json.loads(self.plan.to_json()),
             **{name: getattr(self, name) for name in names},
             "ledger": json.loads(self.ledger.to_json()),
-            "options": [option.to_dict() for option in self.options],
+            "options": [
+                {"plan": json.loads(one.plan.to_json()), "peak": one.peak, "seconds": one.seconds}
+                for one in self.options
+            ],
             "notes": self.notes,
         }
         return json.dumps(values)
@@ -158,7 +156,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
     ways = ways or "Allow that much, or use a smaller model or smaller rows."
     held = [
         f"{format_bytes(one.bytes)} {one.owner} of {repr(one.module) if one.module else 'the model'}"
-        for one in (least.ledger.largest(4) if least.ledger else ())
+        for one in (least.ledger.by_module[:4] if least.ledger else ())
     ]
     while held and len(f"{told} Largest: {', '.join(held)}. {ways}") > _LONGEST:
         held.pop()

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 
-from anybatch.planner.candidates import Candidates, Request, takes_single_rows
+from anybatch.planner.candidates import Candidates, Request, without_single_rows
 from anybatch.planner.cost import KEEP, Costs
 from anybatch.planner.report import Option, PlanReport, refusal
 
@@ -23,9 +23,7 @@ def choose(request: Request) -> PlanReport:
     At every size of the micro-batch, blocks free bytes where that costs the fewest seconds per byte. The
     plan that is chosen is traced as it is, and the next one taken if it is over the budget.
     """
-    if request.depends_on_cut and not takes_single_rows(request):
-        request = replace(request, fewest=2)
-    return _Search(request).best()
+    return _Search(without_single_rows(request) if request.depends_on_cut else request).best()
 
 
 class _Search:
@@ -45,7 +43,7 @@ class _Search:
             composed = option.source == "composed"
             is_plain = not option.plan.blocks and option.plan.is_cut
             if composed and is_plain and abs(verified.peak - option.peak) > OFF * verified.peak:
-                self._candidates.disable_costs("bytes do not grow in a straight line with the rows")
+                self._candidates.is_composed = False  # bytes are no straight line in the rows
                 return self.best()
             # Perhaps more has to be rebuilt; or less, where it was composed too high.
             is_loose = self._request.blocks and option.plan.blocks and verified.peak < option.peak
@@ -79,7 +77,7 @@ class _Search:
         for size in self._request.all_sizes:
             wrong = 0
             # Whose loss has another form, or which an `add` need not cut; and which is likeliest.
-            if size == self._request.like.rows // self._request.parts:
+            if size == self._request.largest:
                 whole = self._option(self._candidates.costs(size), size, {})
                 if whole.peak <= SUMS * self._limit:
                     verified = self._verified(whole)
@@ -188,7 +186,6 @@ class _Search:
             budget=self._request.budget,
             device=self._request.device.name,
             options=tuple([replace(one, ledger=None) for one in others if one.peak <= self._limit][:SHOWN]),
-            notes=tuple(self._candidates.notes),
         )
 
 

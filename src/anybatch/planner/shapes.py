@@ -1,30 +1,11 @@
-"""Shapes of rows: what one looks like, the longest of many, and rounded lengths that a plan serves."""
+"""Shapes of rows: what one looks like, and the longest of many."""
 
-import torch
-
-from anybatch.core import Batch, BatchError, SampleBatch, TensorBatch, tree
+from anybatch.core import BatchError, SampleBatch, tree
 from anybatch.state import rng
 
 Shape = tuple[tuple[str, tuple[int, ...]], ...]  # of one row: dtype and sizes of each leaf
 
 COLLATED_AT_ONCE = 8  # rows, when only their shapes are wanted
-
-
-def round_up(size: int) -> int:
-    """The next of four sizes per doubling."""
-    step = max(1, 1 << max(0, size.bit_length() - 3))
-    return -(-size // step) * step
-
-
-def shaped(shape: Shape, batch: Batch) -> Batch:
-    """A batch like this one with rows of another shape, that holds no memory: for tracing only."""
-    few = batch.only(range(1))
-    nest = tree.flatten(few.whole if few.whole is not None else next(few.cut(1)))
-    leaves = [
-        torch.zeros((1, *sizes), dtype=leaf.dtype, device=leaf.device)
-        for (_, sizes), leaf in zip(shape, nest.leaves, strict=True)
-    ]
-    return TensorBatch(nest.build(iter(leaves)))
 
 
 def row_shape(value: object) -> Shape:

@@ -32,11 +32,6 @@ from anybatch.memory import (
 from anybatch.state import Effects
 
 
-def leaves_of(batch: Batch) -> tuple[Tensor, ...]:
-    """The tensors of a batch, as far as they are there before it is cut."""
-    return () if batch.whole is None else tree.flatten(batch.whole).leaves
-
-
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
     """Rows of the micro-batches that are run: of many alike the first, one between and the last."""
     needed = 4 if plan.compensated else 3
@@ -123,7 +118,6 @@ class Trace:
     recording: Recording  # what the meter saw
     device: str  # what the bytes are for
     granule: int  # what the device's allocator rounds sizes up to, in bytes
-    micro_batches: int  # how many were really run; the others are like the last but one of them
     # parameters of the optimizers that got no gradient, and so have no state
     idle: frozenset[nn.Parameter] = frozenset()
 
@@ -192,7 +186,6 @@ def trace(
         recording=recording,
         device=str(target),
         granule=CUDA_GRANULE if target.type == "cuda" else 1,
-        micro_batches=reduced.micro_batches,
         idle=found,
     )
 

@@ -90,7 +90,6 @@ class Planning:
         # One of several, so that gradients are there already; with compensated sums errors, too.
         parts = 3 if self.settings.compensated else 2
         request = self._request(task, batch, parts * rows, as_it_comes=True)
-        request = replace(request, parts=parts)
         if request.cut_refused:  # and so there is only one
             request = self._request(task, batch, rows, as_it_comes=True)
         like = self._within(request, self.budget, whole={"sizes": (rows,)})
@@ -182,9 +181,8 @@ class Planning:
                     static = measured.static_bytes(task, batch)
                     cut = measured.sizes(rows, length_of(batch), static, only=self.micro_batch)
             plan = _of_cut(self.settings, cut) if cut else self._within(request, self.budget)
-            known = self.budget.report(plan, request)
             settled = replace(request, like=plan, blocks=(), sizes=(plan.micro_batch,), cut_refused="")
-            report = known or find_plan(settled, self.budget.memory, None)
+            report = find_plan(settled, self.budget.memory, None)
             return replace(report, notes=(measured.note, *report.notes)) if measured and cut else report
         if memory is not None and request.depends_on_cut:
             with suppress(BudgetError):
