@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from anybatch.core.batch import SampleBatch
 from anybatch.core.errors import BatchError, BudgetError, PlanError
 from anybatch.planner import cache as budget_module
-from anybatch.planner.cache import Budget, device_of, longest
+from anybatch.planner.cache import Budget, device_of, enforced, longest
 from anybatch.planner.search import choose
 from tests.budgets import Net, carried_out, changed_by, make, metered, request, rows_of, sgd
 
@@ -143,6 +143,12 @@ def test_a_model_on_several_devices_is_refused() -> None:
     assert device_of(task).kind == "cpu"
     with pytest.raises(PlanError, match=r"on one device.*\['cpu', 'cuda:1'\]"):
         device_of(replace(task, devices={torch.device("cpu"), torch.device("cuda:1")}))
+
+
+def test_steps_on_a_cpu_do_not_look_the_device_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget_module, "find_device", None)
+    with enforced("1GB", make(Net).task()):
+        pass
 
 
 def test_what_is_trained_later_is_planned_anew() -> None:
