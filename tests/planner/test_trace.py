@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -337,3 +338,13 @@ def test_views_of_one_tensor_stay_views_of_one() -> None:
     assert leaves[0].untyped_storage()._cdata == leaves[1].untyped_storage()._cdata
     assert leaves[0].untyped_storage().nbytes() == 7 * 10 * 8
     assert leaves[1].storage_offset() == 1
+
+
+def test_threads_trace_one_after_another() -> None:
+    def peak(_: int) -> int:
+        layers = [nn.Linear(16, 16) for _ in range(8)]
+        step = Step(model := nn.Sequential(*layers), nn.MSELoss(), torch.optim.Adam(model.parameters()))
+        return trace(step.plan(8), step.task(), TensorBatch((torch.zeros(8, 16), torch.zeros(8, 16)))).peak
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(peak, range(12)))) == 1

@@ -281,6 +281,16 @@ def test_what_is_sound_passes(name: str, seed: int) -> None:
     look(loss, model=model, batch=(x, y), batch_norm="micro", micro_batch=5)
 
 
+@pytest.mark.parametrize("options", [{"memory": "64MB"}, {"micro_batch": 4}])
+def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
+    model = nn.Linear(3, 2)
+    x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
+    ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **options)((x, target))
+    (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), [x])
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected)
+
+
 def test_it_changes_nothing() -> None:
     """One step with the look gives the very weights, buffers and numbers of one without it."""
 

@@ -93,6 +93,12 @@ def test_rows_that_meet_are_not_cut_and_the_reason_is_told_where_they_do_not_fit
         make(1_000_000, loss=loss)(batch)
 
 
+def test_many_small_rows_far_from_the_budget_are_hardly_cut_from_the_first_step_on() -> None:
+    model = nn.Linear(8, 2)
+    step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters()), memory="1GB")
+    assert step((torch.randn(4096, 8), torch.randint(2, (4096,)))).micro_batches <= 2
+
+
 def test_where_random_numbers_are_drawn_the_cut_stays_from_the_third_step_on() -> None:
     step = make("auto", dropout=0.5)
     cuts = [step(batch_of()).cut for _ in range(9)]

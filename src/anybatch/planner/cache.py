@@ -193,11 +193,8 @@ def device_of(task: Task) -> Device:
 
 @contextmanager
 def enforced(memory: str | int, task: Task) -> Generator[None]:
-    """On CUDA the allocator itself keeps to the budget while a step runs; elsewhere the plan does."""
+    """The allocator itself keeps to the budget while a step runs, on CUDA."""
     device = device_of(task)
-    if device.kind != "cuda":
-        yield
-        return
     before = torch.cuda.get_per_process_memory_fraction(device.name)
     share = min(1.0, parse_memory(memory, device) / device.num_bytes)
     torch.cuda.set_per_process_memory_fraction(share, device.name)

@@ -1,5 +1,6 @@
 """Runs a step on fake tensors: every byte of it, and no memory."""
 
+import threading
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,8 @@ from anybatch.memory import (
     undisturbed,
 )
 from anybatch.state import Effects
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
@@ -162,6 +165,7 @@ def trace(
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
     with (
+        _ONE_AT_A_TIME,  # what is left of a trace is taken from whatever holds it, in all threads
         private.disable_current_modes(),  # a meter around this sees nothing of it
         undisturbed(parameters, roots_of(task, batch)) as snapshot,
         dense_only(parameters),

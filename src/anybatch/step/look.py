@@ -239,7 +239,8 @@ class _Outcome(Observer):
         )
         effects.begin(own.modules)
         order = range(few.rows)
-        rows = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few.copied()
+        # Copies: gradients of the batch itself are the caller's.
+        rows = (few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few).copied()
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
