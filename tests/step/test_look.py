@@ -287,7 +287,8 @@ def test_it_adds_nothing_to_gradients_of_the_batch(options: Any) -> None:
     x, target = torch.randn(16, 3, requires_grad=True), torch.randint(2, (16,))
     ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.0), **options)((x, target))
     (expected,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), target), [x])
-    assert x.grad is not None and torch.allclose(x.grad, expected)
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected)
 
 
 def test_it_changes_nothing() -> None:
