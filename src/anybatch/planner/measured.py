@@ -25,7 +25,7 @@ _PER_SIZE = 3  # readings of one size
 _LENGTHS = 8  # that are read when they first come
 _BEYOND = 1.05  # times the largest size, from which on a larger one is read
 _GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # how much larger than what was read; less near the budget
-_PROPORTION = 0.25  # of the room, that rows may take if each takes as much as those that were read
+_PROPORTION = 0.25  # of the room, that rows may take if nothing of what was read is shared by all
 _PER_EVENT = 2_600  # bytes that a reading itself takes for each allocation
 _TOO_DEAR = 0.03  # of the room, by which a reading may go beyond it
 _PAIRS, _GAIN, _HALVINGS = 3, 0.97, 2  # of a race
@@ -148,7 +148,6 @@ class Measured(Reader):
         is_near = len(self.law.readings) < 2 or self.law((top, length)) > _NEAR * room
         seen = max(self.law.largest, self.ran) // length
         if top > _BEYOND * seen and not self._is_frozen:
-            # Rows that fit even if nothing of what was read is shared by all rows.
             sure = int(_PROPORTION * room / self.law((max(1, seen), length)) * seen)
             top = min(top, max(2, sure, seen * (_NEAR_GROWTH if is_near else _GROWTH)))
         return even(rows, -(-rows // max(1, top >> self.level)))

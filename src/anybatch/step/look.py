@@ -239,8 +239,7 @@ class _Outcome(Observer):
         )
         effects.begin(own.modules)
         order = range(few.rows)
-        # Copies: gradients of the batch itself are the caller's.
-        rows = (few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few).copied()
+        chosen = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
@@ -249,7 +248,7 @@ class _Outcome(Observer):
             with torch.enable_grad(), plain_kernels(), self._watch:
                 if is_watched:
                     self._watch.enter_context(self._draws)
-                self.report = carry_out(like, own, rows, is_dry=True)
+                self.report = carry_out(like, own, chosen.copied(), is_dry=True)
         finally:
             self._draws.put_back()
         if self.report.too_large:  # and so it was cut otherwise
