@@ -65,6 +65,15 @@ def test_what_is_read_before_the_first_step_is_undone() -> None:
         step((torch.full((ROWS, 100, WIDTH), torch.nan), torch.zeros(ROWS)))
 
 
+def test_a_wrong_batch_does_not_end_the_readings(made: list[Any]) -> None:
+    step, batch = make(4_000_000), batch_of()
+    with pytest.raises(ab.AnybatchError):
+        step((batch[0][..., 1:], batch[1]))
+    made.clear()
+    assert step(batch).updated
+    assert not made
+
+
 def test_what_cannot_be_traced_is_read() -> None:
     model = Untraceable()
     step = Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), memory=10**7)

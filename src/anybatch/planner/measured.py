@@ -22,6 +22,7 @@ from anybatch.planner.trace import is_one_pass
 FROZEN = 3  # steps after which the cut of a model that draws random numbers stays
 _EARLY = 8  # steps in which micro-batches are read or raced; later in every power of two
 _PER_SIZE = 3  # readings of one size
+_LOOKS = 3  # that may fail, as with a batch that is wrong
 _LENGTHS = 8  # that are read when they first come
 _BEYOND = 1.05  # times the largest size, from which on a larger one is read
 _GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # how much larger than what was read; less near the budget
@@ -67,6 +68,7 @@ class Measured(Reader):
         self.is_settled = not races
         self.refused = ""
         self.is_refused = self.is_wanted = False
+        self._looks = 0
         self._static: tuple[Task | None, int, int] = None, 0, 0
         self._ratios: list[float] = []
         self._alone: tuple[int, float] | None = None  # length, and seconds per row of an uncut step
@@ -95,7 +97,8 @@ class Measured(Reader):
             )
         finally:
             self.is_looking = False
-            self.is_refused = not self.law.readings
+            self._looks += 1
+            self.is_refused = not self.law.readings and self._looks >= _LOOKS
 
     def static_bytes(self, task: Task, batch: Batch) -> int:
         """Bytes that are there throughout a step, without gradients."""
