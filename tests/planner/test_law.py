@@ -38,6 +38,11 @@ def test_two_readings_of_one_length_give_a_line_and_longer_rows_the_square() -> 
     assert law((8, 20)) >= 4 * 5_000 - 8_000
 
 
+def test_fewer_rows_than_were_read_are_not_promised_less() -> None:
+    law = law_of([(2, 10)], lambda m, n: 1_000 + m)
+    assert law((1, 10)) == law((2, 10))
+
+
 def test_a_buffer_that_is_made_once_does_not_count_for_ever() -> None:
     law = Law()
     for found in (900.0, 500.0, 510.0):
