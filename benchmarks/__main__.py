@@ -21,6 +21,8 @@ from benchmarks.report import file_name, render
 from benchmarks.results import Head, Race, Raw
 from benchmarks.thresholds import judge, ratio, time_of
 
+COMPILED = 1.03  # the highest median ratio to the hand-written loop over the same compiled model
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pipeline; returns the exit code."""
@@ -42,8 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"race only these: cases ({', '.join(cases)}) and peers ({', '.join(PEERS)})",
     )
     parser.add_argument("--rounds", type=int, help="so many pairs in every race, however long it takes")
+    parser.add_argument(
+        "--compile", action="store_true", help="race with compiled models, which takes a C++ compiler"
+    )
     options = parser.parse_args(arguments)
     config = chosen(QUICK if options.quick else FULL, only=options.only, rounds=options.rounds)
+    if options.compile:
+        config = replace(config, races=tuple(map(compiled, config.races)), memory=(), heads=())
     raw = Raw.load(options.raw) if options.raw else measure(config, only=options.only)
     verdicts = list(judge(raw))
     text = render(raw, verdicts)
@@ -66,6 +73,12 @@ def chosen(config: Config, *, only: Sequence[str], rounds: int | None) -> Config
     if rounds:
         config = replace(config, effort=replace(config.effort, least_blocks=rounds, most_blocks=rounds))
     return config
+
+
+def compiled(case: RaceCase) -> RaceCase:
+    """The race with a compiled model, without peers."""
+    threshold = None if case.threshold is None else COMPILED
+    return replace(case, name=f"{case.name}-compiled", threshold=threshold, compiled=True, peers=False)
 
 
 def measure(config: Config, *, only: Sequence[str] = ()) -> Raw:

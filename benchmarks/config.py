@@ -26,6 +26,7 @@ class RaceCase:
         default_factory=dict[str, Any]
     )  # of `ab.Step`; by hand: clip and autocast
     peers: bool = False  # accelerate and Fabric take part
+    compiled: bool = False  # the model is compiled for everybody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Rows of uneven length: order="length" beside the padded loop written by hand, in time, peak and gradient.
 
-By hand: python -m benchmarks.length [--rounds N]. Small models of transformers, 64 rows, a
-quarter of the tokens real. The exit code is 0 only if the thresholds hold.
+By hand: python -m benchmarks.length [--rounds N] [--peers]. Small models of transformers, 64 rows, a
+quarter of the tokens real. --peers adds accelerate, transformers' Trainer and Lightning, for information.
+The exit code is 0 only if the thresholds hold.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 import anybatch as ab
 from anybatch.memory.meter import Meter
 from anybatch.testing import GradientRecorder, relative_error
+from benchmarks.length_peers import PEERS, samples_of
 from benchmarks.machine import hardware
 from benchmarks.race import quiet_collector
 
@@ -98,7 +101,28 @@ def gradient(model: nn.Module, make: Callable[..., Update], size: int, batch: Ba
     return recorder.gradients
 
 
-def measure(name: str, rounds: int) -> bool:
+def beside_peers(name: str, model: nn.Module, rounds: int) -> None:
+    """Seconds of an update of all others, as a share of the padded loop's at 16 rows in the same round."""
+    batches = [make_batch(name, seed) for seed in range(6)]
+    shares: dict[str, list[float]] = {key: [] for key in PEERS}
+    for _ in range(rounds):
+        own = copy.deepcopy(model)
+        update, seconds = by_hand(own, torch.optim.AdamW(own.parameters()), 16), list[float]()
+        for batch in batches:
+            began = time.process_time()
+            update(batch)
+            seconds.append(time.process_time() - began)
+        padded = statistics.mean(seconds[1:])
+        for key, run in PEERS.items():
+            with suppress(ImportError):
+                took = run(copy.deepcopy(model), samples_of(batches), ROWS, 16)
+                shares[key].append(statistics.mean(took[-4:]) / padded)
+    for key, found in shares.items():
+        said = f"{statistics.median(found):5.2f} of the time" if found else "not installed"
+        print(f"  {key:10} {said}, at 16 rows, each micro-batch padded to its longest row")
+
+
+def measure(name: str, rounds: int, peers: bool) -> bool:
     """One model: the table, and whether the thresholds hold."""
     torch.manual_seed(0)
     model = MODELS[name]().train()
@@ -132,6 +156,8 @@ def measure(name: str, rounds: int) -> bool:
         holds &= key != "length 8" or (ratio <= TIME and share <= PEAK)
         holds &= error[key] <= ERROR
     print(f"  the first step by length, with the comparison: {first:.2f} of a padded step")
+    if peers:
+        beside_peers(name, model, rounds)
     return holds
 
 
@@ -139,11 +165,12 @@ def main() -> None:
     """Measure both models."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--peers", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     print(hardware())
-    sys.exit(0 if all(list(map(partial(measure, rounds=rounds), MODELS))) else 1)
+    sys.exit(0 if all(list(map(partial(measure, **vars(options)), MODELS))) else 1)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
+from typing import cast
 
 import torch
+from torch import nn
 
 from benchmarks.config import Effort, RaceCase
 from benchmarks.contestants import PEERS, Entry, Update
@@ -24,6 +26,7 @@ def make_entry(case: RaceCase, *, seed: int) -> Entry:
     task = TASKS[case.task]
     model = make_model(task, seed=seed)
     optimizer = task.optimizer(model.parameters())
+    model = cast("nn.Module", torch.compile(model)) if case.compiled else model
     return Entry.of(case, task, model, optimizer)
 
 

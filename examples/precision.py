@@ -52,7 +52,7 @@ def main() -> None:
 
 def make(precision: str, non_finite: str = "raise") -> ab.Step:
     """LeNet-5 in a step that takes 64 rows at a time."""
-    model = find_recipe("lenet5").build_model(load("digits").train, torch.Generator().manual_seed(0))
+    model = find_recipe("lenet5").prepare("digits").model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     loss = nn.CrossEntropyLoss()
     return ab.Step(model, loss, optimizer, micro_batch=64, precision=precision, non_finite=non_finite)

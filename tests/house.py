@@ -14,11 +14,12 @@ FLOORS = """
     core
     state batchnorm integrations
     precision recompute memory data
-    losses recipes
+    losses
     engine
     planner parallel
-    step observe
-    check train
+    step
+    observe
+    check train recipes
     cli
 """
 FLOOR = {name: height for height, line in enumerate(FLOORS.split("\n")) for name in line.split()}

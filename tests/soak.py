@@ -8,12 +8,14 @@ import argparse
 import json
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -22,19 +24,44 @@ import torch
 from tests.conftest import TORCH_RANDOM
 from tests.faults.test_kill import assert_same_end, draw_scenarios, played
 from tests.laws.drawn import LAWS, run
+from tests.parallel import cases, faults
+from tests.parallel.spawned import spawned
 
 EXAMPLES = 10  # of a law in a round, times its share
+KILLED = 6  # tens of drawn kills in a round; some come after the end, so that about 50 kill
 KILLS = "killed at any moment"
+SERVERS = ["servers and workers that end"] if find_spec("ray") else []
+RANKS = "a fault on one rank"
+FAULTS = 34  # on a rank in a round, so that three rounds plant about 100
 
 
 def kill(seed: int) -> int:
     """Trainings that are killed between and during their checkpoints and go on; how often they were."""
-    scenarios = draw_scenarios(random.Random(seed))
+    scenarios = draw_scenarios(random.Random(seed), KILLED)
     with tempfile.TemporaryDirectory() as name:
         folder, ends = played(Path(name), json.dumps(scenarios))
         for scenario in scenarios:
             assert_same_end(folder, scenario)
     return sum(end == -signal.SIGKILL for one in ends.values() for end in one)
+
+
+def fault(seed: int) -> int:
+    """Steps of three ranks, one of which meets a fault; then as many rows that fall on them anyhow."""
+    with spawned(3) as ranks:
+        answers = ranks.run(faults.several, seed * FAULTS, FAULTS, seconds=300.0)
+        for one in zip(*answers, strict=True):
+            faults.assert_agreed([*one])
+        ranks.run(cases.several, seed * FAULTS, FAULTS, seconds=300.0)
+    return 2 * FAULTS
+
+
+def serve(seed: int) -> int:
+    """Updates by servers and workers on Ray that end at drawn places; how many did."""
+    command = [sys.executable, "-m", "tests.parallel.deadly", "12", str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["same"], found
+    return found["killed"]
 
 
 def attempt(law: str, seed: int) -> tuple[int, str]:
@@ -44,6 +71,10 @@ def attempt(law: str, seed: int) -> tuple[int, str]:
     try:
         if law == KILLS:
             return kill(seed), ""
+        if law == RANKS:
+            return fault(seed), ""
+        if law in SERVERS:
+            return serve(seed), ""
         examples = EXAMPLES * LAWS[law].share
         run(LAWS[law], seed=seed, examples=examples)
     except Exception:
@@ -56,7 +87,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins after these")
     parser.add_argument("--rounds", type=int, help="instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=[*LAWS, KILLS])
+    parser.add_argument("--only", choices=[*LAWS, KILLS, RANKS, *SERVERS])
     asked = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "reduction. 'mean' divides", UserWarning)
@@ -66,7 +97,7 @@ def main() -> int:
     broken: list[str] = []
     start, number = time.monotonic(), 0
     while number < asked.rounds if asked.rounds else time.monotonic() - start < 60 * asked.minutes:
-        for law in [asked.only] if asked.only else [*LAWS, KILLS]:
+        for law in [asked.only] if asked.only else [*LAWS, KILLS, RANKS, *SERVERS]:
             count, wrong = attempt(law, 1000 * asked.seed + number)
             tried[law] += count
             if wrong:

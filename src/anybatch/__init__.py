@@ -5,18 +5,24 @@ from anybatch.check import CheckReport, check
 from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total, weighted_mean
 from anybatch.engine import Plan
 from anybatch.losses import ModelLoss, Terms, WholeBatch, linear_cross_entropy
+from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision
 from anybatch.step import Step, Window, plan
-from anybatch.train import Trainer, accuracy
+from anybatch.train import EMA, Callback, EarlyStopping, LossMonitor, Trainer, accuracy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "AnybatchError",
     "BudgetError",
+    "Callback",
     "CheckReport",
+    "EarlyStopping",
     "Fold",
+    "GradientFlow",
+    "LossMonitor",
     "ModelLoss",
     "Plan",
     "PlanReport",
@@ -31,6 +37,7 @@ __all__ = [
     "accuracy",
     "batch_norm_to_group_norm",
     "check",
+    "gradient_flow",
     "linear_cross_entropy",
     "plan",
     "weighted_mean",

@@ -54,8 +54,40 @@ def test_train_then_evaluate(mnist: Path, tmp_path: Path, capsys: pytest.Capture
     assert (code, again["accuracy"], again["rows"]) == (0, told["accuracy"], 20)
     # Other micro-batches may add up in another order; a float32 sum of 20 losses agrees to six digits.
     assert f"{again['loss']:.5f}" == f"{told['loss']:.5f}"
-    _, printed, _ = run(capsys, "eval", out, "--data", mnist)
+    _, printed, _ = run(capsys, "eval", out)  # on the rows that are held out of the run's own data
     assert printed.splitlines()[-1] == f"test accuracy {told['accuracy']:.4f}"
+
+
+def test_export_writes_weights_that_load(
+    mnist: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    more = ["--validation", 0.2, "--ema", 0.5, "--patience", 1, "--keep", 1, "--save-minutes", 60]
+    arguments = ["lenet5", "--data", mnist, *FAST, "--lr", 1e-9, "--epochs", 30, "--out", out, *more]
+    code, printed, _ = run(capsys, "train", *arguments)
+    assert (code, printed.splitlines()[1]) == (
+        0,
+        f"checkpoint  {out / 'last.safetensors'}",
+    )
+    assert "stopped     validation accuracy has not become better for 1 epochs" in printed
+    assert [path.name for path in out.glob("step-*")] == ["step-00000006.safetensors"]
+    found: dict[str, Any] = {}
+    for name, options in (("a.pt", []), ("b.pt", ["--ema"])):
+        code, printed, _ = run(capsys, "export", out, "--out", tmp_path / name, *options, "--json")
+        assert (code, json.loads(printed)["tensors"]) == (0, 10)
+        found[name] = torch.load(tmp_path / name, weights_only=True)
+    kept = checkpoint.load(out / "best.safetensors")
+    assert same(dict(found["a.pt"]), kept.model)
+    assert same(dict(found["b.pt"]), dict(kept.progress["callbacks"][0][1]["average"]))
+    run(capsys, "train", "lenet5", "--data", mnist, *FAST, "--epochs", 1, "--out", tmp_path / "plain")
+    for where, told in (
+        (tmp_path / "plain", "with 0 averages. Train with --ema"),
+        (mnist, "no file of that"),
+    ):
+        code, _, error = run(capsys, "export", where, "--out", tmp_path / "c.pt", "--ema")
+        assert code == 1
+        assert told in error
+    assert not (tmp_path / "c.pt").exists()
 
 
 def test_same_seed_same_figures_and_no_run_overwrites_another(
@@ -197,6 +229,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["train", "lenet5", "--data", "{mnist}", "--resume", "{mnist}"], "no file"),
         (["train", "lenet5", "--data", "{mnist}", "--seed", "9" * 30], "--seed"),
         (["train", "lenet5", "--data", "{mnist}", "--device", "meta"], "meta"),
+        (["train", "lenet5", "--patience", "0"], "--patience to be at least 1, got 0"),
+        (["train", "lenet5", "--patience", "2"], "--patience to be given with --validation above 0, got 2"),
+        (["train", "lenet5", "--ema", "nan"], "--ema to be from 0 to below 1, got nan"),
+        (["train", "lenet5", "--keep", "-1"], "--keep to be at least 0, got -1"),
+        (["train", "lenet5", "--save-minutes", "-1"], "--save-minutes to be at least 0, got -1.0"),
+        (["export", "nowhere.pt", "--out", "weights.pt"], "nowhere.pt: expected a checkpoint"),
         (["check", "lenet5", "--rows", "1"], "--rows to be at least 2, got 1. See anybatch check --help"),
         (["plan", "lenet5", "--batch-size", "-3"], "--batch-size to be at least 1, got -3. See"),
         (["plan", "lenet6"], "Expected a target, got 'lenet6'"),

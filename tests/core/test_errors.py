@@ -22,7 +22,7 @@ def test_drawing_shows_every_error_under_its_parent() -> None:
 
 def test_bad_values_are_value_errors_and_a_wrong_order_is_not() -> None:
     wrong_order = {name for name, one in TREE.items() if not issubclass(one, ValueError)}
-    assert wrong_order == {"AnybatchError", "OutOfMemoryError", "WindowError", "ReadOnlyError"}
+    assert wrong_order == {"AnybatchError", "OutOfMemoryError", "RankError", "WindowError", "ReadOnlyError"}
     assert anybatch.BudgetError is errors.BudgetError
     assert anybatch.AnybatchError is AnybatchError
     assert issubclass(errors.WindowError, RuntimeError)

@@ -18,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+from anybatch import EMA, EarlyStopping
 from anybatch.core.report import Event, MicroBatchDone
-from anybatch.train.trainer import LAST
-from tests.train.runs import EPOCHS, make_trainer
+from anybatch.train.folder import LAST
+from anybatch.train.trainer import Trainer
+from tests.train.runs import EPOCHS, TRAIN, make_rows, make_trainer
 
 Death = list[Any]
 NEVER: Death = ["never", 0]
@@ -50,6 +53,14 @@ def born(life: Callable[[], object], killed_after_s: float | None = None) -> int
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def make(out: Path | None, **options: Any) -> Trainer:
+    """From a loader, with callbacks that have a state, and checkpoints that are numbered."""
+    rows = DataLoader(TensorDataset(*make_rows(TRAIN)), batch_size=3, shuffle=True)
+    stopping = EarlyStopping("accuracy", patience=EPOCHS, larger_is_better=True)
+    kept = {"save_every": 1, "keep": 2} if out else {}
+    return make_trainer(out, train=rows, callbacks=[EMA(0.9), stopping], **kept | options)
+
+
 def train(folder: Path, death: Death) -> None:
     """To the end, or to death the count-th time that it comes to a place."""
     left = [death[1]]
@@ -60,9 +71,10 @@ def train(folder: Path, death: Death) -> None:
             die()
 
     def replace_or_die(source: Path, target: Path) -> None:
-        reap("before " + target.name)  # the new file is written, the old one still in place
+        name = "numbered" if target.name.startswith("step-") else target.name
+        reap("before " + name)  # the new file is written, the old one still in place
         REPLACE(source, target)
-        reap("after " + target.name)
+        reap("after " + name)
 
     def listen(event: Event) -> None:
         reap("micro-batch" if isinstance(event, MicroBatchDone) else "update")
@@ -70,7 +82,10 @@ def train(folder: Path, death: Death) -> None:
     os.replace = replace_or_die
     # Syncing takes most of the time, and saves from power cuts, not from kills.
     os.fsync = lambda descriptor: None
-    trainer = make_trainer(folder, listeners=[listen], save_every=1)
+    trainer = make(folder, listeners=[listen])
+    trainer.step.model.register_forward_pre_hook(lambda module, inputs: reap("forward"))
+    for parameter in trainer.step.model.parameters():
+        parameter.register_hook(lambda gradient: reap("backward"))
     if (folder / LAST).exists():
         trainer.resume(folder)
     trainer.fit(epochs=EPOCHS)

@@ -12,23 +12,29 @@ from typing import Any
 
 import pytest
 
+from anybatch.state import rng
 from anybatch.train import checkpoint
-from anybatch.train.trainer import BEST, LAST
+from anybatch.train.folder import BEST, LAST
+from tests.faults.mortal import make
 from tests.snapshots import assert_same
-from tests.train.runs import EPOCHS, UPDATES, make_trainer, state, undisturbed
+from tests.train.runs import EPOCHS, UPDATES, state
 
 ROOT = Path(__file__).parents[2]
+NUMBERED = [f"step-{number:08}.safetensors" for number in (EPOCHS * UPDATES - 1, EPOCHS * UPDATES)]
 SAVES = EPOCHS * UPDATES + EPOCHS  # of the last checkpoint in a whole life: after each update and each epoch
 
-PLACES = ["micro-batch", "update", f"before {LAST}", f"after {LAST}"]
+PLACES = ["forward", "backward", "micro-batch", "update"]
+PLACES += [f"{when} {what}" for when in ("before", "after") for what in (LAST, BEST, "numbered")]
 
 
-def draw_scenarios(draw: random.Random) -> dict[str, list[list[Any]]]:
-    """Deaths at places, and at times, of a training that goes on each time."""
-    return {
-        "at places": [[draw.choice(PLACES), draw.randint(1, 3)] for _ in range(5)],
-        "at times": [["time", draw.random()] for _ in range(6)],
-    }
+def draw_scenarios(draw: random.Random, count: int = 1) -> dict[str, list[list[Any]]]:
+    """Deaths at places, and at times, of trainings that go on each time: ten for each count."""
+    drawn: dict[str, list[list[Any]]] = {}
+    for number in range(count):
+        drawn[f"at places, {number}"] = [[draw.choice(PLACES[:-4]), draw.randint(1, 3)] for _ in range(4)]
+        drawn[f"while saving, {number}"] = [[draw.choice(PLACES[-6:]), 1] for _ in range(2)]
+        drawn[f"at times, {number}"] = [["time", 0.6 * draw.random()] for _ in range(4)]
+    return drawn
 
 
 SCENARIOS: dict[str, list[list[Any]]] = {
@@ -37,7 +43,9 @@ SCENARIOS: dict[str, list[list[Any]]] = {
     "last save": [[f"before {LAST}", SAVES], [f"after {LAST}", 1]],
     "between best and last": [[f"after {BEST}", 1], [f"before {BEST}", 1], [f"after {BEST}", 1]],
     "every save but one": [[f"before {LAST}", 2]] * 6,
-    "at places": draw_scenarios(random.Random(0))["at places"],
+    "while numbering": [["before numbered", 2], ["after numbered", 3]],
+    "forward and backward": [["forward", 5], ["backward", 7], ["backward", 40]],
+    "at places": draw_scenarios(random.Random(0))["at places, 0"],
 }
 
 
@@ -69,6 +77,9 @@ def assert_same_end(folder: Path, name: str) -> None:
         assert_same(*({part: getattr(one, part)} for one in last))
     assert_same(*(one.model | {"cpu": one.random["cpu"]} for one in last))
     assert_same(*(one.model | {"epoch": one.progress["epoch"]} for one in best))
+    lines = [json.loads(line) for line in (folder / name / "log.jsonl").read_text().splitlines()]
+    for event, count in (("step", EPOCHS * UPDATES), ("epoch", EPOCHS)):
+        assert [one[event] for one in lines if one["event"] == event] == list(range(1, count + 1))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -78,7 +89,7 @@ def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
     assert ends == [-signal.SIGKILL] * len(SCENARIOS[name]) + [0]
     assert_same_end(lives[0], name)
     files = sorted(path.name for path in folder.rglob("*") if path.is_file())
-    assert files == [BEST, LAST, "log.jsonl", "log.txt"]
+    assert files == [BEST, LAST, "log.jsonl", *NUMBERED]
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     counts = Counter(one["event"] for one in events)
     assert (counts["start"], counts["stop"]) == (len(ends), 1)
@@ -88,6 +99,10 @@ def test_killed_training_comes_to_the_same_end(name: str, lives: Lives) -> None:
 
 
 def test_killed_in_a_process_of_its_own_is_the_same_as_here(lives: Lives) -> None:
-    trainer = make_trainer()
+    whole = make(None)
+    with rng.preserved():
+        whole.fit(epochs=EPOCHS)
+        expected = state(whole)
+    trainer = make(None)
     trainer.resume(lives[0] / "undisturbed")
-    assert_same(undisturbed().state, state(trainer))
+    assert_same(expected, state(trainer))

@@ -11,8 +11,8 @@ from torch import Tensor
 from anybatch import Total
 from anybatch.core.errors import CheckpointError, LossError, NonFiniteLossError
 from anybatch.core.report import Event, MicroBatchDone
+from anybatch.train.folder import LAST
 from anybatch.train.metrics import accuracy
-from anybatch.train.trainer import LAST
 from tests.snapshots import changes
 from tests.train import runs
 from tests.train.runs import BATCH, EPOCHS, UPDATES, assert_same_end, make_rows, make_trainer, undisturbed
@@ -92,12 +92,12 @@ def test_stop_waits_for_the_update_under_way_and_loses_nothing(
     def listen(event: Event) -> None:
         ring("micro-batch" if isinstance(event, MicroBatchDone) else "step")
 
-    first = make_trainer(tmp_path, listeners=[listen], metrics={"accuracy": metric}, watchers=[done])
+    first = make_trainer(tmp_path, listeners=[listen], metrics={"accuracy": metric}, callbacks=[done])
     with pytest.raises(error):
         first.fit(epochs=EPOCHS)
     assert rung == [None]
     whole = place in ("validation", "epoch")
-    assert done.events.count("step") == (epoch - 1) * UPDATES + (UPDATES if whole else 1)
+    assert done.events.count("update") == (epoch - 1) * UPDATES + (UPDATES if whole else 1)
     assert done.events.count("epoch") == epoch - (not whole)
     again = make_trainer()
     again.resume(tmp_path)

@@ -1,4 +1,9 @@
-"""Recipes are found by name; LeNet-5 is the network of 1998, and it learns the digits."""
+"""Every recipe makes the same updates in every cut; models are those of the papers; options are checked."""
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import sklearn  # noqa: F401  (here, because its first import sets environment variables)
@@ -7,80 +12,195 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch import Step
-from anybatch.core.errors import DataError
-from anybatch.data.dataset import Dataset
-from anybatch.data.load import load
-from anybatch.recipes import find_recipe
+from anybatch.core.errors import AnybatchError, DataError, PlanError
+from anybatch.recipes import RECIPES, Training, find_recipe
+from anybatch.recipes.bert import PAD
+from anybatch.recipes.clip import info_nce
+from anybatch.recipes.gpt import GPT2
+from anybatch.recipes.resnet import NORMS, ResNet
+from anybatch.testing import relative_error, tolerance
 
-# Weights and biases of each layer, counted from the paper: 5 x 5 maps, 120, 84, classes.
-SHAPES = {1: 61_706, 3: 62_006}
+TEXTS = [f"{'abc'[n % 3]}\t{' '.join(['word', 'ward', 'wood', 'weed'][: n % 4 + 1])} {n}" for n in range(40)]
+SMALL: dict[str, list[dict[str, Any]]] = {
+    "lenet5": [{}],
+    "resnet18": [{"width": 4}, {"width": 4, "norm": "frozen"}],
+    "resnet50": [{"width": 4}],
+    "bert": [{"block_size": 16}, {"block_size": 16, "task": "mask"}],
+    "gpt": [{"block_size": 8}],
+    "clip": [{}],
+}
+CASES = [(name, options) for name, many in SMALL.items() for options in many]
 
 
-def rows(channels: int = 1, size: int = 32, classes: int = 10) -> Dataset:
-    return Dataset(
-        inputs=torch.zeros(4, channels, size, size),
-        targets=torch.zeros(4, dtype=torch.int64),
-        name="toy",
-        classes=tuple(map(str, range(classes))),
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("\n".join(TEXTS))
+    return str(tmp_path / "text.txt")
+
+
+def prepared(name: str, text: str, **options: Any) -> Training:
+    if name == "bert":
+        pytest.importorskip("transformers")
+    data = text if find_recipe(name).data == "python" else None
+    return find_recipe(name).prepare(data, **options)
+
+
+def moved(training: Training, rows: int, micro_batch: int | None, updates: int = 2) -> list[torch.Tensor]:
+    """How far each parameter goes, in double precision."""
+    model = copy.deepcopy(training.model).double()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step = Step(
+        model,
+        copy.deepcopy(training.loss),
+        torch.optim.SGD(model.parameters(), lr=0.01),
+        micro_batch=micro_batch,
+        order=training.order,
+        batch_norm=training.batch_norm,
     )
+    batch = training.first(rows)
+    leaves = batch.values() if isinstance(batch, dict) else batch
+    doubled = [leaf.double() if leaf.is_floating_point() else leaf for leaf in leaves]
+    for _ in range(updates):
+        step(dict(zip(batch, doubled, strict=True)) if isinstance(batch, dict) else tuple(doubled))
+    return [after.detach() - was for after, was in zip(model.parameters(), before, strict=True)]
 
 
-def build(data: Dataset, seed: int = 0) -> nn.Module:
-    return find_recipe("lenet5").build_model(data, torch.Generator().manual_seed(seed))
+def test_every_recipe_is_tried() -> None:
+    assert tuple(SMALL) == tuple(RECIPES)
+    with pytest.raises(PlanError, match=r"got 'lenet6'. Known: lenet5, resnet18"):
+        find_recipe("lenet6")
 
 
-@pytest.mark.parametrize("channels", SHAPES)
-def test_size(channels: int) -> None:
-    model = build(rows(channels))
-    assert sum(parameter.numel() for parameter in model.parameters()) == SHAPES[channels]
-    assert model(torch.zeros(5, channels, 32, 32)).shape == (5, 10)
-    assert build(rows(channels, classes=3))(torch.zeros(2, channels, 32, 32)).shape == (2, 3)
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_two_updates_are_the_same_in_any_cut(name: str, options: dict[str, Any], text: str) -> None:
+    training = prepared(name, text, **options)
+    whole = moved(training, 7, None)
+    # Two updates of a deep network: the second starts from the rounding of the first.
+    bound = 1000 * tolerance(torch.float64, 7)
+    for micro_batch in (1, 3):
+        assert relative_error(moved(training, 7, micro_batch), whole) <= bound
+    assert max(float(one.abs().max()) for one in whole) > 0
 
 
-def test_one_seed_gives_one_model() -> None:
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_one_seed_gives_one_training_and_draws_nothing_else(
+    name: str, options: dict[str, Any], text: str
+) -> None:
     before = torch.get_rng_state()
-    one, again, other = (torch.cat([p.flatten() for p in build(rows(), s).parameters()]) for s in (7, 7, 8))
-    assert (torch.equal(one, again), torch.equal(one, other)) == (True, False)
+    one, again, other = (prepared(name, text, seed=seed, **options) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)
+    weights = [torch.cat([p.flatten() for p in t.model.parameters()]) for t in (one, again, other)]
+    assert (torch.equal(weights[0], weights[1]), torch.equal(weights[0], weights[2])) == (True, False)
+    assert one.vocabulary == again.vocabulary
+    leaves = [list(t.train.values() if isinstance(t.train, dict) else t.train) for t in (one, again)]
+    assert all(map(torch.equal, *leaves))
 
 
-def test_the_forward_is_written_out() -> None:
-    """Against the same network from functions alone, its parameters taken in order."""
-    x = torch.randn(3, 1, 32, 32)
-    model = build(rows())
-    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = model.parameters()
-    expected = F.max_pool2d(F.conv2d(x, w1, b1).relu(), 2)
-    expected = F.max_pool2d(F.conv2d(expected, w2, b2).relu(), 2).reshape(3, 400)
-    expected = F.linear(F.linear(F.linear(expected, w3, b3).relu(), w4, b4).relu(), w5, b5)
-    assert torch.equal(model(x), expected)
+@pytest.mark.parametrize(("blocks", "bottleneck", "count"), [
+    ((2, 2, 2, 2), False, 11_689_512), ((3, 4, 6, 3), True, 25_557_032),
+])  # fmt: skip
+def test_resnets_have_the_parameters_of_the_paper(
+    blocks: tuple[int, ...], bottleneck: bool, count: int
+) -> None:
+    """For 1000 classes; torchvision's have as many."""
+    with torch.device("meta"):
+        model = ResNet(blocks, bottleneck, 3, 1000, small=False)
+        assert sum(parameter.numel() for parameter in model.parameters()) == count
+        images = torch.zeros(2, 3, 224, 224)
+        assert model.pool(model.first(images)).shape == (2, 64, 56, 56)
+        assert model(images).shape == (2, 1000)
 
 
-def test_the_start_is_uniform_within_one_over_the_root_of_the_inputs() -> None:
-    inputs = {"conv1": 25, "conv2": 150, "linear1": 400, "linear2": 120, "linear3": 84}
-    for name, parameter in build(rows()).named_parameters():
-        bound = inputs[name.partition(".")[0]] ** -0.5
-        values = parameter.detach() / bound
-        assert float(values.abs().max()) <= 1 + torch.finfo(torch.float32).eps, name
-        if parameter.numel() >= 100:
-            assert float(values.abs().max()) > 0.9, name
-            assert 0.25 < float(values.square().mean()) < 0.42, name  # 1/3 for uniform values
+@pytest.mark.parametrize("norm", NORMS)
+def test_norms_do_what_they_say(norm: str) -> None:
+    training = find_recipe("resnet18").prepare(norm=norm, width=4)
+    kinds = {type(module) for module in training.model.modules()} & {nn.BatchNorm2d, nn.GroupNorm}
+    assert kinds == {nn.GroupNorm if norm == "group" else nn.BatchNorm2d}
+    whole = moved(training, 6, None, updates=1)
+    if norm == "whole":
+        with pytest.raises(PlanError, match="BatchNorm"):
+            moved(training, 6, 3, updates=1)
+        return
+    is_same = relative_error(moved(training, 6, 3, updates=1), whole) <= 1000 * tolerance(torch.float64, 6)
+    assert is_same == (norm != "micro")
 
 
-def test_images_of_another_size_are_refused() -> None:
-    with pytest.raises(DataError, match=r"^toy: expected .*32.*got .*28"):
-        build(rows(size=28))
+def test_gpt_is_gpt2_and_sees_only_what_came_before() -> None:
+    with torch.device("meta"):
+        model = GPT2(50257, 1024, layers=12, heads=12, width=768)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    model = GPT2(10, 12, layers=2, heads=2, width=8).eval()
+    text = torch.arange(10)[None]
+    changed = text.clone()
+    changed[0, 6] = 0
+    same = (model(text) == model(changed)).all(1)[0]
+    assert same.tolist() == [True] * 6 + [False] * 4
 
 
-def test_it_learns_the_digits() -> None:
-    """Three passes with the options of the demo; chance is 10 %, a network that learns has over 90 %."""
-    split = load("digits")
-    recipe = find_recipe("lenet5")
-    model = build(split.train)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
-    step = Step(model, recipe.build_loss(0.1), optimizer, micro_batch=16)
-    for _ in range(3):
-        for index in torch.randperm(len(split.train)).split(32):
-            step((split.train.inputs[index], split.train.targets[index]))
-    with torch.no_grad():
-        right = model(split.test.inputs).argmax(1) == split.test.targets
-    assert int(right.sum()) > 0.85 * len(right)
+def test_masked_tokens_are_those_asked_for(text: str) -> None:
+    training = prepared("bert", text, task="mask", block_size=32)
+    plain = prepared("bert", text, block_size=32)
+    shown, targets, ids = (
+        training.train["input_ids"],
+        training.train["labels"],
+        plain.train["input_ids"],
+    )
+    chosen = targets != -100
+    assert torch.equal(targets[chosen], ids[chosen])
+    assert torch.equal(shown[~chosen], ids[~chosen])
+    assert not (chosen & (ids < 5)).any()  # neither padding nor the ends
+    share = float(chosen.sum() / (ids >= 5).sum())
+    assert 0.08 < share < 0.22
+    assert 0.6 < float((shown[chosen] == 4).float().mean()) < 0.95
+    assert PAD == "[PAD]"
+    assert torch.equal(plain.train["attention_mask"], (ids != 0).long())
+
+
+def test_two_towers_loss_is_that_of_the_whole_table() -> None:
+    left, right = torch.randn(2, 6, 4).double()
+    table = 3 * left @ right.T
+    expected = (F.cross_entropy(table, torch.arange(6)) + F.cross_entropy(table.T, torch.arange(6))) / 2
+    parts = [info_nce(left, right, torch.tensor(3.0), rows) for rows in torch.arange(6).split(4)]
+    assert [part.weight for part in parts] == [4, 2]
+    found = sum(part.sum for part in parts) / 6
+    assert relative_error(found, expected) <= tolerance(torch.float64, 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("lenet5", {"norm": "group"}, "Expected options of lenet5 (--label-smoothing), got --norm"),
+        ("resnet18", {"norm": "batch"}, "--norm to be one of ['group', 'whole', 'frozen', 'micro']"),
+        ("resnet18", {"width": 0}, "--width to be at least 1, got 0"),
+        ("resnet18", {"image_size": 64}, "leave it out"),
+        ("bert", {"size": "huge"}, "one of ['tiny', 'base'], got 'huge'"),
+        ("bert", {"task": "guess"}, "one of ['classify', 'mask'], got 'guess'"),
+        ("bert", {"block_size": 4}, "--block-size to be from 8 to 512"),
+        ("gpt", {"block_size": 0}, "a block size from 1 to"),
+        ("gpt", {"block_size": 1000}, "more than ten blocks of 1000 characters"),
+    ],
+)
+def test_options_are_checked(name: str, options: dict[str, Any], words: str, text: str) -> None:
+    with pytest.raises(AnybatchError) as error:
+        prepared(name, text, **options)
+    assert words in str(error.value)
+
+
+def test_without_transformers_the_error_says_what_to_install(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(DataError, match=r"pip install \"anybatch\[transformers\]\""):
+        find_recipe("bert").prepare(text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("resnet50", {}), ("bert", {"size": "base"}), ("bert", {"size": "base", "task": "mask"})],
+)
+def test_large_models_take_one_exact_step(name: str, options: dict[str, Any], text: str) -> None:
+    training = prepared(name, text, **options)
+    assert sum(parameter.numel() for parameter in training.model.parameters()) > 23_000_000
+    whole = moved(training, 4, None, updates=1)
+    assert relative_error(moved(training, 4, 2, updates=1), whole) <= 1000 * tolerance(torch.float64, 4)

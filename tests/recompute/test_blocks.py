@@ -47,7 +47,7 @@ def several(kind: str = "stack") -> nn.Module:
 
 STACKS = ("0.layers.0", "0.layers.1", "1.layers.0", "1.layers.1")
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
-    "lenet5": (lambda: LeNet5(1, 10, torch.Generator()), ()),
+    "lenet5": (lambda: LeNet5(1, 10), ()),
     "lstm": (lambda: nn.Sequential(nn.Embedding(4, 2), nn.LSTM(2, 2), nn.LSTM(2, 2)), ()),
     "leaves": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), ()),
     "parameterless": (lambda: nn.Sequential(*[nn.Sequential(nn.Tanh()) for _ in range(3)]), ()),

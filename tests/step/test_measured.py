@@ -136,6 +136,9 @@ def test_halves_stay_where_they_are_faster(is_faster: bool, monkeypatch: pytest.
     cuts = {step(batch).cut for _ in range(3)}
     assert cuts == ({(12, 12)} if is_faster else {(24,)})
     assert ("was faster" in str(step.foresee(batch))) is is_faster
+    resumed = make("auto", model=Timed())
+    resumed.planning.budget.load(json.loads(json.dumps(step.planning.budget.state())))  # pyright: ignore
+    assert {resumed(batch).cut} == cuts
 
 
 def test_a_run_that_goes_on_cuts_as_the_unbroken_one(made: list[Any]) -> None:
@@ -157,3 +160,70 @@ def test_beside_a_profiler_of_the_callers_nothing_is_read(made: list[Any]) -> No
     with torch.profiler.profile():
         assert step(batch_of()).updated
     assert made
+
+
+class Heavy(nn.Module):
+    """Many parameters beside few activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(512, 512) for _ in range(6)]
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 512), *layers, nn.Linear(512, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.mean(1))[:, 0]
+
+
+HEAVY = 4 * sum(parameter.numel() for parameter in Heavy().parameters())  # bytes of its weights
+
+
+def test_gradients_are_no_activations_of_the_micro_batch(made: list[Any]) -> None:
+    step, batch = make(4 * HEAVY + 5_000_000, model=Heavy()), batch_of(96, 1)
+    assert [step(batch).micro_batches for _ in range(3)][-1] <= 2
+    assert not made
+
+
+def test_what_the_update_takes_for_a_moment_is_within_the_budget() -> None:
+    model, memory, batch = Heavy(), 4 * HEAVY + 5_000_000, batch_of(96, 1)
+    step = Step(model, nn.MSELoss(), torch.optim.AdamW(model.parameters(), foreach=True), memory=memory)
+    for _ in range(3):
+        step(batch)
+    assert metered(step, lambda: step(batch), batch) <= memory
+
+
+class Narrow(nn.Module):
+    """Nothing of its input is kept for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean(1))[:, 0]
+
+
+def test_what_collate_makes_is_within_the_budget(made: list[Any]) -> None:
+    batch = batch_of(ROWS, 1000)
+    samples = [*zip(*batch, strict=True)]
+
+    def collate(few: Any) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in few]), torch.stack([y for _, y in few])
+
+    memory = 4_000_000
+    step = make(memory, model=Narrow(), collate=collate)
+    for _ in range(3):
+        step(samples)
+    own = sum(x.nbytes + y.nbytes for x, y in [batch])
+    assert 0.6 * memory < metered(step, lambda: step(samples), ()) - own <= memory
+    assert not made
+
+
+def test_gradients_that_are_there_count(made: list[Any]) -> None:
+    memory, batch = 5 * HEAVY + 3_000_000, batch_of(1024, 1)
+    model = Heavy()
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), momentum=0.9), memory=memory)
+    for _ in range(7):  # until all rows go at once
+        step(batch)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert metered(step, lambda: step(batch), batch) <= memory

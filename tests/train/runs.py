@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, StepLR
 
 from anybatch import Step, StepReport
 from anybatch.state import rng
-from anybatch.train.loggers import EpochReport, RunInfo, Watcher
+from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 from anybatch.train.metrics import accuracy
 from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same, snapshot
@@ -120,11 +120,11 @@ def assert_same_end(trainer: Trainer, reports: Sequence[EpochReport], end: End) 
     assert same(timeless(reports), expected), (reports, expected)
 
 
-class Diary:
-    """Writes down what a watcher is told; does something at a chosen event.
+class Diary(Callback):
+    """Writes down what a callback is told; does something at a chosen event.
 
     Args:
-        at: `("step", 3)` for the third update it is told of.
+        at: `("update", 3)` for the third update it is told of.
         then: called there.
     """
 
@@ -133,16 +133,16 @@ class Diary:
         self.told: list[RunInfo | StepReport | EpochReport] = []
         self.at, self.then = at, then
 
-    def start(self, info: RunInfo) -> None:
+    def start(self, trainer: Trainer, info: RunInfo) -> None:
         self._note("start", info)
 
-    def step(self, report: StepReport) -> None:
-        self._note("step", report)
+    def update(self, trainer: Trainer, report: StepReport) -> None:
+        self._note("update", report)
 
-    def epoch(self, report: EpochReport) -> None:
+    def epoch(self, trainer: Trainer, report: EpochReport) -> None:
         self._note("epoch", report)
 
-    def stop(self) -> None:
+    def stop(self, trainer: Trainer) -> None:
         self._note("stop")
 
     def _note(self, event: str, *told: Any) -> None:
@@ -161,6 +161,6 @@ def raising(error: BaseException) -> Callable[[], None]:
     return throw
 
 
-def stopped(at: tuple[str, int], error: BaseException) -> Watcher:
-    """A watcher that ends the run there."""
+def stopped(at: tuple[str, int], error: BaseException) -> Callback:
+    """A callback that ends the run there."""
     return Diary(at, raising(error))

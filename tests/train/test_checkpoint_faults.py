@@ -222,8 +222,8 @@ def test_a_link_stays_a_link_and_its_target_is_written_as_a_whole(
     assert not target.is_symlink()
     assert number_in(link) == number_in(target) == (1.0 if fault else 2.0)
     assert list(target.parent.iterdir()) == [target]
-    (tmp_path / "log.txt").touch()  # others may read a checkpoint as they may read any file
-    assert target.stat().st_mode == (tmp_path / "log.txt").stat().st_mode
+    (tmp_path / "other").touch()  # others may read a checkpoint as they may read any file
+    assert target.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 @pytest.mark.parametrize(

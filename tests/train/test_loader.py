@@ -1,5 +1,7 @@
-"""Rows: each one once per epoch, in an order that seed and epoch alone determine."""
+"""Rows, in memory or from a loader: each one once per epoch, in an order of seed and epoch alone."""
 
+import random
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -8,19 +10,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from anybatch import Step
-from anybatch.core.errors import BatchError
-from anybatch.train.loader import Rows
+from anybatch.core.errors import BatchError, CheckpointError
+from anybatch.train.loader import open_data
 
 
-def make_rows(data: Any, collate: Any = None) -> Rows:
+def make_rows(data: Any, collate: Any = None) -> Any:
     model = nn.Linear(1, 1)
-    return Rows(data, Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), collate=collate))
+    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), collate=collate)
+    return open_data(data, step)
 
 
-def epoch(rows: Rows, batch_size: int = 4, seed: int = 0, epoch: int = 0, start: int = 0) -> list[list[int]]:
+def epoch(
+    rows: Any, batch_size: int | None = 4, seed: int = 0, epoch: int = 0, start: int = 0
+) -> list[list[int]]:
     """The batches of an epoch, of rows that are their own numbers."""
     batches = rows.batches(batch_size=batch_size, seed=seed, epoch=epoch, start=start)
     return [batch.tolist() if isinstance(batch, Tensor) else batch for batch in batches]
@@ -84,15 +89,144 @@ def test_samples_come_uncollated_so_that_the_step_may_cut_first() -> None:
 @pytest.mark.parametrize(
     ("data", "collate", "message"),
     [
-        (DataLoader(TensorDataset(torch.zeros(4))), None, r"a DataLoader of batches\. Call the step on"),
         (TensorDataset(torch.zeros(4)), None, r"got a TensorDataset at the top.*`collate`"),
         (torch.zeros(4), torch.tensor, r"a list of samples.*got Tensor"),
         ([], torch.tensor, r"at least one sample, got \[\]"),
         (torch.zeros(0, 3), None, r"at least one row, got an empty batch"),
         ((torch.zeros(3), torch.zeros(4)), None, r"agree in their first axis"),
-        (iter([1, 2]), torch.tensor, r"a list of samples.*got list_iterator"),
+        (iter([1, 2]), torch.tensor, r"iterated anew in each epoch, got a list_iterator"),
     ],
 )
 def test_what_has_no_rows_is_refused(data: Any, collate: Any, message: str) -> None:
     with pytest.raises(BatchError, match=message):
         make_rows(data, collate)
+
+
+# ---- loaders
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Rows that are their own numbers, in batches of some sizes, in an order drawn while they are read."""
+
+    def __init__(self, sizes: tuple[int, ...] = (3, 1, 5, 2)) -> None:
+        self.sizes, self.epoch, self.left = sizes, 0, 10**9
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        start = 100 * self.epoch
+        for size in self.sizes[: self.left]:
+            rows = torch.arange(start, start + size)
+            yield rows[torch.randperm(size)] if random.random() < 0.7 else rows
+            start += size
+
+
+def loader(**options: Any) -> DataLoader[Any]:
+    return DataLoader(range(11), **{"batch_size": 3, "shuffle": True} | options)  # pyright: ignore
+
+
+LOADERS: dict[str, Any] = {
+    "its own generator": lambda: loader(generator=torch.Generator().manual_seed(8)),
+    "no generator": loader,
+    "with replacement": lambda: loader(
+        shuffle=False, sampler=torch.utils.data.RandomSampler(range(11), replacement=True, num_samples=11)
+    ),
+    "a worker": lambda: loader(num_workers=1),
+    "an iterable data set": Numbers,
+    "an iterable data set, loaded": lambda: DataLoader(Numbers(), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("size", [None, 1, 4, 100])
+@pytest.mark.parametrize("name", LOADERS)
+def test_an_epoch_of_a_loader_can_be_repeated_from_any_batch_and_draws_nothing_of_the_models(
+    name: str, size: int | None
+) -> None:
+    streams = torch.get_rng_state(), random.getstate()
+    rows = make_rows(LOADERS[name]())
+    epochs = [epoch(rows, size, seed=1, epoch=number) for number in (0, 1)]
+    assert epochs[0] != epochs[1] or size == 100
+    assert (min(chain(*epochs[1])) >= 100) == ("iterable" in name)  # it is told of the epoch
+    for batches in epochs:
+        assert len([*chain(*batches)]) == 11
+        if size is not None:
+            assert [len(batch) for batch in batches] == [size] * (11 // size) + [11 % size] * (11 % size > 0)
+    torch.manual_seed(7)  # another process
+    random.seed(7)
+    again = make_rows(LOADERS[name]())
+    for start in (1,) if name == "a worker" else range(len(epochs[1])):
+        assert epoch(again, size, seed=1, epoch=1, start=start) == epochs[1][start:]
+    assert epoch(again, size, seed=2, epoch=0) != epochs[0] or (size == 100 and "iter" in name)
+    held_out = [[int(one) for one in part] for part in rows.in_order(size)]
+    assert held_out == [[int(one) for one in part] for part in again.in_order(size)]
+    torch.set_rng_state(streams[0])
+    random.setstate(streams[1])
+    epoch(rows, size, seed=1)
+    assert torch.equal(torch.get_rng_state(), streams[0])
+    assert random.getstate() == streams[1]
+
+
+def test_rows_and_batches_are_counted_where_that_is_known() -> None:
+    def counts(data: Any, size: int | None) -> tuple[int | None, int | None]:
+        return (rows := make_rows(data)).count, rows.per_epoch(size)
+
+    assert counts(loader(), None) == (11, 4)
+    assert counts(loader(), 4) == (11, 3)
+    assert counts(loader(drop_last=True), 4) == (9, 3)
+    assert counts(DataLoader(Numbers(), batch_size=None), None) == (None, None)
+    assert counts(DataLoader(Numbers(), batch_size=None), 4) == (None, None)
+
+
+def test_samples_are_gathered_whether_they_come_one_by_one_or_in_lists() -> None:
+    samples = [{"x": number, "words": [number] * number} for number in range(7)]
+
+    class Samples(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(samples)
+
+    for data in (Samples(), DataLoader(Samples(), batch_size=2, collate_fn=list)):
+        rows = make_rows(data, collate=list)
+        batches = [*rows.batches(batch_size=3, seed=0, epoch=0)]
+        assert batches == [samples[:3], samples[3:6], samples[6:]]
+    rows = make_rows(DataLoader(Samples(), batch_size=2, collate_fn=tuple), collate=list)
+    with pytest.raises(BatchError, match=r"lists of samples from the loader.*got a tuple.*collate_fn=list"):
+        epoch(rows)
+
+
+def test_batches_of_mappings_are_joined_and_other_shapes_refused() -> None:
+    parts = [{"x": torch.ones(size, 2), "mask": None} for size in (2, 3)]
+    (batch,) = make_rows(Numbers((5,))).batches(batch_size=9, seed=0, epoch=0)
+    assert len(batch) == 5
+
+    class Parts:
+        def __iter__(self) -> Iterator[Any]:
+            return iter(parts)
+
+    (batch,) = make_rows(Parts()).batches(batch_size=9, seed=0, epoch=0)
+    assert (batch["x"].shape, batch["mask"]) == ((5, 2), None)
+    parts.append({"x": torch.ones(4, 3), "mask": None})
+    with pytest.raises(BatchError, match=r"rows can be put together.*whole batches \(batch_size=None\)"):
+        list(make_rows(Parts()).batches(batch_size=9, seed=0, epoch=0))
+
+
+def test_data_that_cannot_be_repeated_is_said_so() -> None:
+    numbers = Numbers()
+    rows = make_rows(numbers)
+    batches = rows.batches(batch_size=4, seed=0, epoch=0)
+    next(batches), next(batches)
+    digest = rows.digest()
+    assert [len(batch) for batch in rows.batches(batch_size=4, seed=0, epoch=0, start=2, digest=digest)] == [
+        3
+    ]
+    numbers.sizes = (4, 5, 2)  # as many rows, but in another order
+    with pytest.raises(
+        CheckpointError, match=r"Numbers to give epoch 1 as before, got other rows in batch 2"
+    ):
+        next(rows.batches(batch_size=4, seed=0, epoch=0, start=2, digest=digest))
+    numbers.left = 1
+    with pytest.raises(CheckpointError, match=r"got 1 batches where it had 2"):
+        next(rows.batches(batch_size=4, seed=0, epoch=0, start=2, digest=digest))
+    numbers.left = 0
+    with pytest.raises(BatchError, match=r"Expected a batch in epoch 2, got none from the Numbers"):
+        next(rows.batches(batch_size=4, seed=0, epoch=1))

@@ -1,4 +1,4 @@
-"""Watchers: who is told what, in which order; logs that other programs can read; the progress bar."""
+"""Callbacks: who is told what, in which order; logs that other programs can read; the progress bar."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import random
 import re
 import sys
 from dataclasses import asdict, replace
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +16,21 @@ import pytest
 import torch
 from rich.console import Console
 
+from anybatch import GradientFlow
 from anybatch.core.errors import PlanError
 from anybatch.core.report import StepReport
+from anybatch.engine import Observer
 from anybatch.train import checkpoint, progress
-from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog
-from anybatch.train.progress import ProgressBar, current_bytes, peak_bytes
-from anybatch.train.trainer import BEST, LAST
-from tests.train.runs import TRAIN, UPDATES, Diary, make_trainer, raising
+from anybatch.train.callbacks import EpochReport, RunInfo
+from anybatch.train.folder import BEST, LAST
+from anybatch.train.loggers import JsonLog
+from anybatch.train.progress import ProgressBar, peak_bytes
+from tests.train.runs import BATCH, TRAIN, UPDATES, Diary, make_step, make_trainer, raising
 
 COURSE = RunInfo(epochs=2, done_epochs=0, done_updates=0, total_updates=6, rows=14_000)
 VALUES: Any = {"validation": {"loss": math.inf, "accuracy": 0.5}, "seconds": 200.0, "learning_rate": 1e-4}
 NOWHERE = EpochReport(epoch=12, updates=6, loss=math.nan, samples_per_second=60_000.0, **VALUES)
+NOBODY = SimpleNamespace(stopped="")  # a trainer that nobody asked to stop
 TERMS: Any = {"terms": {"fit": -math.inf, "size": 2.0}, "weights": {"fit": 0.0, "size": 3.0}}
 STEP = StepReport(loss=math.nan, rows=3, micro_batches=2, grad_norm=math.nan, updated=False, **TERMS)
 
@@ -41,11 +46,11 @@ def strict(path: Path, *, whole: bool = False) -> list[dict[str, Any]]:
 # ---- who is told what
 
 
-def test_watchers_are_told_in_order_and_reports_name_what_they_count() -> None:
+def test_callbacks_are_told_in_order_and_reports_name_what_they_count() -> None:
     first, second = Diary(), Diary()
-    trainer = make_trainer(watchers=[first, second])
+    trainer = make_trainer(callbacks=[first, second])
     reports = trainer.fit(epochs=2)
-    assert first.events == ["start", *["step"] * UPDATES, "epoch", *["step"] * UPDATES, "epoch", "stop"]
+    assert first.events == ["start", *["update"] * UPDATES, "epoch", *["update"] * UPDATES, "epoch", "stop"]
     assert (second.events, second.told) == (first.events, first.told)
     assert first.told[0] == RunInfo(
         epochs=2, done_epochs=0, done_updates=0, total_updates=2 * UPDATES, rows=TRAIN
@@ -65,11 +70,11 @@ def test_watchers_are_told_in_order_and_reports_name_what_they_count() -> None:
     assert reports[-1].learning_rate == trainer.step.optimizers[0].param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("event", ["start", "step", "epoch", "stop"])
-def test_every_watcher_that_was_started_is_stopped_whatever_fails(event: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["start", "update", "epoch", "stop"])
+def test_every_callback_that_was_started_is_stopped_whatever_fails(event: str, tmp_path: Path) -> None:
     first, second, third = Diary(), Diary((event, 1), raising(OSError("disk full"))), Diary()
     with pytest.raises(OSError, match="disk full"):
-        make_trainer(tmp_path, watchers=[first, second, third]).fit(epochs=1)
+        make_trainer(tmp_path, callbacks=[first, second, third]).fit(epochs=1)
     stops = [diary.events.count("stop") for diary in (first, second, third)]
     assert stops == ([1, 0, 0] if event == "start" else [1, 1, 1])
     assert event == "start" or strict(tmp_path / "log.jsonl")[-1] == {"event": "stop"}
@@ -78,30 +83,63 @@ def test_every_watcher_that_was_started_is_stopped_whatever_fails(event: str, tm
 # ---- logs
 
 
-def test_text_is_for_people_and_json_for_programs_with_null_for_what_it_cannot_say(tmp_path: Path) -> None:
-    lost = replace(NOWHERE, dropped=1200, skipped=2)
-    for log in (TextLog(tmp_path / "log.txt"), JsonLog(tmp_path / "log.jsonl")):
-        log.start(COURSE)
-        for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
-            log.step(replace(STEP, **told))
-        log.epoch(lost)
-        log.stop()
-    assert (tmp_path / "log.txt").read_text().splitlines() == [
-        "start at update 0 of 6, 14,000 rows an epoch",
+def test_lines_are_json_with_null_for_what_it_cannot_say(tmp_path: Path) -> None:
+    lost, trainer = replace(NOWHERE, dropped=1200, skipped=2), make_trainer()
+    log = JsonLog(tmp_path / "log.jsonl")
+    log.start(trainer, COURSE)
+    for told in ({}, {"scale": 1024.0}, {"redone": 1, "dropped": 3}):
+        log.update(trainer, replace(STEP, **told))
+    log.epoch(trainer, lost)
+    log.stop(trainer)
+    assert str(lost) == (
         "epoch  12  loss nan  validation loss inf  validation accuracy 0.5000  lr 0.0001  60,000 samples/s  "
-        "3 min 20 s  1,200 rows left out  2 steps without update",
-        "stop",
-    ]
+        "3 min 20 s  1,200 rows left out  2 steps without update"
+    )
     start, plain, scaled, redone, epoch, stop = strict(tmp_path / "log.jsonl")
-    assert start == {"event": "start"} | asdict(COURSE)
+    assert start.items() >= {"event": "start", "format": 2, **asdict(COURSE)}.items()
     numbers = {"loss": None, "terms": {"fit": None, "size": 2.0}, "weights": {"fit": 0.0, "size": 3.0}}
     counts = {"rows": 3, "micro_batches": 2, "cut": [], "grad_norm": None, "updated": False}
+    counts |= {"learning_rate": None}
+    counts |= {"seconds": 0.0, "memory": plain["memory"]}
     assert plain == {"event": "step", "step": 1} | numbers | counts
     assert scaled == plain | {"step": 2, "scale": 1024.0}  # told only where it is out of the ordinary
     assert redone == plain | {"step": 3, "redone": 1, "dropped": 3}
     validation = {"loss": None, "accuracy": 0.5}
     assert epoch == {"event": "epoch"} | asdict(lost) | {"loss": None, "validation": validation}
     assert stop == {"event": "stop"}
+
+
+def test_the_log_says_what_runs_where_and_what_observers_saw(tmp_path: Path) -> None:
+    flow = GradientFlow(torch.nn.Linear(1, 1), every=2)
+    step = make_step(micro_batch=None, memory="1GB", observers=[flow, Observer()])
+    flow.model = step.model
+    trainer = make_trainer(tmp_path, step=step)
+    trainer.fit(epochs=1)
+    trainer.fit(epochs=2)
+    lines = strict(tmp_path / "log.jsonl")
+    start = lines[0]
+    assert start["command"] is None
+    assert datetime.fromisoformat(start["time"]).tzinfo is not None
+    assert start["machine"]["torch"] == torch.__version__
+    told = {"model": "Sequential", "loss": "CrossEntropyLoss", "optimizer": "SGD", "precision": "float32"}
+    told |= {"parameters": 54, "seed": 5, "batch_size": BATCH}
+    assert {name: start[name] for name in told} == told
+    steps = [line for line in lines if line["event"] == "step"]
+    assert [("observed" in line) for line in steps] == [True, False] * UPDATES
+    assert ["layers" in line["observed"]["flow"] for line in steps[::2]] == [
+        True,
+        False,
+        True,
+    ]  # started twice
+    assert steps[0]["observed"]["flow"]["layers"] == ["0", "1", "4"]
+    assert steps[0]["observed"]["flow"]["ratio"] == [float(f"{one:.4g}") for one in flow.history[0].ratio]
+    assert [line["learning_rate"] for line in steps[:3]] == [0.1, 0.1, pytest.approx(0.07)]
+    assert 0 < steps[0]["seconds"] < steps[-1]["seconds"] == pytest.approx(trainer.seconds)
+    assert steps[0]["memory"] > 2**20
+    plans = [line for line in lines if line["event"] == "plan"]
+    assert [line["step"] for line in plans] == [1, 4]
+    assert plans[0]["text"]
+    assert plans[0]["bytes"]["parameters"] >= 54 * 4
 
 
 class Killed(BaseException):
@@ -113,12 +151,12 @@ def numbers(path: Path, event: str = "step") -> list[int]:
 
 
 @pytest.mark.parametrize("save_every", [0, 1, 2])
-@pytest.mark.parametrize("event", [("step", 1), ("epoch", 1), ("step", 5), ("epoch", 2)])
+@pytest.mark.parametrize("event", [("update", 1), ("epoch", 1), ("update", 5), ("epoch", 2)])
 def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     tmp_path: Path, event: tuple[str, int], save_every: int
 ) -> None:
     """Whatever was written between the last checkpoint and the end of the process."""
-    dead = make_trainer(tmp_path, save_every=save_every, watchers=[Diary(event, raising(Killed()))])
+    dead = make_trainer(tmp_path, save_every=save_every, callbacks=[Diary(event, raising(Killed()))])
     with pytest.raises(Killed):
         dead.fit(epochs=3)
     with (tmp_path / "log.jsonl").open("a") as file:
@@ -131,9 +169,6 @@ def test_after_a_resume_the_log_has_each_update_and_each_epoch_once(
     reports = again.fit(epochs=3)
     assert numbers(tmp_path) == list(range(1, 3 * UPDATES + 1))
     assert numbers(tmp_path, "epoch") == [1, 2, 3]
-    text = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.startswith("epoch")]
-    assert [int(line.split()[1]) for line in text] == [1, 2, 3]
-    assert text[done:] == list(map(str, reports))
     lines = strict(tmp_path / "log.jsonl")
     told = [(one["loss"], one["validation"]) for one in lines if one["event"] == "epoch"]
     assert told[done:] == [(one.loss, one.validation) for one in reports]
@@ -176,7 +211,7 @@ def test_a_log_that_is_a_link_stays_one_and_foreign_lines_stay(tmp_path: Path) -
     (out / "log.jsonl").symlink_to(tmp_path / "elsewhere")
     foreign = 'no json\n[1]\n{"event": "step", "loss": 1.0}\n{"step": 7}\n{"event": [], "step": 7}\n'
     (tmp_path / "elsewhere").write_text(foreign + '{"event": "step", "step": 7}\n')
-    JsonLog(out / "log.jsonl").start(COURSE)
+    JsonLog(out / "log.jsonl").start(make_trainer(), COURSE)
     assert (out / "log.jsonl").is_symlink()
     *kept, start = (tmp_path / "elsewhere").read_text().splitlines(keepends=True)
     assert "".join(kept) == foreign
@@ -203,27 +238,27 @@ def written(console: Console) -> str:
 def test_terminal_shows_loss_throughput_and_memory_and_a_line_for_each_epoch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(progress, "current_bytes", lambda device: 3 * 2**20)
+    monkeypatch.setattr(progress, "peak_bytes", lambda device: 3 * 2**20)
     monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=iter(range(99)).__next__))
     console, done = make_console(), replace(NOWHERE, validation={"accuracy [top 5]": 0.75})
     bar = ProgressBar(CPU, console)
-    bar.start(replace(COURSE, done_epochs=1, done_updates=3))
-    bar.step(replace(STEP, loss=0.5, updated=True))
-    bar.step(STEP)  # has no loss to show
-    bar.epoch(replace(done, epoch=2))
-    bar.stop()
+    bar.start(NOBODY, replace(COURSE, done_epochs=1, done_updates=3))
+    bar.update(NOBODY, replace(STEP, loss=0.5, updated=True))
+    bar.update(NOBODY, STEP)  # has no loss to show
+    bar.epoch(NOBODY, replace(done, epoch=2))
+    bar.stop(NOBODY)
     shown = written(console)
-    assert re.search(r"5/6.*loss 0\.5000  [\d,]+ samples/s  3\.0 MiB", shown)
+    assert re.search(r"5/6.*loss 0\.5000  [\d,]+ samples/s  peak 3\.0 MiB", shown)
     assert str(replace(done, epoch=2)) in shown
     assert "epoch 2/2" in shown
 
 
-@pytest.mark.parametrize("event", [("start", 1), ("step", UPDATES + 2), ("epoch", 1), ("stop", 1)], ids=str)
+@pytest.mark.parametrize("event", [("start", 1), ("update", UPDATES + 2), ("epoch", 1), ("stop", 1)], ids=str)
 def test_bar_is_stopped_where_a_training_is_broken_off(event: tuple[str, int]) -> None:
     console = make_console()
     bar = ProgressBar(CPU, console)
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(watchers=[bar, Diary(event, raising(KeyboardInterrupt()))]).fit(epochs=2)
+        make_trainer(callbacks=[bar, Diary(event, raising(KeyboardInterrupt()))]).fit(epochs=2)
     assert written(console)
 
 
@@ -245,17 +280,7 @@ def test_bar_moves_no_random_state_not_even_by_the_first_import_of_rich(
 
 
 def test_bytes_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = current_bytes(CPU)
     held = torch.ones(2**25)  # 128 MiB, written to, so that they are really there
-    grown = current_bytes(CPU) - before
-    assert held.nbytes / 2 < grown < held.nbytes * 2
     assert peak_bytes(CPU) >= held.nbytes
-
-    def missing(*args: object, **options: object) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(progress, "open", missing, raising=False)
-    assert current_bytes(CPU) == peak_bytes(CPU)  # where no file tells the bytes in use
-    tells = SimpleNamespace(memory_allocated=lambda device: 5, max_memory_allocated=lambda device: 6)
-    monkeypatch.setattr(torch, "cuda", tells)
-    assert (current_bytes(torch.device("cuda")), peak_bytes(torch.device("cuda"))) == (5, 6)
+    monkeypatch.setattr(torch, "cuda", SimpleNamespace(max_memory_allocated=lambda device: 6))
+    assert peak_bytes(torch.device("cuda")) == 6

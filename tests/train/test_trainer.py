@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from anybatch import Fold, Step, Total, WholeBatch
+from anybatch import Callback, Fold, Step, Total, WholeBatch
 from anybatch.core.errors import AnybatchError, BatchError, CheckpointError, DataError, PlanError
 from anybatch.train import checkpoint
-from anybatch.train.trainer import BEST, LAST, Trainer
+from anybatch.train.folder import BEST, LAST
+from anybatch.train.trainer import Trainer
 from tests.snapshots import changes, same, same_as_before
 from tests.train.runs import (
     EPOCHS,
@@ -56,7 +57,7 @@ def test_resumed_run_is_identical(kind: str, precision: str, tmp_path: Path) -> 
     assert again.seconds == first.seconds > 0
     reports += again.fit(epochs=EPOCHS)
     assert_same_end(again, reports, end)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, LAST, "log.jsonl", "log.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [BEST, LAST, "log.jsonl"]
     other = make(micro_batch=2)  # another cut of the same rows
     other.resume(tmp_path)
     assert other.best == again.best
@@ -160,8 +161,13 @@ def test_best_by_a_term_of_the_users_own_is_known_after_the_first_forward(tmp_pa
         ({"save_every": -1}, PlanError, r"save_every.*at least 0, got -1"),
         ({"seed": 1.0}, PlanError, r"seed to be a whole number.*got 1\.0"),
         ({"config": {"out": Path("a")}}, PlanError, r"config to hold JSON values.*PosixPath"),
-        ({"train": DataLoader(TensorDataset(*make_rows(4)))}, BatchError, r"got a DataLoader of batches"),
-        ({"validation": DataLoader(TensorDataset(*make_rows(4)))}, BatchError, r"got a DataLoader"),
+        ({"batch_size": None}, PlanError, r"batch_size.*got None"),
+        ({"keep": -1}, PlanError, r"keep.*at least 0, got -1"),
+        ({"out": None, "keep": 1}, PlanError, r"a folder for checkpoints, got none with .*keep=1"),
+        ({"save_minutes": math.nan}, PlanError, r"save_minutes of at least 0, got nan"),
+        ({"callbacks": [Callback]}, PlanError, r"objects of a subclass of ab\.Callback, got Callback"),
+        ({"train": iter([1])}, BatchError, r"iterated anew in each epoch, got a list_iterator"),
+        ({"validation": TensorDataset(*make_rows(4))}, BatchError, r"got a TensorDataset"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_touched(
@@ -171,7 +177,7 @@ def test_bad_input_is_refused_before_anything_is_touched(
     file.write_text("mine")
     with same_as_before(step):
         with pytest.raises(error, match=message):
-            make_trainer(tmp_path / "out", step=step, **options)
+            make_trainer(**{"out": tmp_path / "out", "step": step} | options)
         for out in (file, file / "below", Path("/proc")):
             with pytest.raises(DataError, match=rf"a folder that can be written, got {out}.*Choose another"):
                 make_trainer(out, step=step)
@@ -307,7 +313,7 @@ def test_what_is_not_finite_is_counted_and_told(
     (report,) = make_trainer(tmp_path, step=step, train=spoiled(4), save_every=1).fit(epochs=1)
     assert (report.dropped, report.skipped, report.updates) == (dropped, skipped, UPDATES - skipped)
     assert all(map(math.isfinite, (report.loss, *report.validation.values())))
-    text = (tmp_path / "log.txt").read_text()
+    text = str(report)
     assert (" rows left out" in text, " steps without update" in text) == (bool(dropped), bool(skipped))
     steps = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     steps = [line for line in steps if line["event"] == "step"]
@@ -323,7 +329,7 @@ def test_counts_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
     (whole,) = make().fit(epochs=1)
     with pytest.raises(ZeroDivisionError):
-        make(tmp_path, watchers=[stopped(("step", UPDATES), ZeroDivisionError())]).fit(epochs=1)
+        make(tmp_path, callbacks=[stopped(("update", UPDATES), ZeroDivisionError())]).fit(epochs=1)
     again = make(tmp_path)
     again.resume(tmp_path)
     (found,) = again.fit(epochs=1)

@@ -52,7 +52,7 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
 
     A module that the model does not hold (the loss's, or the model itself) is named by its class.
     """
-    dotted = {module: name for name, module in model.named_modules()}
+    dotted = {module: private.plain_name(name) for name, module in model.named_modules()}
     told = [dotted.get(module) or type(module).__name__ for module in modules]
     return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
 

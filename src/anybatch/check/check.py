@@ -31,6 +31,7 @@ from anybatch.check.rows import find_padding, refilled, trimmed
 from anybatch.check.terms import TermTest
 from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
 from anybatch.engine import check_micro_batch
+from anybatch.parallel import unwrapped
 
 CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
 CHECK_S = 8.0  # and after this one all else
@@ -150,6 +151,7 @@ def check(
         True
     """
     start = time.perf_counter()
+    model = unwrapped(model, "auto")  # rank 0 may check while the others wait
     refuse_without_data(model, loss)
     if micro_batch is not None:
         check_micro_batch(micro_batch)

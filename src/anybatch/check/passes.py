@@ -283,6 +283,7 @@ class Bench:
                     batch_norm=self.batch_norm,
                     listeners=[measure],
                     observers=[_Finished(self.draws)],
+                    strategy="local",
                 )
                 report = carry_out(step.plan(batch.rows), step.task(), watched)
             except Exception as error:  # the user's code may raise anything

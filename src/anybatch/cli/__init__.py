@@ -1,4 +1,4 @@
-"""The command line: train, eval, plan and check."""
+"""The command line: train, eval, plan, check and report."""
 
 from anybatch.cli import main
 

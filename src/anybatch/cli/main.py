@@ -1,4 +1,4 @@
-"""The command line: `anybatch train`, `eval`, `check` and `plan`."""
+"""The command line: `anybatch train`, `eval`, `export`, `check`, `plan` and `report`."""
 
 import argparse
 import json
@@ -13,16 +13,29 @@ from typing import Any
 from anybatch.batchnorm import BATCH_NORM_CHOICES
 from anybatch.check import check, refuse_without_data
 from anybatch.cli import plan as plan_action
+from anybatch.cli import report as report_action
 from anybatch.cli import target
 from anybatch.cli import train as actions
 from anybatch.core import AnybatchError
 from anybatch.memory import CARDS
+from anybatch.parallel import is_launched, rank, record
 from anybatch.precision import NAMED, NON_FINITE_POLICIES
-from anybatch.recipes import recipe_names
+from anybatch.recipes import RECIPES
 from anybatch.train import learning_rate, to_json
 
 _TARGET = "package.module:function that returns (model, loss, batch), or a recipe"
+_ROWS = "package.module:function that returns (model, loss, training rows, validation rows)"
+_RECIPE_OPTIONS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "norm": (str, "resnet: group (GroupNorm), whole (BatchNorm, no split), frozen, or micro (inexact)"),
+    "width": (int, "resnet: channels of the first stage"),
+    "image_size": (int, "resnet, clip: pixels that images in folders are brought to"),
+    "task": (str, "bert: classify (lines are label<TAB>text) or mask (masked language model)"),
+    "size": (str, "bert, gpt: tiny or base"),
+    "block_size": (int, "bert, gpt: the most tokens or characters of a row"),
+    "label_smoothing": (float, "lenet5, resnet: how far targets are smoothed, from 0 to 1"),
+}
 _DEVICE = "cpu, cuda, cuda:1 or auto"
+_JSON = "print one JSON object and nothing else on standard output"
 _PRECISION = "dtypes to store and compute in; the true ones store weights short, with float32 behind them"
 
 
@@ -37,10 +50,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if getattr(options, "resume", None):
             options = _resumed(options.resume, arguments)
+        if getattr(options, "ranks", 1) > 1 and not is_launched():
+            actions.start_ranks(options, sys.argv[1:] if arguments is None else arguments)
+            return 0  # rank 0 has printed the result
         # What the caller's own code prints is no result.
         with redirect_stdout(sys.stderr) if options.json else nullcontext():
             result, text = options.run(options)
     except AnybatchError as error:
+        if is_launched():
+            record(error)  # which is told once, and not by each rank
+            return 1
         return _refuse(options, str(error))
     except Exception as error:
         if options.command not in ("check", "plan"):
@@ -51,8 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"
         return _refuse(options, f"could not {options.command}: {message}")
     except KeyboardInterrupt as stop:
-        _refuse(options, f"interrupted. {stop}".rstrip(". "))
+        if not is_launched():
+            _refuse(options, f"interrupted. {stop}".rstrip(". "))
         return 130
+    if rank():
+        return 0
     print(to_json(result) if options.json else text)
     return 0 if result.get("exact", True) else 1
 
@@ -78,7 +100,7 @@ def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """`anybatch check`: compare cuts with the whole batch."""
     actions.check_rows(options)
-    found = target.find(options.target, options.data)
+    found = target.find(options.target, options.data, actions.recipe_options(options))
     refuse_without_data(found.model, found.loss)  # it could not be moved either
     if options.device != "auto" or ":" not in options.target:  # a function's own choice stands
         found = found.to(actions.find_device(options.device))
@@ -89,7 +111,7 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         collate=found.collate,
         micro_batch=options.micro_batch,
         rows=options.rows,
-        batch_norm=options.batch_norm,
+        batch_norm=options.batch_norm or found.batch_norm,
     )
     return json.loads(report.to_json()), str(report)
 
@@ -103,37 +125,64 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     commands = parser.add_subparsers(dest="command", required=True)
     together = "rows that go through the model together; if not given,"
     within = f"{together} what is fastest within --memory, or all of a batch without it"
-    train = _command(commands, "train", "train a recipe on real data", actions.train, micro_batch=within)
-    named = f"one of: {', '.join(recipe_names())}; needed unless --resume finds it"
+    purpose = "train a recipe, or a model of your own"
+    train = _command(commands, "train", purpose, actions.train, micro_batch=within)
+    named = f"one of: {', '.join(RECIPES)}, or {_ROWS}; needed unless --resume finds it"
     train.add_argument("recipe", nargs="?", help=named)
     add = train.add_argument
     add("--batch-size", type=int, default=128, help="rows of one update, at least 1")
     add("--memory", help='budget: "12GB", "2GiB", "80%%" or auto; the fastest plan within it is chosen')
+    add(
+        "--ranks", type=int, default=1, help="processes that share out each batch on this machine, at least 1"
+    )
     add("--epochs", type=int, default=10, help="passes over the training rows in all, at least 1")
-    add("--lr", type=float, default=0.01, help="learning rate, above 0")
+    named = "if not given, the recipe's own, or adamw"
+    add("--optimizer", choices=tuple(actions.OPTIMIZERS), help=named)
+    add("--lr", type=float, help="learning rate, above 0; if not given, the recipe's own, or 0.001")
     add("--momentum", type=float, default=0.9, help="momentum of SGD, from 0 to below 1")
-    add("--label-smoothing", type=float, default=0.0, help="how far targets are smoothed, from 0 to 1")
     add("--clip-norm", type=float, default=math.inf, help="largest norm of the whole batch's gradient")
     add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
     non_finite = "what to do with rows that give NaN or infinity"
+    compiled = "compile the model with torch.compile, which takes a C++ compiler"
+    add("--compile", action=argparse.BooleanOptionalAction, default=False, help=compiled)
     add("--non-finite", choices=NON_FINITE_POLICIES, default="raise", help=non_finite)
     add("--lr-scale", choices=learning_rate.RULES, help="scale --lr from --base-batch-size to --batch-size")
     add("--base-batch-size", type=int, default=128, help="the batch size that --lr was found for")
     add("--warm-up", type=int, default=0, help="updates over which the learning rate rises, 0 for none")
     add("--validation", type=float, default=0.0, help="fraction of training rows held out, from 0 to below 1")
+    add("--patience", type=int, help="stop after so many epochs without a better validation accuracy")
+    add("--ema", type=float, help="average the weights with this decay, from 0 to below 1, such as 0.99")
+    add("--keep", type=int, default=0, help="numbered checkpoints to keep besides the last and the best")
+    add("--save-minutes", type=float, default=0.0, help="also save after so many minutes, 0 for never")
     add("--seed", type=int, default=0, help="determines initial weights and the order of rows")
     add("--out", help="folder for checkpoints and logs, by default runs/RECIPE; no run overwrites another")
     add("--resume", metavar="FOLDER", help="go on with the run in this folder, with the options it had")
+    add("--servers", type=int, help="parameter servers, at least 1; if not given, train in this process")
+    add("--workers", type=int, help="workers of parameter servers; if not given, 2")
+    add("--cluster", metavar="ADDRESS", help="a Ray cluster for them; if not given, on this machine")
     add("--quiet", action="store_true", help="no progress bar and no line per epoch")
+    _add_recipe_options(train)
     train.set_defaults(**(settings or {}))
     purpose = "evaluate a checkpoint on held-out rows"
-    evaluate = _command(commands, "eval", purpose, actions.evaluate, micro_batch=f"{together} all of them")
+    evaluate = _command(commands, "eval", purpose, actions.evaluate, micro_batch=f"{together} a batch")
     evaluate.add_argument("checkpoint", help="a checkpoint, or the folder of a run")
+    purpose = "write the weights of a checkpoint alone, as a plain state dict"
+    exported: argparse.ArgumentParser = commands.add_parser("export", help=purpose)
+    exported.set_defaults(run=actions.export)
+    add = exported.add_argument
+    add(
+        "checkpoint",
+        help="a checkpoint, or the folder of a run: the best one, or the last where there is none",
+    )
+    add("--out", required=True, help="file to write: .safetensors, or .pt or .pth for torch.load")
+    add("--ema", action="store_true", help="the averaged weights of a run with --ema")
+    add("--json", action="store_true", help="print one JSON object and nothing else on standard output")
     purpose = "prove that split equals whole, or find what prevents it"
     tried = "a size of micro-batches to be tried besides those that are tried anyway"
     checked = _command(commands, "check", purpose, _check, micro_batch=tried)
     add = checked.add_argument
     add("target", help=_TARGET)
+    _add_recipe_options(checked)
     add("--rows", type=int, help="rows to check on, at least 2; a few that differ if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     purpose = "the fastest plan within a budget, before anything runs"
@@ -143,15 +192,29 @@ def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParse
     planned = _command(commands, "plan", purpose, plan_action.plan, micro_batch=within, device=there)
     add = planned.add_argument
     add("target", help=_TARGET)
+    _add_recipe_options(planned)
     add("--batch-size", type=int, help="rows of one update; those of the target's batch if not given")
     add("--memory", default="auto", help='budget: "12GB", "2GiB", "80%%", auto, or none')
     optimizers = tuple(plan_action.OPTIMIZERS)
-    add("--optimizer", choices=optimizers, default="adamw", help="where the target has none")
+    add("--optimizer", choices=optimizers, help="where the target has none: the recipe's own, or adamw")
     add("--recompute", help="all, selective, offload, or a pattern of module names; chosen if not given")
     add("--batch-norm", choices=BATCH_NORM_CHOICES, help="what a step does with BatchNorm")
     add("--precision", choices=tuple(NAMED), default="float32", help=_PRECISION)
     add("--plot", metavar="FILE", help="draw memory over the step: .png, .svg, .pdf or .html")
+    reported = commands.add_parser("report", help="write the page of a run: one file of HTML with its charts")
+    reported.set_defaults(run=report_action.report)
+    add = reported.add_argument
+    add("folder", metavar="RUN", help="the folder of a run")
+    add("--out", metavar="FILE", help="the page; report.html in the folder of the run if not given")
+    add("--json", action="store_true", help=_JSON)
     return parser
+
+
+def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
+    for name, (kind, purpose) in _RECIPE_OPTIONS.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, help=f"{purpose}; default: the recipe's"
+        )
 
 
 def _version() -> str:
@@ -176,8 +239,9 @@ def _command(
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("--data", default="digits", help="digits, or a folder with MNIST (IDX) or CIFAR-10 (binary) files")
+    kinds = "digits, a folder (MNIST, CIFAR-10, images by class), python, or a text; default: the recipe's"
+    add("--data", help=kinds)
     add("--micro-batch", type=int, help=micro_batch)
     add("--device", default="auto", help=device)
-    add("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+    add("--json", action="store_true", help=_JSON)
     return parser

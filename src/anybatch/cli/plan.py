@@ -9,11 +9,12 @@ import torch
 from anybatch.cli import target
 from anybatch.cli import train as actions
 from anybatch.observe import figure, memory
+from anybatch.recipes import find_recipe
 from anybatch.recompute import POLICIES
 from anybatch.step import foresee
 
 #: For `anybatch plan`, where the target brings none.
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -21,8 +22,11 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     actions.check_rows(options)
     if options.plot:
         figure.checked(options.plot)  # planning may take a while, and would be for nothing
-    found = target.find(options.target, options.data)
-    optimizer = found.optimizer or OPTIMIZERS[options.optimizer](found.model.parameters(), lr=1e-3)
+    found = target.find(options.target, options.data, actions.recipe_options(options))
+    recipe = None if ":" in options.target else find_recipe(options.target)
+    name = options.optimizer or ("adamw" if recipe is None else recipe.optimizer)
+    more = {"momentum": 0.9} if recipe is not None and name == "sgd" else {}  # as `anybatch train` makes it
+    optimizer = found.optimizer or OPTIMIZERS[name](found.model.parameters(), lr=1e-3, **more)
     report = foresee.plan(
         found.model,
         found.loss,
@@ -33,13 +37,13 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         device=None if options.device == "auto" else options.device,
         micro_batch=options.micro_batch,
         recompute=_blocks(options.recompute),
-        batch_norm=options.batch_norm,
+        batch_norm=options.batch_norm or found.batch_norm,
         collate=found.collate,
         precision=options.precision,
     )
     message = str(report)
     if found.optimizer is None:
-        message += f"\nnote: the optimizer was taken to be {options.optimizer}; name another with --optimizer"
+        message += f"\nnote: the optimizer was taken to be {name}; name another with --optimizer"
     if options.plot:
         message += f"\npicture      {memory.plot(report.ledger, options.plot, budget=report.budget)}"
     return json.loads(report.to_json()), message

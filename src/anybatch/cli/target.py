@@ -1,9 +1,9 @@
-"""The target of `anybatch check` and `anybatch plan`: a function of your own, or a recipe."""
+"""The target of a command: a function of your own, or a recipe."""
 
 import importlib
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, PlanError, tree
-from anybatch.data import load
-from anybatch.recipes import find_recipe, recipe_names
+from anybatch.recipes import RECIPES, Training, find_recipe
 
 FIRST_ROWS = 64  # of a recipe's data; the check chooses from them
 
 HINT = (
-    "Name a function as in package.module:function that returns (model, loss, batch), after which a collate "
-    "and an optimizer may follow, or a recipe"
+    "Name a function as in package.module:function that returns (model, loss, batch), after which validation "
+    "rows, a collate and an optimizer may follow, or a recipe"
 )
 
 
@@ -33,6 +33,7 @@ class Target:
     batch: Any
     collate: Collate | None = None
     optimizer: Optimizer | None = None  # what `anybatch plan` plans for; None for one of its own choice
+    batch_norm: BatchNormChoice | None = None  # of a recipe
 
     def to(self, device: torch.device) -> "Target":
         """The same on a device; samples stay where they are, to be moved by their `collate`."""
@@ -43,35 +44,69 @@ class Target:
         return replace(self, model=self.model.to(device), loss=loss, batch=batch)
 
 
-def find(name: str, data_name: str) -> Target:
-    """Read a target."""
+def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = None) -> Target:
+    """Read a target of `anybatch check` and `anybatch plan`.
+
+    Args:
+        name: `package.module:function`, or a recipe.
+        data_name: the data of a recipe. None for its own.
+        asked: options of a recipe.
+    """
+    if ":" not in name and name not in RECIPES:
+        raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(RECIPES)}.")
+    is_own = ":" in name
+    found = find_training(name, None if is_own else data_name, 0, asked or {})
+    return Target(
+        model=found.model,
+        loss=found.loss,
+        batch=found.train if is_own else found.first(FIRST_ROWS),
+        collate=found.collate,
+        optimizer=found.optimizer,
+        batch_norm=found.batch_norm,
+    )
+
+
+def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[str, Any]) -> Training:
+    """Read a recipe, or what a function of the user's own returns, whose batch is all training rows.
+
+    Args:
+        name: `package.module:function`, or a recipe.
+        data_name: the data of a recipe. None for its own.
+        seed: determines a recipe's initial weights.
+        asked: options of a recipe; a function has none.
+    """
     if ":" not in name:
-        return _from_recipe(name, data_name)
+        return find_recipe(name).prepare(data_name, seed=seed, **asked)
+    if given := [*(["data"] if data_name is not None else []), *asked]:
+        raise PlanError(
+            f"Expected no options of recipes with {name}, got {', '.join(given)}. Leave them out: the "
+            "function makes model and rows itself."
+        )
     with _importable_from_here():
         returned = _function(name)()
-    given: list[Any] = list(cast("list[Any]", returned)) if isinstance(returned, tuple | list) else []
-    parts = [part for part in given if not isinstance(part, Optimizer)]
-    optimizers = [part for part in given if isinstance(part, Optimizer)]
-    if len(optimizers) > 1 or len(parts) not in (3, 4) or not isinstance(parts[0], nn.Module):
-        kinds = [type(part).__name__ for part in given] or type(returned).__name__
+    parts: list[Any] = list(cast("list[Any]", returned)) if isinstance(returned, tuple | list) else []
+    optimizers = [part for part in parts if isinstance(part, Optimizer)]
+    # A batch may be a mapping of a class that can be called; a collate is nothing else.
+    collates = [part for part in parts[3:] if callable(part) and not isinstance(part, Mapping)]
+    rest = [part for part in parts if not any(part is one for one in (*optimizers, *collates))]
+    if (
+        max(len(optimizers), len(collates)) > 1
+        or len(rest) not in (3, 4)
+        or not isinstance(rest[0], nn.Module)
+    ):
+        kinds = [type(part).__name__ for part in parts] or type(returned).__name__
         raise PlanError(
-            f"Expected {name} to return (model, loss, batch) and perhaps a collate, got {kinds}. {HINT}."
+            f"Expected {name} to return (model, loss, batch) and perhaps validation rows and a collate, got "
+            f"{kinds}. {HINT}."
         )
-    model, loss, batch = parts[:3]
-    collate = parts[3] if len(parts) == 4 else None
-    optimizer = optimizers[0] if optimizers else None
-    return Target(model=model, loss=loss, batch=batch, collate=collate, optimizer=optimizer)
-
-
-def _from_recipe(name: str, data_name: str) -> Target:
-    if name not in recipe_names():
-        raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(recipe_names())}.")
-    recipe = find_recipe(name)
-    train = load(data_name).train
-    return Target(
-        model=recipe.build_model(train, torch.Generator().manual_seed(0)),
-        loss=recipe.build_loss(0.0),
-        batch=(train.inputs[:FIRST_ROWS], train.targets[:FIRST_ROWS]),
+    return Training(
+        model=rest[0],
+        loss=rest[1],
+        train=rest[2],
+        test=rest[3] if len(rest) == 4 else None,
+        name=name,
+        collate=collates[0] if collates else None,
+        optimizer=optimizers[0] if optimizers else None,
     )
 
 

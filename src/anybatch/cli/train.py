@@ -1,25 +1,49 @@
-"""`anybatch train` and `anybatch eval`: from options to a result, as numbers and as text."""
+"""`anybatch train`, `eval` and `export`: from options to a result, as numbers and as text."""
 
 import argparse
 import json
 import math
 import os
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from anybatch.core import CheckpointError, DataError, PlanError, format_bytes, format_count, format_seconds
-from anybatch.data import Split, hold_out, load
-from anybatch.recipes import Recipe, find_recipe, recipe_names
+from anybatch.batchnorm import find_batch_norms
+from anybatch.cli.target import find_training
+from anybatch.core import (
+    AnybatchError,
+    CheckpointError,
+    DataError,
+    PlanError,
+    RankError,
+    Total,
+    format_bytes,
+    format_count,
+    format_seconds,
+)
+from anybatch.core import torch_private as private
+from anybatch.losses import ModelLoss
+from anybatch.memory import find_device as meter_device
+from anybatch.memory import parse_memory
+from anybatch.observe import GradientFlow
+from anybatch.parallel import ParameterServer, is_launched, launch, rank, start_under_torchrun
+from anybatch.recipes import RECIPES, Training, find_recipe
 from anybatch.step import Step
 from anybatch.train import (
     BEST,
+    EMA,
     LAST,
+    Callback,
+    EarlyStopping,
     Trainer,
     accuracy,
     checkpoint,
     learning_rate,
+    load_newest,
     peak_bytes,
     to_json,
     write_whole,
@@ -30,53 +54,121 @@ _NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
 _MAY_CHANGE = (
     "epochs",
     "data",
+    "compile",
     "micro_batch",
     "memory",
     "device",
+    "keep",
+    "save_minutes",
+    "ranks",
+    "servers",
+    "workers",
+    "cluster",
 )  # the trainer looks at the rows themselves
 
 
+#: Of `anybatch train`.
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+
+
 def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch train`: train a recipe; the result as numbers and as text."""
+    """`anybatch train`: train a recipe or a target; the result as numbers and as text."""
     _check(options)
-    recipe = find_recipe(options.recipe)
-    split = load(options.data)
+    start_under_torchrun()
+    torch.manual_seed(options.seed)  # before a function of the user's own makes its model
+    training = _found(options)
     device = find_device(options.device)
-    trainer, out = _prepare(options, recipe, split, device)
-    _write_settings(options, out / SETTINGS)
+    trainer, out = _prepare(options, training, device)
+    if not rank():
+        _write_settings(options, out / SETTINGS)
     before_updates, before_seconds = trainer.updates, trainer.seconds
+    strategy = trainer.step.strategy
     try:
-        trainer.fit(epochs=options.epochs)
+        with strategy if isinstance(strategy, ParameterServer) else nullcontext():
+            trainer.fit(epochs=options.epochs)
+    except AnybatchError:
+        if not (trainer.updates or rank()):
+            _remove_files(out)
+        raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(
             f"stopped after {trainer.updates} updates; go on with: anybatch train --resume {out}"
         ) from None
-    test = trainer.evaluate((split.test.inputs, split.test.targets))
+    test = {} if training.test is None else trainer.evaluate(training.test)
     seconds = trainer.seconds - before_seconds
-    updates_per_epoch = -(-trainer.train.count // options.batch_size)
-    rows = (trainer.updates - before_updates) * trainer.train.count / updates_per_epoch
+    rows_per_update = (trainer.train.count or 0) / (trainer.train.per_epoch(options.batch_size) or 1)
+    rows = (trainer.updates - before_updates) * rows_per_update
     result = {
-        "accuracy": test["accuracy"],
-        "loss": test["loss"],
+        **{name: test[name] for name in ("accuracy", "loss") if name in test},
         "updates": trainer.updates,
         "seconds": seconds,
         "samples_per_second": rows / seconds if seconds else 0.0,
         "peak_bytes": peak_bytes(device),
         "checkpoint": str(out / LAST),
-        "log": str(out / "log.txt"),
+        "log": str(out / "log.jsonl"),
     }
     return result, _summary(result, out, trainer)
+
+
+def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """`anybatch train --ranks N`: the same command as N ranks of this machine.
+
+    Raises:
+        RankError: a rank failed; the text is its error, and how to go on.
+    """
+    _check(options)
+    out = _folder(options)
+    try:
+        launch(options.ranks, ["anybatch", *arguments, "--out", str(out)])
+    except (RankError, KeyboardInterrupt) as error:
+        how = f"Go on with: anybatch train --resume {out}" if (out / LAST).is_file() else ""
+        raise type(error)(f"{error} {how}".strip()) from None
+
+
+def recipe_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of recipes that were given."""
+    names = dict.fromkeys(option for recipe in RECIPES.values() for option in recipe.options)
+    given = {name: getattr(options, name) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _found(options: argparse.Namespace) -> Training:
+    """The training that is asked for; what was left open in the options is filled in."""
+    training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
+    chosen = ("optimizer", "lr", "lr_scale")
+    if training.optimizer is not None:
+        if given := [name for name in chosen if getattr(options, name) is not None]:
+            raise PlanError(
+                f"Expected no options for the optimizer of {training.name}, which makes its own, got "
+                f"{', '.join(given)}. Leave them out."
+            )
+        return training
+    own = None if ":" in options.recipe else find_recipe(options.recipe)
+    options.data = options.data if own is None or options.data is not None else own.data
+    options.optimizer = options.optimizer or ("adamw" if own is None else own.optimizer)
+    options.lr = options.lr or (1e-3 if own is None else own.lr)
+    return training
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options out of range, before anything is read or written."""
     check_rows(options)
+    _check_range(options, "ranks", "at least 1", options.ranks >= 1)
+    _check_range(options, "ranks", "1 with --servers", options.servers is None or options.ranks == 1)
+    _servers(options)
     _check_range(options, "epochs", "at least 1", options.epochs >= 1)
-    _check_range(options, "lr", "above 0", 0 < options.lr < math.inf)
+    _check_range(options, "lr", "above 0", options.lr is None or 0 < options.lr < math.inf)
     _check_range(options, "momentum", "from 0 to below 1", 0 <= options.momentum < 1)
-    _check_range(options, "label-smoothing", "from 0 to 1", 0 <= options.label_smoothing <= 1)
+    smoothing = options.label_smoothing
+    _check_range(options, "label-smoothing", "from 0 to 1", smoothing is None or 0 <= smoothing <= 1)
     _check_range(options, "warm-up", "at least 0", options.warm_up >= 0)
     _check_range(options, "validation", "from 0 to below 1", 0 <= options.validation < 1)
+    _check_range(options, "patience", "at least 1", options.patience is None or options.patience >= 1)
+    has_rows = options.patience is None or options.validation > 0
+    _check_range(options, "patience", "given with --validation above 0", has_rows)
+    _check_range(options, "ema", "from 0 to below 1", options.ema is None or 0 <= options.ema < 1)
+    _check_range(options, "keep", "at least 0", options.keep >= 0)
+    _check_range(options, "save-minutes", "at least 0", 0 <= options.save_minutes < math.inf)
     _check_range(options, "seed", "from 0 to 2**63 - 1", 0 <= options.seed < 2**63)
     if options.resume and not Path(options.resume, LAST).is_file():
         raise CheckpointError(
@@ -88,7 +180,9 @@ def _check(options: argparse.Namespace) -> None:
             "recipe and all options that it was started with."
         )
     if options.recipe is None:
-        raise PlanError(f"Expected a recipe, got none. Name one of: {', '.join(recipe_names())}.")
+        raise PlanError(
+            f"Expected a recipe, got none. Name one of: {', '.join(RECIPES)}, or package.module:function."
+        )
 
 
 def read_settings(folder: str) -> dict[str, Any]:
@@ -125,11 +219,20 @@ def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
         )
 
 
+def _remove_files(folder: Path) -> None:
+    """A run that could not begin leaves no folder behind."""
+    for name in (SETTINGS, "log.jsonl"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # what else is in there is not ours
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
 def _write_settings(options: argparse.Namespace, path: Path) -> None:
     kept = {name: value for name, value in vars(options).items() if name not in _NOT_KEPT}
     if options.clip_norm == math.inf:
         kept["clip_norm"] = "inf"  # JSON has no number for it
-    if options.data != "digits":
+    if options.data not in (None, *[recipe.data for recipe in RECIPES.values()]):
         kept["data"] = os.path.abspath(options.data)  # a run may go on from another folder
     try:
         write_whole(path, lambda file: file.write_text(to_json(kept) + "\n", encoding="utf-8"))
@@ -154,21 +257,15 @@ def _check_range(options: argparse.Namespace, name: str, range_: str, holds: boo
         )
 
 
-def _prepare(
-    options: argparse.Namespace, recipe: Recipe, split: Split, device: torch.device
-) -> tuple[Trainer, Path]:
-    """Build model, step and trainer as the options say, and go on with an earlier run if they say so."""
-    lr = options.lr
-    if options.lr_scale:
-        lr = learning_rate.scale(
-            lr, batch_size=options.batch_size, base_batch_size=options.base_batch_size, rule=options.lr_scale
-        )
-    torch.manual_seed(options.seed)
-    model = recipe.build_model(split.train, torch.Generator().manual_seed(options.seed)).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
+def _prepare(options: argparse.Namespace, training: Training, device: torch.device) -> tuple[Trainer, Path]:
+    """Build step and trainer as the options say, and go on with an earlier run if they say so."""
+    model = training.model.to(device)
+    optimizer = training.optimizer or _make_optimizer(options, model)
+    lr = float(optimizer.param_groups[0]["lr"])
+    servers = _servers(options)
     step = Step(
-        model,
-        recipe.build_loss(options.label_smoothing).to(device),
+        _compiled(model, training) if options.compile else model,
+        _on(device, training.loss),
         optimizer,
         micro_batch=options.micro_batch,
         memory=options.memory,
@@ -176,48 +273,150 @@ def _prepare(
         precision=options.precision,
         non_finite=options.non_finite,
         scheduler=[learning_rate.warm_up(optimizer, updates=options.warm_up)] if options.warm_up else [],
+        collate=training.collate,
+        order=training.order,
+        batch_norm=training.batch_norm,
+        # Workers do not show their gradients.
+        observers=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
+        strategy=servers or "auto",
     )
-    train, validation = split.train, None
+    # A function's own validation rows are for nothing else; a recipe's are kept for the end.
+    train, validation = training.train, training.test if ":" in options.recipe else None
     if options.validation:
-        train, held_out = hold_out(split.train, options.validation, options.seed)
-        validation = (held_out.inputs, held_out.targets)
-    if options.memory and not options.resume:
-        # Planned here, and remembered: a budget in which nothing fits is refused before there is a folder.
-        first = slice(options.batch_size)
-        step.foresee((train.inputs[first].to(device), train.targets[first].to(device)))
-    kept = ("recipe", "momentum", "label_smoothing", "clip_norm", "warm_up", "validation")
-    out = Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{recipe.name}"))
+        train, validation = training.hold_out(options.validation, options.seed)
+    callbacks: list[Callback] = [] if options.ema is None else [EMA(options.ema)]
+    by, larger = ("accuracy", True) if training.scores else ("loss", False)
+    if options.patience is not None:
+        callbacks.append(EarlyStopping(by, patience=options.patience, larger_is_better=larger))
+    out = _folder(options)
     trainer = Trainer(
         step,
-        (train.inputs, train.targets),
+        train,
         validation,
         batch_size=options.batch_size,
         seed=options.seed,
-        metrics={"accuracy": accuracy},
-        best_by="accuracy",
-        larger_is_better=True,
+        metrics=_metrics(training),
+        best_by=by,
+        larger_is_better=larger,
         out=out,
-        config={"lr": lr, "data": train.name} | {name: getattr(options, name) for name in kept},
+        config={"lr": lr, "data": training.name} | _config(options, training),
         progress=not options.quiet,
+        save_minutes=options.save_minutes,
+        keep=options.keep,
+        callbacks=callbacks,
     )
     if options.resume:
         trainer.resume(out)
     return trainer, out
 
 
+def _servers(options: argparse.Namespace) -> ParameterServer | None:
+    """The parameter servers that are asked for; None for one process."""
+    if options.servers is None:
+        given = [name for name in ("workers", "cluster") if getattr(options, name) is not None]
+        if given:
+            raise PlanError(f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well.")
+        return None
+    workers = 2 if options.workers is None else options.workers
+    return ParameterServer(options.servers, workers, cluster=options.cluster)
+
+
+def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
+    """Compiled for one number of rows; for any where rows meet, so that none can be filled up."""
+    if not private.has_cpp_compiler() and next(model.parameters()).is_cpu:
+        raise PlanError(
+            "Expected a C++ compiler for --compile, got none that torch finds (CXX is "
+            f"{os.environ.get('CXX', '')!r}). Install one (g++), name it in CXX, or leave --compile out."
+        )
+    if isinstance(training.loss, ModelLoss):
+        raise PlanError(
+            f"Expected a loss beside the model for --compile, got {training.name} with a model that computes "
+            "its own, which is read from its operations. Leave --compile out."
+        )
+    meet = training.batch_norm != "frozen" and find_batch_norms(model.modules())
+    return cast("torch.nn.Module", torch.compile(model, dynamic=True if meet else None))
+
+
+def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) -> bool:
+    """Whether a budget leaves room for a copy of the weights beside gradients and optimizer."""
+    if memory is None:
+        return True
+    weights = sum(one.nbytes for one in model.parameters() if not is_lazy(one))
+    return 6 * weights <= parse_memory(memory, meter_device(device))  # AdamW has four; and some room
+
+
+def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
+    lr = options.lr
+    if not [*model.parameters()]:
+        raise PlanError(
+            f"Expected a model with parameters, got {type(model).__name__} with none. Return the model to "
+            "train."
+        )
+    if options.lr_scale:
+        lr = learning_rate.scale(
+            lr, batch_size=options.batch_size, base_batch_size=options.base_batch_size, rule=options.lr_scale
+        )
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=lr, momentum=options.momentum)
+    return OPTIMIZERS[options.optimizer](model.parameters(), lr=lr)
+
+
+def _on(device: torch.device, loss: Any) -> Any:
+    return loss.to(device) if isinstance(loss, torch.nn.Module) else loss
+
+
+def _metrics(training: Training) -> dict[str, Callable[[Any, Any], Total]]:
+    scores = training.scores
+    return {"accuracy": lambda outputs, targets: accuracy(scores(outputs), targets)} if scores else {}
+
+
+def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
+    """What a checkpoint keeps of the options; those that earlier runs did not have only where they matter."""
+    kept = ("recipe", "momentum", "clip_norm", "warm_up", "validation", "patience", "ema")
+    config = {name: getattr(options, name) for name in kept}
+    if ":" not in options.recipe:
+        config |= {**find_recipe(options.recipe).options, **recipe_options(options)}
+    if options.optimizer != "sgd":
+        config["optimizer"] = options.optimizer
+    return config | ({"vocabulary": training.vocabulary} if training.vocabulary else {})
+
+
 def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
-    best = ""
+    best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
-        best = f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
+        best += f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
     return (
         f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
         f"{format_count(result['samples_per_second'])} samples/s, peak memory "
         f"{format_bytes(result['peak_bytes'])}\n"
         f"checkpoint  {result['checkpoint']}\n{best}"
-        f"logs        {out / 'log.txt'}, {out / 'log.jsonl'}\n"
-        f"test loss {result['loss']:.4f}\n"
-        f"test accuracy {result['accuracy']:.4f}"
+        f"log         {result['log']}  (anybatch report {out} makes a page of it)" + _figures(result)
     )
+
+
+def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """`anybatch export`: the weights of a checkpoint alone."""
+    path = Path(options.checkpoint)
+    found = checkpoint.load(path / BEST) if (path / BEST).is_file() else load_newest(path)
+    state = found.model
+    if options.ema:
+        averages = [kept["average"] for name, kept in found.progress.get("callbacks", ()) if name == "EMA"]
+        if not averages or not averages[0]:
+            raise CheckpointError(
+                f"{found.path}: expected averaged weights, got a checkpoint with {len(averages)} averages. "
+                "Train with --ema, or leave --ema out."
+            )
+        tied = {id(state[name]): value for name, value in averages[0].items()}  # one tensor under two names
+        state = {name: tied.get(id(value), value) for name, value in state.items()}
+    checkpoint.export(state, options.out)
+    tensors = sum(isinstance(value, torch.Tensor) for value in state.values())
+    text = f"checkpoint  {found.path}\nweights     {options.out}  ({tensors} tensors)"
+    return {"weights": options.out, "tensors": tensors, "checkpoint": str(found.path)}, text
+
+
+def _figures(result: dict[str, Any]) -> str:
+    """The loss and the accuracy on the rows held out, a line each, where there are any."""
+    return "".join(f"\ntest {name} {result[name]:.4f}" for name in ("loss", "accuracy") if name in result)
 
 
 def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -233,38 +432,54 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
             f"{path}: expected a checkpoint of a recipe, got one without a recipe's name. Load it from "
             "Python instead."
         )
-    recipe = find_recipe(config["recipe"])
-    split = load(options.data)
+    name, seed = config["recipe"], found.progress["run"]["seed"]
+    asked = {} if ":" in name else {one: config[one] for one in find_recipe(name).options if one in config}
+    data = read_settings(str(path.parent)).get("data") if options.data is None else options.data
+    training = find_training(name, data, seed, asked)
+    if training.vocabulary != config.get("vocabulary", ""):
+        raise CheckpointError(
+            f"{path}: expected the text that the model was trained on, got {training.name} with another "
+            f"vocabulary. Name that text, which was {config.get('data')}, with --data."
+        )
     device = find_device(options.device)
-    model = recipe.build_model(split.test, torch.Generator().manual_seed(0)).to(device)
+    model = training.model.to(device)
     checkpoint.restore(found, model=model)
     step = Step(
         model,
-        recipe.build_loss(config["label_smoothing"]).to(device),
+        _on(device, training.loss),
         torch.optim.SGD(model.parameters(), lr=1.0),
         micro_batch=options.micro_batch,
+        collate=training.collate,
     )
-    rows = (split.test.inputs, split.test.targets)
-    trainer = Trainer(step, rows, batch_size=len(split.test), metrics={"accuracy": accuracy})
+    rows = training.train if training.test is None else training.test
+    # A whole-batch loss depends on the rows of a batch, so they are as many as in training.
+    trainer = Trainer(step, rows, batch_size=found.progress["run"]["batch_size"], metrics=_metrics(training))
     values = trainer.evaluate(rows)
-    loss, right = values["loss"], values["accuracy"]
-    text = f"checkpoint  {path}\ntest loss {loss:.4f}\ntest accuracy {right:.4f}"
-    return {"accuracy": right, "loss": loss, "rows": len(split.test), "checkpoint": str(path)}, text
+    told = {name: values[name] for name in ("accuracy", "loss") if name in values}
+    result = {**told, "rows": trainer.train.count, "checkpoint": str(path)}
+    return result, f"checkpoint  {path}{_figures(result)}"
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    name = (options.recipe or "").replace(":", ".")
+    return Path(options.resume) if options.resume else _free_folder(Path(options.out or f"runs/{name}"))
 
 
 def _free_folder(wanted: Path) -> Path:
     """The folder wanted, or the next one that holds no earlier run: no run ever overwrites another."""
     folder, number = wanted, 1
-    while any((folder / name).exists() for name in (LAST, SETTINGS, "log.txt")):
+    while any((folder / name).exists() for name in (LAST, SETTINGS, "log.jsonl")):
         number += 1
         folder = wanted.with_name(f"{wanted.name}-{number}")
     return folder
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is any."""
+    """The device of a name; "auto" is CUDA where there is any. Each rank has a CUDA device of its own."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and is_launched():
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
         torch.ones(1, device=device).item()  # a device without memory, such as meta, has no value to give

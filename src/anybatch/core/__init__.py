@@ -6,6 +6,7 @@ from anybatch.core.batch import (
     Collate,
     Cut,
     Micro,
+    NoRows,
     OpenBatch,
     Padding,
     SampleBatch,
@@ -25,9 +26,11 @@ from anybatch.core.errors import (
     OptimizerError,
     OutOfMemoryError,
     PlanError,
+    RankError,
     ReadOnlyError,
     TraceError,
     WindowError,
+    check_whole,
 )
 from anybatch.core.finite import Look, NonFinite, all_finite
 from anybatch.core.oom import free_caches, ran_out_of_memory, released
@@ -56,6 +59,7 @@ __all__ = [
     "Micro",
     "MicroBatchDone",
     "MicroBatchRedone",
+    "NoRows",
     "NonFinite",
     "NonFiniteLossError",
     "Number",
@@ -64,6 +68,7 @@ __all__ = [
     "OutOfMemoryError",
     "Padding",
     "PlanError",
+    "RankError",
     "ReadOnlyError",
     "SampleBatch",
     "StepReport",
@@ -73,6 +78,7 @@ __all__ = [
     "TrimmedBatch",
     "WindowError",
     "all_finite",
+    "check_whole",
     "counted",
     "cut_sizes",
     "format_bytes",

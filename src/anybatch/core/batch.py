@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -122,7 +123,8 @@ class Batch:
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
-        return (rows for rows, _ in self.micro_batches(Cut.even(self.rows, micro_batch).parts))
+        # A generator of this would hold each micro-batch until the next one is made.
+        return map(itemgetter(0), self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield the rows of each part, with their indices."""
@@ -203,8 +205,7 @@ class TensorBatch(Batch):
         if not _are_adjacent(parts):
             for index in parts:
                 places = torch.tensor(index)
-                leaves = [leaf.index_select(0, places.to(leaf.device)) for leaf in every]
-                yield Micro(build(iter(leaves)), index)
+                yield Micro(build(leaf.index_select(0, places.to(leaf.device)) for leaf in every), index)
             return
         start, stop, sizes = parts[0][0], parts[-1][-1] + 1, [*map(len, parts)]
         # One call per leaf makes all its views; cutting view by view costs Python time in every micro-batch.
@@ -315,6 +316,16 @@ class SampleBatch(Batch):
         """The same samples, whose tensors are copied once they are collated."""
         collate = self.collate
         return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)), self.order)
+
+
+class NoRows(Batch):
+    """The batch of a rank that has no rows in this step, where other ranks have some."""
+
+    __slots__ = ()
+
+    rows = 0
+    given: Any = None
+    whole: Any = None
 
 
 class OpenBatch(Batch):

@@ -10,13 +10,14 @@
     │   └── BlockError           a block of the model does not run again as it did
     ├── OptimizerError    optimizers, schedulers and parameters do not belong together
     ├── OutOfMemoryError  not even one row fits, or the update does not
+    ├── RankError         another rank failed, ended or did not answer
     ├── WindowError       a window used out of order: left open, closed empty, used after its end
     ├── ReadOnlyError     an attribute was assigned that is only to be read
     ├── DataError         a data file is missing, truncated, corrupt or of another format
     └── CheckpointError   a checkpoint is missing, truncated, corrupt or of another model
 
-All but three are also `ValueError`: `OutOfMemoryError` is a `MemoryError`, `WindowError` a `RuntimeError`,
-`ReadOnlyError` an `AttributeError`. When one of them is raised from a step, the model, its buffers, the
+All but four are also `ValueError`: `OutOfMemoryError` is a `MemoryError`, `RankError` and `WindowError` are
+a `RuntimeError`, `ReadOnlyError` an `AttributeError`. When a step raises one, the model, its buffers, the
 optimizer and the random state are as they were before it, unless the error says that an update was torn.
 """
 
@@ -97,6 +98,10 @@ class OutOfMemoryError(AnybatchError, MemoryError):
         return message if self.ledger is None else f"{message}\n{self.ledger}"
 
 
+class RankError(AnybatchError, RuntimeError):
+    """Another rank failed, ended or did not answer. No update was made here; all is as before the step."""
+
+
 class WindowError(AnybatchError, RuntimeError):
     """A window was used out of order: left open, closed empty, or used after its end."""
 
@@ -111,3 +116,11 @@ class DataError(AnybatchError, ValueError):
 
 class CheckpointError(AnybatchError, ValueError):
     """A checkpoint is missing, truncated, corrupt or of another model."""
+
+
+def check_whole(name: str, value: object, *, least: int) -> None:
+    """Refuse what is no whole number of at least so much (PlanError)."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(
+            f"Expected {name} to be a whole number of at least {least}, got {value!r}. Pass an int."
+        )

@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from types import CodeType
@@ -132,10 +133,11 @@ def is_profiling() -> bool:
 
     Using torch's profiler while one of the caller's warms up ends the process in torch 2.13.
     """
-    return _has_caller_profiler() or _is_enabled()
+    return has_caller_profiler() or _is_enabled()
 
 
-def _has_caller_profiler() -> bool:
+def has_caller_profiler() -> bool:
+    """Whether the caller has opened a profiler. Where torch does not tell: False."""
     table = getattr(getattr(_PROFILER, "KinetoStepTracker", None), "_step_dict", {})
     return getattr(_PROFILER, "_is_profiler_enabled", False) or "ProfilerStep" in table
 
@@ -161,7 +163,7 @@ def start_memory_events() -> Callable[[], list[int] | None]:
 
     def stop() -> list[int] | None:
         log.value = level
-        if _has_caller_profiler() or not _is_enabled():
+        if has_caller_profiler() or not _is_enabled():
             return None
         events = _autograd._disable_profiler().events()
         timed = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
@@ -190,6 +192,17 @@ _COMPILER = "torch._dynamo"
 def is_compiler_loaded() -> bool:
     """Whether torch has loaded its compiler, which happens at its first use. Where renamed: False."""
     return _COMPILER in sys.modules
+
+
+def has_cpp_compiler() -> bool:
+    """Whether torch finds a C++ compiler, which its own needs on a CPU. Where it does not tell: True."""
+    try:
+        import_module("torch._inductor.cpp_builder").get_cpp_compiler()
+    except (ImportError, AttributeError):
+        return True
+    except Exception:
+        return False
+    return True
 
 
 not_compiled: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
@@ -363,6 +376,22 @@ def compiled_from(module: nn.Module) -> nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
+def is_static(module: nn.Module) -> bool:
+    """Whether it is compiled, and not for any sizes (`dynamic=True`). Where torch does not tell: it is."""
+    if compiled_from(module) is not None:
+        held = [getattr(module, "dynamo_ctx", None)]
+    elif (call := compiled_call_of(module)) is not None:
+        held = [cell.cell_contents for cell in getattr(call, "__closure__", None) or ()]
+    else:
+        return False
+    return not any(getattr(one, "_dynamic", None) for one in held)
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or buffer as if no module around it were compiled. No substitute."""
+    return name.replace("_orig_mod.", "")
+
+
 def global_optimizer_hooks() -> list[Callable[..., Any]]:
     """Hooks on the steps of all optimizers. Where missing: none."""
     names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
@@ -372,3 +401,8 @@ def global_optimizer_hooks() -> list[Callable[..., Any]]:
 def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
     """Hooks on the step of one optimizer. Where missing: none."""
     return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
+
+
+def communication_hooks(model: nn.Module) -> list[str]:
+    """Names of the communication hooks registered with a DistributedDataParallel. Where missing: none."""
+    return [getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", [])]

@@ -82,20 +82,31 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
         >>> [len(part) for part in hold_out(rows, 0.2, seed=0)]
         [8, 2]
     """
-    count = round(len(rows) * fraction)
-    if not 0 < count < len(rows):
-        raise DataError(
-            f"{rows.name}: expected a fraction that leaves rows on both sides, got {fraction}; "
-            "use 0.1 to hold out a tenth"
-        )
-    generator = torch.Generator().manual_seed(rng.derive_seed(seed, "hold out"))
-    order = torch.randperm(len(rows), generator=generator)
-    held_out, stay = order[:count].sort().values, order[count:].sort().values
+    stay, held_out = hold_out_rows(len(rows), fraction, seed, name=rows.name)
     validation = replace(rows, inputs=rows.inputs[held_out], targets=rows.targets[held_out])
     return (
         replace(rows, inputs=rows.inputs[stay], targets=rows.targets[stay]),
         replace(validation, name=f"{rows.name}, validation"),
     )
+
+
+def hold_out_rows(rows: int, fraction: float, seed: int, *, name: str) -> tuple[Tensor, Tensor]:
+    """Which rows stay and which are held out, as `hold_out` takes them: int64 each, in order.
+
+    Example:
+        >>> stay, held_out = hold_out_rows(10, 0.2, seed=0, name="toy")
+        >>> len(stay), len(held_out)
+        (8, 2)
+    """
+    count = round(rows * fraction)
+    if not 0 < count < rows:
+        raise DataError(
+            f"{name}: expected a fraction that leaves rows on both sides, got {fraction}; "
+            "use 0.1 to hold out a tenth"
+        )
+    generator = torch.Generator().manual_seed(rng.derive_seed(seed, "hold out"))
+    order = torch.randperm(rows, generator=generator)
+    return order[count:].sort().values, order[:count].sort().values
 
 
 def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:

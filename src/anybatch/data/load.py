@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from anybatch.core import DataError
-from anybatch.data import cifar10, mnist
+from anybatch.data import cifar10, images, mnist
 from anybatch.data.dataset import Split
 from anybatch.data.digits import read_digits
 
@@ -25,14 +25,17 @@ FORMATS = (
 )
 
 
-def load(source: str | os.PathLike[str]) -> Split:
+def load(source: str | os.PathLike[str], image_size: int | None = None) -> Split:
     """Read a data set by its name, or whatever a folder holds.
 
     Args:
-        source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not) or CIFAR-10 in binary form.
+        source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not), CIFAR-10 in binary form, or
+            images in one folder for each class.
+        image_size: pixels that images in folders are brought to. None to take them as they are.
 
     Raises:
-        DataError: no such name or folder, none or both of the formats in it, or a damaged file.
+        DataError: no such name or folder, none or several of the formats in it, a damaged file, or an image
+            size for a data set that has its own.
 
     Example:
         >>> split = load("digits")
@@ -40,6 +43,7 @@ def load(source: str | os.PathLike[str]) -> Split:
         (1352, 445, (1, 32, 32))
     """
     if source == "digits":
+        _refuse_size(source, image_size)
         return read_digits()
     folder = Path(source)
     try:
@@ -54,12 +58,22 @@ def load(source: str | os.PathLike[str]) -> Split:
         for format in FORMATS
         if any(Path(name).match(pattern) for name in names for pattern in format.patterns)
     ]
+    if not found and images.has_images(folder):
+        return images.read_images(folder, image_size)
+    _refuse_size(source, image_size)
     if len(found) != 1:
         kinds = " and ".join(format.name for format in found) or f"{len(names)} other files"
         raise DataError(f"{folder}: expected files of one data set, got {kinds}; {_looked_for()}")
     return found[0].read(folder)
 
 
+def _refuse_size(source: object, image_size: int | None) -> None:
+    if image_size is not None:
+        raise DataError(
+            f"{source}: expected folders of images with an image size, got {image_size}; leave it out"
+        )
+
+
 def _looked_for() -> str:
     kinds = [f"{format.name} ({format.patterns[0]} ...)" for format in FORMATS]
-    return f"name a folder with {' or '.join(kinds)}"
+    return f"name a folder with {' or '.join([*kinds, 'images (a folder for each class)'])}"

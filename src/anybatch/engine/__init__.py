@@ -1,6 +1,6 @@
 """The step itself: plan, task, gradients, execution and update."""
 
-from anybatch.engine.accumulate import Accumulator, Redone
+from anybatch.engine.accumulate import Accumulator, Redone, tally
 from anybatch.engine.execute import (
     NotUndoneError,
     Restart,
@@ -17,12 +17,13 @@ from anybatch.engine.execute import (
     too_large,
     update,
 )
-from anybatch.engine.gradients import Apart, Gradients, accumulation_dtype
+from anybatch.engine.gradients import Apart, Gradients, Sums, accumulation_dtype
 from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan, check_micro_batch
 from anybatch.engine.schedule import Schedule
-from anybatch.engine.strategy import Single, Strategy
+from anybatch.engine.strategy import Agreed, Single, Strategy
 from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, gather
+from anybatch.engine.undivided import undivided
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
@@ -33,6 +34,7 @@ from anybatch.engine.update import (
 
 __all__ = [
     "Accumulator",
+    "Agreed",
     "Apart",
     "Gradients",
     "NotUndoneError",
@@ -46,6 +48,7 @@ __all__ = [
     "Signature",
     "Single",
     "Strategy",
+    "Sums",
     "Task",
     "TornUpdateError",
     "accumulate",
@@ -67,6 +70,8 @@ __all__ = [
     "report_of",
     "snapshot",
     "step_optimizers",
+    "tally",
     "too_large",
+    "undivided",
     "update",
 ]

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from anybatch.core import (
 from anybatch.engine.division import UNDECIDED, Division, to_host
 from anybatch.engine.gradients import Apart, InPlace, Sums, accumulation_dtype
 from anybatch.engine.plan import Plan
+from anybatch.engine.strategy import Agreed
 from anybatch.engine.task import Task
-from anybatch.losses import Evaluated, Loss
+from anybatch.losses import Evaluated, Loss, PaddedModel, WholeBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,12 @@ class Accumulator:
         last_tries: frozenset[int] = frozenset(),
     ) -> None:
         self.plan, self.task, self.batch = plan, task, batch
-        # Uncut, a loss is torch's own to the bit. In a window nobody knows whether it is.
-        is_part = plan.is_cut or window is not None or bool(task.add_rows)
+        self.model: Any = task.model  # that losses call
+        if plan.pad_to:
+            shares = isinstance(task.loss, WholeBatch)
+            self.model = PaddedModel(task.model, plan.pad_to, shares_numbers=shares)
+        # Uncut, a loss is torch's own to the bit. In a window nobody knows; on a rank it is not.
+        is_part = plan.is_cut or window is not None or bool(task.add_rows) or task.strategy.is_many
         self.loss = task.loss if is_part else task.uncut_loss
         self.is_in_window = window is not None or isinstance(batch, OpenBatch)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
@@ -79,6 +84,8 @@ class Accumulator:
         self.share: Callable[[Sequence[int]], Loss] = (
             partial(_same, self.loss) if window is None else partial(_shifted, window)
         )
+        self._is_shown = task.is_shown and any(one.wants_micro and one.is_due for one in task.observers)
+        self._is_apart = self._is_shown or bool(task.add_rows)
         self._computing = task.computing(plan)
         self._reader = task.reader
         self._window = window
@@ -94,9 +101,12 @@ class Accumulator:
         self.is_updated = self._has_flowed = False
         self._division = UNDECIDED
         self._micro: Micro | None = None
-        self._values: Mapping[str, float] = {}
+        self._values: dict[str, float] = {}
+        self.agreed: Agreed | None = None  # what all ranks together have
         self.gradients: InPlace | Apart | None = None
         self._beside: list[Tensor] = []  # stands for the sums of a window that is planned
+        for observer in task.observers:
+            observer.begin(self.count)
 
     @property
     def offset(self) -> int:
@@ -116,6 +126,8 @@ class Accumulator:
         if self.gradients is not None:
             self.gradients.begin()
         if self._reader is not None:
+            if self.plan.pad_to:
+                micro = micro._replace(indices=range(self.plan.pad_to))  # which took the memory
             self._reader.begin(micro, 0 if self.gradients is None else _nbytes(self.gradients, self.plan))
 
     def restart(self, batch: Batch) -> bool:
@@ -136,10 +148,10 @@ class Accumulator:
         """Forward: the model and the loss on the rows of a micro-batch."""
         loss = self.share(micro.indices)
         if self._computing is None:
-            terms = loss.evaluate(self.task.model, micro.rows)
+            terms = loss.evaluate(self.model, micro.rows)
         else:
             with self._computing():
-                terms = loss.evaluate(self.task.model, micro.rows)
+                terms = loss.evaluate(self.model, micro.rows)
         if self._division is UNDECIDED:
             self._open(terms, len(micro.indices))
         known = self._division.coefficients
@@ -182,6 +194,7 @@ class Accumulator:
         if weights is not None:
             self._weights.append(_all_kept(weights))
         self.rows.append(len(self._micro.indices) if self._micro is not None else 0)
+        self._micro = None
         if self._reader is not None:
             self._reader.done()
 
@@ -208,8 +221,8 @@ class Accumulator:
         """After the first forward: what divides which term, and when; how gradients are accumulated."""
         division = UNDECIDED if self._window is None else self._window._division
         if division is UNDECIDED:
-            # Where micro-batches may be left out nobody knows the weight of the rest before the end.
-            is_window = self._window is not None or bool(self.task.add_rows)
+            # Where micro-batches may be left out, or others come, nobody knows the weight before the end.
+            is_window = self._window is not None or bool(self.task.add_rows) or self.task.strategy.is_many
             is_late = is_window or (self.plan.non_finite == "drop" and self.plan.is_cut)
             division = Division.decide(self.loss, OpenBatch() if is_late else self.batch, terms, rows)
         for name, one in terms.sums.items():
@@ -225,7 +238,7 @@ class Accumulator:
         is_wide = self.task.is_wide
         if chosen is not None:
             is_wide = all(accumulation_dtype(p.dtype, chosen) == p.dtype for p in parameters)
-        is_looked_into = self.is_guarded or plan.compensated or self.task.is_apart
+        is_looked_into = self.is_guarded or plan.compensated or self._is_apart
         if is_looked_into or len(banks) > 1 or not is_wide:
             return self._apart(banks)
         return InPlace(parameters, banks[0])
@@ -237,8 +250,8 @@ class Accumulator:
             names=names,
             compensated=self.plan.compensated,
             is_looked_at=self.is_guarded,
-            is_whole=self.is_in_window or self.task.is_apart or self.plan.non_finite == "drop",
-            tell=self._tell if self.task.is_shown else None,
+            is_whole=self.is_in_window or self._is_apart or self.plan.non_finite == "drop",
+            tell=self._tell if self._is_shown else None,
         )
 
     def _tell(self, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
@@ -250,7 +263,7 @@ class Accumulator:
         if self._micro is not None:
             micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
             for observer in self.task.observers:
-                if observer.wants_micro:
+                if observer.wants_micro and observer.is_due:
                     observer.micro(micro, shown, self.task.scale.value)
 
     @property
@@ -305,41 +318,40 @@ class Accumulator:
         return self.gradients
 
     def weights(self) -> dict[str, float]:
-        """The weight of each term over all micro-batches; promised and added-up weights must agree."""
+        """The weight of each term over all micro-batches; promised and added-up weights must agree.
+
+        Raises:
+            LossError: they do not, or no term depends on a parameter of the optimizer.
+        """
         if not self._sums:  # all was left out
             return {}
         divisors = self._division.divisors
         known = {} if divisors is None else to_host(divisors)
         if known:
             _check_weights(known, "the whole batch")
-        if not self._weights:  # the loss has counted the whole batch already
-            return known
         hosted = [to_host(weights) for weights in self._weights]
-        for index, weights in enumerate(hosted):
-            _check_weights(weights, f"micro-batch {index}")
-        added = {name: math.fsum(weights[name] for weights in hosted) for name in hosted[0]}
-        for name, promised in known.items():
-            if not math.isclose(promised, added[name], rel_tol=1e-6):
+        for index, one in enumerate(hosted):
+            _check_weights(one, f"micro-batch {index}")
+        added = {name: math.fsum(one[name] for one in hosted) for name in (hosted[0] if hosted else ())}
+        for name, promised in known.items():  # unless the loss has counted the whole batch already
+            if hosted and not math.isclose(promised, added[name], rel_tol=1e-6):
                 raise LossError(
                     f"Expected the weights of the micro-batches to add up to the batch's {promised:g} for "
                     f"{name!r}, got {added[name]:g}. "
                     "Rows that differ in length (padding) do not weigh the same: "
                     "return ab.Total(sum, number of valid elements)."
                 )
-        return known or added
-
-    def finish(self, weights: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
-        """The gradient of the rows here, divided by the weights of all.
-
-        Raises:
-            LossError: no term depends on a parameter of the optimizer.
-        """
-        if not (self._has_flowed or not any(weights.values())):
+        weights = known or added
+        if not self._has_flowed and any(weights.values()):
             raise LossError(
                 "Expected a loss that depends on the parameters of the optimizer, "
                 f"got terms {sorted(weights)} without gradient. "
                 "Look for .detach(), torch.no_grad() or frozen parameters."
             )
+        return weights
+
+    def finish(self, weights: Mapping[str, float]) -> dict[nn.Parameter, Tensor]:
+        """The gradient of the rows here, divided by the weights of all."""
         if self.gradients is None:
             return {}
         self.gradients.close()
@@ -351,6 +363,11 @@ class Accumulator:
         Raises:
             NonFiniteLossError: a sum is not finite; the message names its rows.
         """
+        if self.agreed is not None:
+            for name, weight in weights.items():
+                divisor = 1 if self.loss.divided else weight
+                self._values[name] = self.agreed.totals[name] / divisor if weight else math.nan
+            return _all_to_host(others)
         found = _all_to_host([*[sums[name] for name in weights for sums in self._sums], *others])
         means: dict[str, float] = {}
         for index, (name, weight) in enumerate(weights.items()):
@@ -367,13 +384,50 @@ class Accumulator:
         used: list[float] = []
         for name, value in self._values.items():
             if weights.get(name):
-                used.append(self._division.coefficients[name] * value)
+                # A rank without rows has decided no division.
+                coefficients = self._division.coefficients or self.loss.coefficients
+                used.append(coefficients.get(name, 1.0) * value)
         return (math.fsum(used) if used else math.nan), self._values
 
     def close(self) -> None:
         """Take hooks off."""
         if self.gradients is not None:
             self.gradients.close()
+
+
+def stop_padding(sums: Accumulator) -> int:
+    """From now on fill no rows up; to how many rows they were."""
+    rows, sums.plan = sums.plan.pad_to, replace(sums.plan, pad_to=0)
+    sums.model = sums.task.model
+    return rows
+
+
+class Tally(NamedTuple):
+    """What the rows here add up to."""
+
+    weights: dict[str, float]
+    totals: dict[str, float]  # the summed loss of each term, on the host
+    is_shared: bool  # weights are those of all ranks: 1 for a sum, all rows for a whole-batch loss
+    like: dict[nn.Parameter, torch.dtype]  # the trained parameters in order, with the dtype of the sum
+
+
+def tally(sums: Accumulator) -> Tally:
+    """What the rows of one rank add up to, to be added to that of others.
+
+    Raises:
+        NonFiniteLossError: a summed loss is not finite; the message names its rows.
+        LossError: as `Accumulator.weights`.
+    """
+    weights, totals = sums.weights(), dict[str, float]()
+    for name, weight in weights.items():
+        values = _all_to_host([one[name] for one in sums._sums])  # pyright: ignore[reportPrivateUsage]
+        if not all(map(math.isfinite, values)) and weight:
+            _refuse_sums(values, sums.rows, name, sums.batch)
+        totals[name] = math.fsum(values)
+    chosen = sums.plan.accumulation_dtype
+    like = {p: accumulation_dtype(p.dtype, chosen) for p in sums.task.parameters}
+    is_shared = sums._division.divisors is not None  # pyright: ignore[reportPrivateUsage]
+    return Tally(weights, totals, is_shared, like)
 
 
 def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:

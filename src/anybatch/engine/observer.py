@@ -1,6 +1,7 @@
 """Observers: what looks at the gradients of a step, or at its micro-batches, and changes nothing."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -10,12 +11,14 @@ from anybatch.core import Micro
 class Observer:
     """Looks at finished gradients. This one looks at nothing: subclasses override what they need.
 
-    Attempts that are undone are never told. What an observer raises before the update fails the step, and
-    everything is as before it.
+    Micro-batches that are undone are never told; where a whole step begins again, `begin` says so. What an
+    observer raises before the update fails the step, and everything is as before it.
 
     Attributes:
+        name: under which its records stand in a log; empty for none.
         wants_micro: whether `micro` is called; the gradients of a micro-batch are then held apart.
         wants_updated: whether `updated` is called.
+        is_due: whether the next step is to call `micro`, where it is wanted; False makes that step cheaper.
 
     Example:
         >>> class Norms(Observer):
@@ -23,14 +26,23 @@ class Observer:
         ...         self.norms = {name: float(one.norm()) for name, one in gradients.items()}
     """
 
+    name = ""
     wants_micro = False
     wants_updated = False
+    is_due = True
+
+    def begin(self, done: int) -> None:
+        """Micro-batches follow, at first or again; only the first `done` of those told so far count."""
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Once per update, before clipping: the gradient of the batch's loss, by name of the parameter."""
 
     def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """After the optimizers have stepped: the parameters by name."""
+
+    def record(self) -> Mapping[str, Any]:
+        """What a log keeps of the last update, as JSON can hold it; empty for nothing."""
+        return {}
 
     def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
         """A micro-batch is done: what it adds to each parameter's gradient, before division by the scale.

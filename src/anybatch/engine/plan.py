@@ -38,6 +38,8 @@ class Plan:
         precision: in which dtypes (`anybatch.Precision`).
         non_finite: what becomes of a micro-batch whose loss or gradient is not finite, at a loss scale of 1:
             "raise", "drop" (its rows and their weight leave the step) or "skip" (no update).
+        pad_to: rows that go through a compiled model; a shorter micro-batch is filled up by repeating a row,
+            and outputs are cut. 0 for as many as there are.
 
     Raises:
         PlanError: a value that cannot be carried out.
@@ -71,6 +73,7 @@ class Plan:
     foreach: bool | None = None
     precision: Precision = FLOAT32
     non_finite: NonFinitePolicy = "raise"
+    pad_to: int = 0
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -99,7 +102,7 @@ class Plan:
     @property
     def parts(self) -> Cut:
         """The row indices of each micro-batch, in order."""
-        return _parts(self.rows, self.micro_batch, self.cut)
+        return _parts(self.rows, self.micro_batch, self.cut) if self.rows else Cut(())
 
     @property
     def micro_batches(self) -> int:
@@ -159,6 +162,7 @@ class Plan:
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
             "precision": str(self.precision),
             "non_finite": self.non_finite,
+            **({"pad_to": f"{self.pad_to} rows"} if self.pad_to else {}),
         }
         return "\n".join(f"{name:12} {value}" for name, value in table.items())
 

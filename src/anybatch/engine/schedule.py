@@ -54,7 +54,7 @@ class Schedule:
         sums, task = self._sums, self._sums.task
         self._stack = stack = self._stack or ExitStack()
         with sums.plan.precision.computing(task.kinds):
-            along = sums.loss.along(sums.batch, self._cut.sizes, task.model, self._before.put_modules_back)
+            along = sums.loss.along(sums.batch, self._cut.sizes, sums.model, self._before.put_modules_back)
             share = stack.enter_context(along)
         sums.share = lambda index: share(index[0], index[-1] + 1)
         self.is_open = True

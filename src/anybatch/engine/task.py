@@ -23,10 +23,12 @@ from anybatch.core import (
     Collate,
     Event,
     Listener,
+    NoRows,
     OptimizerError,
     PlanError,
     SampleBatch,
     TensorBatch,
+    tree,
 )
 from anybatch.core import torch_private as private
 from anybatch.engine.gradients import accumulation_dtype
@@ -34,7 +36,7 @@ from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, owned
-from anybatch.losses import Loss, SummedLoss, check_loss, module_of, resolve
+from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.state import Effects, ModuleState, Reachable
 
@@ -105,9 +107,9 @@ class Task:
     trained: Set[nn.Parameter] = field(init=False)
     uncut_loss: Loss = field(init=False)
     is_wide: bool = field(init=False)  # no dtype is narrower than that of its gradient's sum
-    is_apart: bool = field(init=False)
-    is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients
+    is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients, now or later
     kinds: Set[str] = field(init=False)  # of the devices that compute
+    is_static: bool = field(init=False)  # compiled, anew for each number of rows
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -118,7 +120,7 @@ class Task:
         put("uncut_loss", self.loss.uncut())
         put("is_wide", all(accumulation_dtype(p.dtype) == p.dtype for p in self.parameters))
         put("is_shown", any(one.wants_micro for one in self.observers))
-        put("is_apart", bool(self.add_rows) or self.is_shown)
+        put("is_static", any(map(private.is_static, self.model.modules())))
         put("kinds", {device.type for device in self.devices} - {"meta"})
 
     def tell(self, event: Event) -> None:
@@ -129,7 +131,12 @@ class Task:
     def aside(self, **changes: Any) -> "Task":
         """The same, for steps that do not count."""
         changes |= {"scale": self.scale.copy(), "progress": Progress(), "schedulers": (), "listeners": ()}
-        return replace(self, **changes)
+        return replace(self, **changes).alone()
+
+    def alone(self) -> "Task":
+        """The same, for this process only: other ranks take no part."""
+        loss = replace(self.loss, gather=None) if isinstance(self.loss, WholeBatch) else self.loss
+        return replace(self, strategy=Single(), loss=loss) if self.strategy.is_many else self
 
     def learning_rate(self) -> float:
         """Of the first group of parameters; NaN where the optimizer has none."""
@@ -141,7 +148,7 @@ class Task:
 
     def names(self) -> dict[nn.Parameter, str]:
         """The trained parameters and their names in the model; positions where the loss holds them."""
-        names = {one: name for name, one in self.model.named_parameters()}
+        names = {one: private.plain_name(name) for name, one in self.model.named_parameters()}
         return {one: names.get(one, f"parameter {index}") for index, one in enumerate(self.parameters)}
 
 
@@ -201,6 +208,8 @@ def gather(
             "frozen. Set requires_grad=True on what is to be trained."
         )
     resolved = resolve(loss)
+    if strategy.is_many and isinstance(resolved, WholeBatch):
+        resolved = replace(resolved, gather=strategy.gather)
     modules = list(dict.fromkeys([*model.modules(), *module_of(loss).modules()]))
     inside = _parameters_of(modules)
     # Backward reaches those in closures of the loss, such as a GAN's other network: their `.grad` is kept.
@@ -278,6 +287,8 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
     Raises:
         BatchError: it cannot be cut, or is not where the model is.
     """
+    if task.strategy.is_many and _is_empty(batch):
+        return NoRows()
     if collate is not None:
         return SampleBatch(batch, collate)
     logical = TensorBatch(batch)
@@ -305,6 +316,14 @@ def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = F
                 f"{advice}"
             )
     return logical
+
+
+def _is_empty(batch: Any) -> bool:
+    """Whether a rank has brought no rows: None, no samples, or tensors of none."""
+    if batch is None or (isinstance(batch, list | tuple) and not batch):
+        return True
+    leaves = tree.flatten(batch).leaves if not isinstance(batch, list) else ()
+    return bool(leaves) and all(leaf.dim() and not len(leaf) for leaf in leaves)
 
 
 def _holds_samples(value: Any, rows: int) -> bool:

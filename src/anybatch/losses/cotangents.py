@@ -120,6 +120,7 @@ class Pull:
     cotangents: tuple[Tensor | None, ...]
     # those that the loss itself depends on, each with its gradient
     parameters: tuple[tuple[Tensor, Tensor], ...] = ()
+    end: int = 0  # where the rows of this rank end; 0 for the last of all
     # How far the second pass is from the first, where it has come to.
     _drifts: list[Tensor] = field(default_factory=list[Tensor], init=False, repr=False)
 
@@ -149,7 +150,7 @@ class Pull:
             raise _not_repeated(f"shapes {shapes} where there were {[tuple(one.shape) for one in before]}")
         if torch.is_grad_enabled():  # in an evaluation nothing is sent
             self._drifts.extend(map(_drift, outputs, before))
-        if stop == self.rows and self._drifts:
+        if stop == (self.end or self.rows) and self._drifts:
             drift = max(torch.stack(self._drifts).tolist())  # one stop of the device for all rows
             if not drift <= 1:
                 raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")

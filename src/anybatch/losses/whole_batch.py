@@ -1,8 +1,9 @@
 """A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
 
+import random
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,8 @@ from anybatch.losses.cotangents import Pull, Seen, flows_of, joined, part
 from anybatch.losses.inputs import call
 from anybatch.losses.loss import Evaluated, Plain, Share, first_pass_rows
 from anybatch.state import rng
+
+Gather = Callable[[Sequence[Tensor]], tuple[list[Tensor], int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class WholeBatch(Plain):
     function: Callable[..., Tensor | Total]
     loss_rows: int | None = None
     outputs: Callable[[nn.Module, Any], Any] | None = None
+    # Joins the rows of all ranks, and says how many come before these; set by the step.
+    gather: Gather | None = field(default=None, repr=False, kw_only=True)
 
     divided = True  # the function's value is the loss itself
     is_plain = False
@@ -107,15 +112,15 @@ class WholeBatch(Plain):
                 f"Expected the whole batch for {self.name}, a loss over the outputs of all rows, got a "
                 "window, which brings them micro-batch by micro-batch. Call step(batch)."
             )
-        if len(sizes) == 1:
+        if len(sizes) == 1 and self.gather is None:
             yield lambda start, stop: self
             return
         before = rng.capture_process()
         try:
-            pull = self._first_pass(batch, sizes, model, put_back)
+            pull, first = self._first_pass(batch, sizes, model, put_back)
             after = rng.capture_process()  # the function may have drawn too
             rng.restore_process(before)
-            yield lambda start, stop: _Share(whole=self, pull=pull, start=start, stop=stop)
+            yield lambda start, stop: _Share(whole=self, pull=pull, start=first + start, stop=first + stop)
         except BaseException as error:
             if isinstance(error, NonFiniteLossError):
                 error.reached = error.reached or rng.capture_process()
@@ -149,7 +154,7 @@ class WholeBatch(Plain):
 
     def _first_pass(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
-    ) -> Pull:
+    ) -> tuple[Pull, int]:
         versions = private.versions(model.parameters())
         # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
         # kernels where no gradient is wanted, would not do the same in both passes.
@@ -158,7 +163,18 @@ class WholeBatch(Plain):
         _refuse_written(model, versions)
         torch.clear_autocast_cache()  # of what belongs to graphs that are gone
         put_back()
-        return self._pull(whole)
+        if self.gather is None:
+            return self._pull(whole), 0
+        here = whole.rows
+        whole, first = _gathered(whole, self.gather)
+        streams = torch.get_rng_state(), random.getstate()
+        pull = self._pull(whole)
+        if not (torch.equal(streams[0], torch.get_rng_state()) and streams[1] == random.getstate()):
+            raise LossError(
+                f"Expected a loss over rows of several ranks to draw no random numbers, got {self.name}, "
+                "which would draw others on each rank. Draw them before the step, as part of the batch."
+            )
+        return replace(pull, end=first + here), first
 
     def _pull(self, whole: Seen) -> Pull:
         """The loss, and its gradient with respect to outputs and to whatever parameters it reaches."""
@@ -245,6 +261,16 @@ class _Share(Plain):
         value = self.pull.into(outputs, self.start, self.stop)
         # The value comes with the first rows, and so does its weight.
         return Evaluated({"loss": value}, lambda: {"loss": 0 if self.start else self.pull.weight})
+
+
+def _gathered(here: Seen, gather: Gather) -> tuple[Seen, int]:
+    """What was seen on all ranks, and how many rows come before those of this one."""
+    nest = tree.flatten(here.targets)
+    in_rows = [one for one in here.outputs if one.dim()]
+    found, first = gather([*[one.detach() for one in in_rows], *nest.leaves])
+    values = iter(found)
+    outputs = [next(values).requires_grad_(one.requires_grad) if one.dim() else one for one in here.outputs]
+    return Seen(tuple(outputs), here.build, nest.build(values)), first
 
 
 def _refuse_written(model: nn.Module, before: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ _WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fates:
     """What becomes of numbers other than zero when they are rounded to a 16-bit dtype: how many of each."""
 
@@ -143,15 +143,11 @@ class _Tally:
 
     def record(self, scale: float, precision: str) -> Exponents:
         """What was counted."""
-        fates = {dtype: counts.tolist() for dtype, counts in self._fates.items()}
         return Exponents(
             counts={_LEAST + index: count for index, count in enumerate(self._counts.tolist()) if count},
             zeros=self._zeros,
             not_finite=self._not_finite,
-            fates={
-                dtype: Fates(normal=normal, subnormal=subnormal, vanish=vanish, overflow=overflow)
-                for dtype, (normal, subnormal, vanish, overflow) in fates.items()
-            },
+            fates={dtype: Fates(*counts.tolist()) for dtype, counts in self._fates.items()},
             scale=scale,
             precision=precision,
         )

@@ -37,6 +37,7 @@ class Budget:
         parse_memory(memory, find_device("cpu"))
         self.memory = memory
         self.plans: dict[Key, Plan] = {}
+        self.report: PlanReport | None = None  # on the last plan that was made
         self._measured: dict[str, Measured] = {}  # by kind of rows, settings and what is trained
         self._last: tuple[Task, Hashable, Measured] | None = None
 
@@ -96,8 +97,8 @@ class Budget:
     def _planned(self, request: Request, shape: Shape) -> Plan:
         plan = self._known(request, shape)
         if plan is None:
-            plan = choose(for_device(request, self.memory, None)).plan
-            self.plans[_key(request), shape] = plan
+            self.report = choose(for_device(request, self.memory, None))
+            plan = self.plans[_key(request), shape] = self.report.plan
         return plan
 
     def _known(self, request: Request, shape: Shape) -> Plan | None:

@@ -17,7 +17,7 @@ def longest(batch: SampleBatch) -> Shape:
     """The largest size of each axis over all samples, collated a few at a time and dropped at once."""
     random = rng.capture_process()
     try:
-        shapes = [row_shape(micro) for micro in batch.cut(COLLATED_AT_ONCE)]
+        shapes = [*map(row_shape, batch.cut(COLLATED_AT_ONCE))]  # which drops each before the next is made
     finally:
         rng.restore_process(random)
     for shape in shapes:

@@ -1,12 +1,16 @@
-"""Recipes: a model and a loss on one screen each, found by name."""
+"""Recipes: a model, a loss and rows on one screen each, found by name."""
 
 from anybatch.core import PlanError
+from anybatch.recipes.bert import BERT
+from anybatch.recipes.clip import CLIP
+from anybatch.recipes.gpt import GPT
 from anybatch.recipes.lenet5 import LENET5
-from anybatch.recipes.recipe import Recipe
+from anybatch.recipes.recipe import Recipe, Training
+from anybatch.recipes.resnet import RESNET18, RESNET50
 
-__all__ = ["Recipe", "find_recipe", "recipe_names"]
+__all__ = ["RECIPES", "Recipe", "Training", "find_recipe"]
 
-_RECIPES = {recipe.name: recipe for recipe in (LENET5,)}
+RECIPES = {recipe.name: recipe for recipe in (LENET5, RESNET18, RESNET50, BERT, GPT, CLIP)}
 
 
 def find_recipe(name: str) -> Recipe:
@@ -19,16 +23,6 @@ def find_recipe(name: str) -> Recipe:
         >>> find_recipe("lenet5").name
         'lenet5'
     """
-    if name not in _RECIPES:
-        raise PlanError(f"Expected the name of a recipe, got {name!r}. Known: {', '.join(recipe_names())}.")
-    return _RECIPES[name]
-
-
-def recipe_names() -> tuple[str, ...]:
-    """The names of all recipes.
-
-    Example:
-        >>> recipe_names()
-        ('lenet5',)
-    """
-    return tuple(_RECIPES)
+    if name not in RECIPES:
+        raise PlanError(f"Expected the name of a recipe, got {name!r}. Known: {', '.join(RECIPES)}.")
+    return RECIPES[name]

@@ -1,14 +1,11 @@
 """LeNet-5 for images of 32 x 32 pixels, the first convolutional network that read cheques."""
 
-import math
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.core import DataError
-from anybatch.data import Dataset
-from anybatch.recipes.recipe import Recipe
+from anybatch.data import load
+from anybatch.recipes.recipe import Recipe, Training
 
 
 class LeNet5(nn.Module):
@@ -20,30 +17,18 @@ class LeNet5(nn.Module):
     Args:
         channels: of the images, 1 or 3.
         num_classes: how many classes are told apart.
-        generator: where the initial weights come from; torch's global stream is not touched.
 
     Example:
-        >>> LeNet5(1, 10, torch.Generator().manual_seed(0))(torch.zeros(4, 1, 32, 32)).shape
+        >>> import torch
+        >>> LeNet5(1, 10)(torch.zeros(4, 1, 32, 32)).shape
         torch.Size([4, 10])
     """
 
-    def __init__(self, channels: int, num_classes: int, generator: torch.Generator) -> None:
+    def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
-        layers = torch.nn.utils.skip_init
-        self.conv1 = layers(nn.Conv2d, channels, 6, 5)
-        self.conv2 = layers(nn.Conv2d, 6, 16, 5)
-        self.linear1 = layers(nn.Linear, 16 * 5 * 5, 120)
-        self.linear2 = layers(nn.Linear, 120, 84)
-        self.linear3 = layers(nn.Linear, 84, num_classes)
-        self.reset_parameters(generator)
-
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw all weights and biases uniformly within 1 / sqrt(inputs of the layer), torch's own default."""
-        for layer in self.children():
-            weight, bias = layer.get_parameter("weight"), layer.get_parameter("bias")
-            bound = 1 / math.sqrt(weight[0].numel())
-            nn.init.uniform_(weight, -bound, bound, generator)
-            nn.init.uniform_(bias, -bound, bound, generator)
+        self.conv1, self.conv2 = nn.Conv2d(channels, 6, 5), nn.Conv2d(6, 16, 5)
+        self.linear1, self.linear2 = nn.Linear(16 * 5 * 5, 120), nn.Linear(120, 84)
+        self.linear3 = nn.Linear(84, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Scores of the classes.
@@ -60,18 +45,25 @@ class LeNet5(nn.Module):
         return self.linear3(F.relu(self.linear2(hidden)))
 
 
-def _build_model(data: Dataset, generator: torch.Generator) -> nn.Module:
-    channels, *size = data.inputs.shape[1:]
+def _make(data: str, label_smoothing: float = 0.0) -> Training:
+    rows = load(data)
+    channels, *size = rows.train.inputs.shape[1:]
     if size != [32, 32]:
         raise DataError(
-            f"{data.name}: expected images of 32 x 32 pixels for LeNet-5, got {size}. Pad or scale them."
+            f"{rows.train.name}: expected images of 32 x 32 pixels for LeNet-5, got {size}. Pad or scale "
+            "them."
         )
-    return LeNet5(channels, len(data.classes), generator)
+    return Training(
+        model=LeNet5(channels, len(rows.train.classes)),
+        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
+        train=(rows.train.inputs, rows.train.targets),
+        test=(rows.test.inputs, rows.test.targets),
+        name=rows.train.name,
+        scores=lambda scores: scores,
+    )
 
 
 LENET5 = Recipe(
     name="lenet5",
-    build_model=_build_model,
-    build_loss=lambda label_smoothing: nn.CrossEntropyLoss(label_smoothing=label_smoothing),
-    source="LeCun, Bottou, Bengio, Haffner 1998, Gradient-based learning applied to document recognition",
+    make=_make,
 )

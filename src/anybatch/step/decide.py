@@ -26,7 +26,7 @@ from anybatch.planner import (
 )
 from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
-from anybatch.step.look import read_rows, refuse_what_depends_on_the_cut
+from anybatch.step.look import read_rows, refuse_padding, refuse_what_depends_on_the_cut
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 _WHOLE = {"cut_refused": _DEPENDS}
@@ -49,6 +49,7 @@ class Planning:
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
+        self.compiled = 0, 0  # rows that a compiled model was called with; smaller batches since
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._measured: Measured | None = None  # what chose the cut of this step
         self._refused = ""  # why the batch at hand must not be cut, as far as a few rows have shown
@@ -96,6 +97,19 @@ class Planning:
         self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
 
+    def padded(self, task: Task, plan: Plan) -> Plan:
+        """The plan, with rows filled up where the model would otherwise be compiled once more.
+
+        Where several batches in a row are smaller, the last of them is the new size.
+        """
+        if not task.is_static or (task.reader is not None and self.micro_batch is None):
+            return plan  # several sizes are read or raced
+        known, short = self.compiled
+        short = short + 1 if plan.micro_batch < known and short < _SHORT else 0
+        rows = known if short else plan.micro_batch
+        self.compiled = rows, short
+        return plan if min(plan.sizes) == rows else replace(plan, pad_to=rows)
+
     def _by_readings(
         self, task: Task, batch: Batch, guard: "Guard", budget: Budget, *, in_window: bool = False
     ) -> tuple[Measured | None, tuple[int, ...]]:
@@ -142,9 +156,18 @@ class Planning:
             self._measured.finish(is_random=is_random)
         if not (failed or self.limits.known):
             return
+        if failed:
+            self.compiled = 0, 0
         as_asked = self.budget is None and not in_window
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
+
+    def explain(self) -> tuple[str, Mapping[str, int]]:
+        """What the last plan within a budget is based on, in words, and its bytes by owner where traced."""
+        report = None if self.budget is None else self.budget.report
+        if self._measured is not None:
+            return self._measured.note, {}
+        return ("", {}) if report is None else (str(report), report.ledger.at_peak)
 
     def distrust(self, block: str, plan: Plan) -> bool:
         """Never choose again what made a block run again in another way; whether it was chosen here."""
@@ -220,7 +243,7 @@ class Guard:
     """
 
     def __init__(self, *, batch_norm: str | None, check: bool) -> None:
-        self.batch_norm, self._checks = batch_norm, check
+        self.batch_norm, self.checks = batch_norm, check
         self._looks: dict[Hashable, int] = {}  # how often there is still to be looked, by the kind of rows
 
     def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
@@ -230,7 +253,7 @@ class Guard:
 
     def look(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
         """Whether the result depends on the cut; once for each kind of rows, if these can tell."""
-        if self._checks and batch.rows > 1:
+        if self.checks and batch.rows > 1:
             kind = _kind(batch)
             left = self._looks.get(kind, _LOOKS)
             if left:
@@ -240,8 +263,16 @@ class Guard:
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Let the task's reader read micro-batches of a few rows, and look, if this kind of rows is new."""
         kind = _kind(batch)
-        left = self._looks.get(kind, _LOOKS) if self._checks else 0
+        left = self._looks.get(kind, _LOOKS) if self.checks else 0
         told = read_rows(task, batch, plan, fits, check=left > 0)
+        if left:
+            self._looks[kind] = 0 if told else left - 1
+
+    def before_padding(self, task: Task, batch: Batch, plan: Plan) -> None:
+        """Refuse a model in which repeated rows would change what others give; once for each kind of rows."""
+        kind = _kind(batch), "padded"
+        left = self._looks.get(kind, _LOOKS)
+        told = refuse_padding(task, batch, plan, check=self.checks and left > 0)
         if left:
             self._looks[kind] = 0 if told else left - 1
 
@@ -264,6 +295,7 @@ def whole_number(micro_batch: object) -> int | None:
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 _FEWEST = 4  # rows that can be read in more than one cut
+_SHORT = 3  # batches in a row that are filled up whole
 _LOOKS = 3  # some batches tell nothing
 
 

@@ -66,7 +66,12 @@ def show_gradients(
     fixed = LossScale(Precision(loss_scale=scale))
     effects = Effects()
     task = replace(
-        step.task(), scale=fixed, effects=effects, schedulers=(), listeners=(), observers=(_Shown(see),)
+        step.task().alone(),
+        scale=fixed,
+        effects=effects,
+        schedulers=(),
+        listeners=(),
+        observers=(_Shown(see),),
     )
     effects.begin(task.modules)
     logical = admit(batch, task, step.collate).copied()
@@ -78,5 +83,31 @@ def show_gradients(
     noted = reached_by(task, logical)
     try:
         carry_out(plan, task, logical, is_dry=True)
+    finally:
+        noted.put_back()
+
+
+def show(step: Any, batch: Any, observer: Observer) -> None:
+    """Show the gradient of a whole batch to an observer, cut as the step would cut it; nothing is changed.
+
+    Args:
+        step: an `anybatch.Step` made for this alone: it learns what fits.
+        batch: as for the step; its tensors are copied.
+        observer: sees what a step's observers see before the update. What is not finite is shown, too.
+
+    Raises:
+        AnybatchError: as from a step.
+    """
+    effects = Effects()
+    task = replace(step.task().alone(), effects=effects, schedulers=(), listeners=(), observers=(observer,))
+    effects.begin(task.modules)
+    logical = admit(batch, task, step.collate).copied()
+    noted = reached_by(task, logical)
+    try:
+        plan, running = step.planning.of(task, logical, step.guard)
+        if plan.is_cut:
+            step.guard.before_cut(task, logical, plan, plan.micro_batch)
+        with step.planning.enforced(task):
+            carry_out(plan, running, logical, is_dry=True)
     finally:
         noted.put_back()

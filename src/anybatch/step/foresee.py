@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate
 from anybatch.core import torch_private as private
+from anybatch.parallel import unwrapped
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.recompute import Asked
@@ -67,6 +68,7 @@ def plan(
         >>> report.plan.rows, report.peak <= 2 * 2**20, report.plan.is_cut
         (4096, True, True)
     """
+    model = unwrapped(model, "auto")  # rank 0 may plan while the others wait
     chosen = find_precision(precision)
     optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     with _as_it_was(model, optimizers) if chosen.is_short else nullcontext():
@@ -83,6 +85,7 @@ def plan(
             batch_norm=batch_norm,
             precision=chosen,
             check=False,
+            strategy="local",
         )
         return step.foresee(batch, memory=memory, rows=rows, device=device)
 

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import Batch, Event, LossError, OutOfMemoryError, SampleBatch
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
-from anybatch.losses import ModelLoss, ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
+from anybatch.losses import ANY_ROWS, ModelLoss, ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels, rng
 from anybatch.step.dry_run import reached_by
@@ -75,6 +76,56 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
             with suppress(OutOfMemoryError):
                 return _look(task, few, plan, size, dict.fromkeys(_cuts(rows, size, is_mixed=is_mixed)))
     return False
+
+
+def refuse_padding(task: Task, batch: Batch, plan: Plan, *, check: bool) -> bool:
+    """Compare loss and gradient of a few rows with and without repeated ones, before any are filled up.
+
+    Args:
+        task: with a compiled model.
+        batch: the rows to choose from.
+        plan: says how many rows are to go through.
+        check: whether they are compared.
+
+    Returns:
+        Whether these rows could tell.
+
+    Raises:
+        LossError: the repeated rows change what the others give.
+    """
+    if task.batch_norms and plan.batch_norm != "frozen":
+        names = names_of_batch_norms(task.model, task.batch_norms)
+        raise LossError(_unpadded(plan, f"BatchNorm in training mode, in which rows meet ({names})"))
+    if isinstance(task.loss, ModelTerms):
+        raise LossError(_unpadded(plan, "one that computes its own loss, in which repeated rows would count"))
+    has_entries = isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)
+    if not check or has_entries or any(map(is_lazy, task.everyone)):
+        return not check
+    rows = min(batch.rows, ROWS, plan.pad_to - 1)
+    alone, filled = replace(plan, pad_to=0), replace(plan, pad_to=min(plan.pad_to, 2 * rows))
+    cut = _Cut((rows,))
+    with _few_rows(task, batch, rows) as few, suppress(OutOfMemoryError):
+        whole, again, parts = [_outcome(task, few, one, cut) for one in (alone, alone, filled)]
+        if isinstance(whole, Exception) or isinstance(again, Exception) or _differ(whole, again):
+            return False
+        if isinstance(parts, LossError):
+            raise parts
+        if isinstance(parts, Exception):
+            said = (str(parts).splitlines() or [""])[0]
+            raise LossError(_unpadded(plan, f"{type(parts).__name__}: {said}")) from parts
+        if found := _differ(whole, parts):
+            if whole.is_random or parts.is_random:
+                return False
+            raise LossError(_unpadded(plan, f"{found} for {rows} rows alone and filled up"))
+        return rows > 1  # a mean over one row and itself is that row
+    return False
+
+
+def _unpadded(plan: Plan, found: str) -> str:
+    return (
+        f"Expected a compiled model in which rows do not meet, to fill {min(plan.sizes)} rows up to the "
+        f"{plan.pad_to} that it was compiled for, got {found}. {ANY_ROWS}"
+    )
 
 
 def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool) -> bool:
@@ -227,6 +278,7 @@ class _Outcome(Observer):
         self.gradients: dict[str, Tensor] = {}
         self._draws, self._watch = _Watched(task.everyone), ExitStack()
         effects = Effects()
+        task = task.alone()
         own = replace(
             task,
             loss=ModelLoss().begin() if isinstance(task.loss, ModelTerms) else task.loss,

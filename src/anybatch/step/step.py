@@ -26,7 +26,6 @@ from anybatch.engine import (
     Plan,
     Progress,
     Signature,
-    Single,
     Strategy,
     Task,
     admit,
@@ -36,7 +35,14 @@ from anybatch.engine import (
     owned,
 )
 from anybatch.losses import module_of, resolve
-from anybatch.parallel import StrategyName, check_strategy, refuse_ranks
+from anybatch.parallel import (
+    ParameterServer,
+    StrategyName,
+    choose_strategy,
+    refuse_late_group,
+    refuse_wrapped,
+    unwrapped,
+)
 from anybatch.planner import PlanReport, single_rows
 from anybatch.precision import NonFinitePolicy, Precision, PrecisionName, at_work, find_precision
 from anybatch.recompute import Asked, choose_blocks
@@ -44,6 +50,7 @@ from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.dry_run import show_gradients
 from anybatch.step.length import Order, check_order, ordered
+from anybatch.step.remote import Remote
 from anybatch.step.window import Window
 
 
@@ -95,9 +102,9 @@ class Step:
             between several splits (`anybatch.step.look`).
         listeners: functions called with each event: `MicroBatchDone`, `MicroBatchRedone`, `StepReport`.
         observers: objects that read the gradients of each update (`anybatch.engine.Observer`).
-        strategy: "single" refuses a process group of more than one rank. "local" lets each rank make its own
-            updates; synchronising them is up to the caller. Wrapped models (DistributedDataParallel, FSDP)
-            are always refused.
+        strategy: "auto" sums gradients over all ranks of the process group, if there are several;
+            torchrun starts one. Each rank passes its own rows. "replicate" refuses to run
+            alone. "local" lets each rank make updates of its own. A DistributedDataParallel is unwrapped.
 
     Attributes (read-only, except `micro_batch`):
         planning: chooses how batches are split, and remembers what did not fit.
@@ -141,13 +148,14 @@ class Step:
         check: bool = True,
         listeners: Sequence[Listener] = (),
         observers: Sequence[Observer] = (),
-        strategy: StrategyName = "single",
+        strategy: StrategyName | Strategy = "auto",
     ) -> None:
+        model = unwrapped(model, strategy)
         self.model, self.loss = model, loss
         self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
-        check_strategy(strategy)
         check_order(order, batch_norm)
-        refuse_ranks([*model.modules(), *module_of(loss).modules()], strategy)
+        refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
+        self.strategy: Strategy = choose_strategy(strategy)
         chosen = find_precision(precision)
         sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
         settings = Plan(
@@ -168,10 +176,9 @@ class Step:
         self.collate = collate
         self.order: Order | None = order
         self.listeners, self.observers = tuple(listeners), tuple(observers)
-        self.strategy: Strategy = Single()
         self.effects = Effects()
         self.open_window: Window | None = None
-        self._ranks: StrategyName = strategy
+        self._named = strategy
         self._progress = Progress()
         self._gathered: tuple[Task, Signature] | None = None
         self.working = at_work(model, chosen, self.optimizers)  # last: a refusal changes nothing
@@ -196,25 +203,46 @@ class Step:
             OutOfMemoryError: one row does not fit, or smaller micro-batches would change the result.
         """
         self._refuse_open_window()
-        task = self._begun()
+        try:
+            return self._step(self._begun(), batch)
+        except BaseException as error:
+            self.strategy.abandon(error)
+            raise
+
+    def fold(self, batch: Any) -> StepReport:
+        """Run forward and backward and give the sums to the strategy, without an update.
+
+        Parameters, buffers and random streams are as before. Memory that runs out is handled as in a step.
+        """
+        return self._step(self._begun(), batch, is_dry=True)
+
+    def _step(self, task: Task, batch: Any, *, is_dry: bool = False) -> StepReport:
+        is_many = self.strategy.is_many
+        if is_many:
+            self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
+        if isinstance(self.strategy, ParameterServer):
+            self.guard.refuse_meetings(task)
+            return self.strategy.carry_out(task, logical, self.planning.settings, lambda: Remote.of(self))
+        if not logical.rows:
+            return carry_out(self.planning.settings, task, logical)
         rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
-            cut = rows.cut(plan)
-            if cut.is_cut or rows.needs:
+            cut = rows.cut(plan) if rows.needs else self.planning.padded(running, plan)
+            if cut.is_cut or rows.needs or is_many:
                 self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
+            if cut.pad_to:
+                self.guard.before_padding(task, rows.batch, cut)
             try:
                 with self.planning.enforced(task):
-                    report = carry_out(cut, running, rows.batch)
+                    report = carry_out(cut, running, rows.batch, is_dry=is_dry)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
                 continue
-            except BaseException as error:
-                self.strategy.abandon(error)
-                if isinstance(error, OutOfMemoryError):
-                    error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
+            except OutOfMemoryError as error:
+                error.ledger = error.ledger or single_rows(task, logical, self.planning.settings)
                 raise
             failed = rows.failed(plan, report)
             is_random = self.effects.draws or self.effects.draws_process
@@ -287,8 +315,16 @@ class Step:
                 f"Expected whole batches with order={self.order!r}, got a window, whose rows are never all "
                 "there. Call step(batch), or make a Step without order."
             )
-        task = self._begun()
-        opened = vars(self)["open_window"] = Window(self, task, state)
+        if isinstance(self.strategy, ParameterServer):
+            raise WindowError(
+                "Expected whole batches with a ParameterServer, got a window. Call step(batch), which cuts "
+                "the batch into units for the workers."
+            )
+        try:
+            opened = vars(self)["open_window"] = Window(self, self._begun(), state)
+        except BaseException as error:
+            self.strategy.abandon(error)
+            raise
         return opened
 
     @property
@@ -348,7 +384,8 @@ class Step:
         known = self._gathered
         if known is None or self.effects.looks_next or not known[1].is_current():
             task = self.task()
-            refuse_ranks(task.modules, self._ranks)
+            refuse_wrapped(task.modules, self._named)
+            refuse_late_group(self.strategy, self._named)
             known = self._gathered = task, Signature(task, self.loss)
         self.effects.begin(known[0].modules)
         return known[0]

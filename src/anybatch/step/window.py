@@ -107,6 +107,7 @@ class Window:
         if state is not None:
             restored = window_state.restore(state, self._sums, task, settings, step.loss)
             self._rows, self._is_skipped = restored
+        task.strategy.begin(task, settings)  # before gradients that are refused on several ranks are gone
         clear(task.parameters)
 
     @property
@@ -138,11 +139,13 @@ class Window:
         if self._rows:
             guard.refuse_meetings(self._task)
         if not self._is_skipped:
-            plan = planning.of_window(self._task, batch, guard)
+            plan = planning.padded(self._task, planning.of_window(self._task, batch, guard))
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
             if self._rows or plan.is_cut:
                 guard.look(self._task, batch, plan, plan.micro_batch)
+            if plan.pad_to:
+                guard.before_padding(self._task, batch, plan)
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
             if part is not None:
@@ -238,7 +241,7 @@ class Window:
         """
         self._expect("open", "update")
         self._refuse_gradients()
-        if not self.rows:
+        if not (self.rows or self._task.strategy.is_many):  # other ranks may have rows
             raise WindowError(
                 f"Expected at least one micro-batch in the window, got {self.rows} rows. "
                 "Call add() first, or discard()."
@@ -251,6 +254,7 @@ class Window:
             self.discard()
             raise torn.error from None
         except BaseException as error:
+            self._task.strategy.abandon(error)
             if self._sums.is_updated:  # by a scheduler or an observer: the update is made
                 self._phase = "updated"
             failed = None if self._sums.is_updated else no_room_for_update(error, self._sums)
@@ -267,7 +271,7 @@ class Window:
         policy = self._step.planning.settings.non_finite
         try:
             if not self._is_skipped:
-                weights = task.strategy.close(sums.weights())
+                weights = task.strategy.close(sums)
                 gradient = task.strategy.reduce(sums.finish(weights))
                 observe(gradient, task)
                 with context(sums.plan, task):
@@ -275,6 +279,7 @@ class Window:
         except (NonFinite, NonFiniteLossError) as error:
             if policy != "skip":
                 raise self._not_finite() if isinstance(error, NonFinite) else error from None
+        task.strategy.abandon(self._not_finite())  # then the others skip it, too
         reached = rng.capture_process()
         self._before.put_back()
         rng.restore_process(reached)
@@ -315,6 +320,7 @@ class Window:
             return
         self._sums.close()
         if self._phase == "open":
+            self._task.strategy.abandon(WindowError(f"A window of {self.rows} rows was discarded."))
             self._before.put_back()
             self._task.scale.load(self._sums.scale_before)
         elif self._sums.is_updated:
@@ -333,6 +339,8 @@ class Window:
         try:
             if kind is None and self._phase == "open":
                 self.close()
+            elif error is not None and self._phase == "open":
+                self._task.strategy.abandon(error)
         finally:
             self.discard()  # does nothing to a window that is over
 

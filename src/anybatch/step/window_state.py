@@ -91,7 +91,7 @@ def _check(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -
 
 def _conditions(task: Task, settings: Plan, loss: object) -> dict[str, Any]:
     """What the sums depend on besides rows and values, in words."""
-    names = {parameter: name for name, parameter in task.model.named_parameters()}
+    names = {parameter: private.plain_name(name) for name, parameter in task.model.named_parameters()}
     return {
         "parameters": [
             f"{names.get(one, 'not of the model')} {str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}"

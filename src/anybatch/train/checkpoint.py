@@ -15,11 +15,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, equal, float32, nn
+from torch import Tensor, contiguous_format, equal, float32, nn
+from torch import save as torch_save
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.core import SHORT_DTYPES, CheckpointError
+from anybatch.core import torch_private as private
 from anybatch.precision import Masters
 from anybatch.train.serialize import Packer, digest_of, unpack
 
@@ -84,8 +86,8 @@ def save(
     path = Path(path)
     packer = Packer()
     document = {
-        "model": packer.pack(masters.state_dict(model), "model"),
-        "loss": packer.pack({} if loss is None else masters.state_dict(loss), "loss"),
+        "model": packer.pack(_plain(masters.state_dict(model)), "model"),
+        "loss": packer.pack({} if loss is None else _plain(masters.state_dict(loss)), "loss"),
         "optimizers": packer.pack(
             [(type(o).__name__, o.state_dict(), _parameter_names(model, loss, o)) for o in optimizers],
             "optimizers",
@@ -101,13 +103,51 @@ def save(
         "document": text,
         "sha256": digest_of(packer.tensors, text),
     }
+    _write(path, lambda file: save_file(packer.tensors, file, metadata=metadata))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
-        write_whole(path, lambda file: save_file(packer.tensors, file, metadata=metadata))
-    except (SafetensorError, OSError) as error:
+        write_whole(path, write)
+    except (SafetensorError, OSError, RuntimeError) as error:  # which torch.save raises
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path}: expected a file that can be written, got: {reason}. Choose another place."
         ) from None
+
+
+def export(state: Mapping[str, Any], path: str | Path) -> None:
+    """Write a plain state dict, for `load_state_dict` of the same model in any program.
+
+    Args:
+        state: the state dict.
+        path: ends in .safetensors, or in .pt or .pth for `torch.load(path, weights_only=True)`.
+
+    Raises:
+        CheckpointError: another ending, values that are no tensors in a safetensors file, or a file that
+            cannot be written. An earlier file of that name stays as it was.
+    """
+    path, state = Path(path), _plain(state)
+    if path.suffix not in (".safetensors", ".pt", ".pth"):
+        raise CheckpointError(
+            f"{path}: expected a file name that ends in .safetensors, .pt or .pth, got {path.suffix!r}. "
+            "Choose the format by one of these."
+        )
+    is_safe = path.suffix == ".safetensors"
+    plain: dict[str, Any] = dict(state)
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            plain[name] = value.detach().cpu()
+            if is_safe:  # which refuses shared memory
+                plain[name] = plain[name].clone(memory_format=contiguous_format)
+        elif is_safe:
+            raise CheckpointError(
+                f"{path}: expected a state dict of tensors, got {type(value).__name__} for {name!r}. "
+                "Choose a name that ends in .pt."
+            )
+    _write(
+        path, lambda file: save_file(plain, file, {"format": "pt"}) if is_safe else torch_save(plain, file)
+    )
 
 
 def load(path: str | Path) -> Checkpoint:
@@ -194,8 +234,8 @@ def restore(
         for (_, state, _), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
             _load_optimizer(optimizer, copy.deepcopy(state))
         if loss is not None:
-            masters.load_state_dict(loss, checkpoint.loss)
-        masters.load_state_dict(model, checkpoint.model)
+            masters.load_state_dict(loss, _named_as_in(loss, checkpoint.loss))
+        masters.load_state_dict(model, _named_as_in(model, checkpoint.model))
     except Exception as error:
         for optimizer, (state, groups) in zip(optimizers, before, strict=True):
             optimizer.__setstate__({"state": state, "param_groups": groups})
@@ -254,7 +294,7 @@ def _sync(path: Path) -> None:
 def _check_module(
     checkpoint: Checkpoint, state: Mapping[str, Any], module: nn.Module, masters: Masters, *, may_widen: bool
 ) -> None:
-    own = masters.state_dict(module)
+    own = _plain(masters.state_dict(module))
     wide = {name for name, value in own.items() if isinstance(value, Tensor) and value.dtype == float32}
     there, here = _forms(state, wide if may_widen else ()), _forms(own, ())
     differences = [
@@ -263,7 +303,7 @@ def _check_module(
         if there.get(name) != here.get(name)
     ]
     names: dict[int, str] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in _plain(module.state_dict(keep_vars=True)).items():
         first = names.setdefault(id(value), name)
         if differences or first == name or not isinstance(value, Tensor):
             continue
@@ -275,6 +315,15 @@ def _check_module(
             f"{checkpoint.path}: expected a checkpoint of this {type(module).__name__}, got another "
             f"model's: {shown}. Build it as it was when the checkpoint was written."
         )
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """With the names of a model that is not compiled, so that either can load what the other has saved."""
+    return {private.plain_name(name): value for name, value in state.items()}
+
+
+def _named_as_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: state[private.plain_name(name)] for name in module.state_dict()}
 
 
 def _forms(state: Mapping[str, Any], widened: Container[str]) -> dict[str, str]:
@@ -312,7 +361,10 @@ def _check_groups(
 def _parameter_names(model: nn.Module, loss: nn.Module | None, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters of each group: state dicts know them only by their number."""
     of_loss = () if loss is None else loss.named_parameters(prefix="loss")
-    names = {id(parameter): name for name, parameter in chain(of_loss, model.named_parameters())}
+    names = {
+        id(parameter): private.plain_name(name)
+        for name, parameter in chain(of_loss, model.named_parameters())
+    }
     return [
         [names.get(id(one), "not the model's") for one in group["params"]] for group in optimizer.param_groups
     ]

@@ -5,7 +5,7 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from anybatch.core import PlanError
+from anybatch.core import PlanError, check_whole
 
 RULES = ("linear", "square-root")
 
@@ -64,7 +64,6 @@ def warm_up(optimizer: Optimizer, *, updates: int) -> LinearLR:
         >>> seen
         [0.1, 0.2, 0.3, 0.4, 0.4, 0.4]
     """
-    if not isinstance(updates, int) or isinstance(updates, bool) or updates < 1:
-        raise PlanError(f"Expected a warm-up over at least 1 update, got {updates!r}. Leave it out for none.")
+    check_whole("updates", updates, least=1)
     # LinearLR goes from start_factor to 1 in total_iters steps after the first update.
     return LinearLR(optimizer, start_factor=1 / updates, total_iters=updates - 1)

@@ -1,18 +1,21 @@
-"""The rows of an epoch: tensors in memory or a list of samples, shuffled by a seed."""
+"""The rows of an epoch: in memory and shuffled by a seed, or from a loader that can be iterated anew."""
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from anybatch.core import BatchError, SampleBatch, TensorBatch, tree
+from anybatch.core import BatchError, CheckpointError, SampleBatch, TensorBatch, tree
 from anybatch.state import rng
 from anybatch.step import Step
+from anybatch.train.serialize import Packer, digest_of
+from anybatch.train.share import Share
 
 
 class Rows:
-    """All rows of a data set, taken one logical batch at a time.
+    """All rows of a data set in memory, taken one logical batch at a time.
 
     Args:
         data: any nesting of tensors with rows first; or, where the step has a `collate`, anything with a
@@ -20,53 +23,253 @@ class Rows:
         step: whose `collate` and device the rows are for.
 
     Raises:
-        BatchError: the data is neither (a loader of batches needs no trainer: call the step in its loop).
+        BatchError: the data is neither.
     """
 
     def __init__(self, data: Any, step: Step) -> None:
-        if isinstance(data, DataLoader):
-            raise BatchError(
-                f"Expected all rows, as tensors or as samples with a collate, got a {type(data).__name__} of "
-                "batches. Call the step on each of its batches yourself, or pass its dataset here and its "
-                "collate_fn to the step."
-            )
-        self._step, self._data = step, data
+        self._step, self._data, self.share = step, data, Share(step)
         self._samples = step.collate is not None
         batch = TensorBatch(data) if step.collate is None else SampleBatch(data, step.collate)
         self.count = batch.rows
 
-    def batches(self, *, batch_size: int, seed: int, epoch: int, start: int = 0) -> Iterator[Any]:
-        """Yield an epoch's logical batches, in the order that seed and epoch determine, from `start` on.
+    def per_epoch(self, batch_size: int | None) -> int:
+        """Batches of an epoch."""
+        return -(-self.count // (batch_size or self.count))
 
-        Tensors come on the model's device; what is collated is the caller's to bring there.
+    def digest(self) -> str:
+        """Nothing: rows in memory are found by their number."""
+        return ""
+
+    def batches(
+        self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
+    ) -> Generator[Any]:
+        """Yield this rank's rows of an epoch's logical batches from `start` on; None where it has none.
+
+        The order depends on seed and epoch only. Tensors come on the model's device; what is collated is the
+        caller's to bring there.
         """
         generator = torch.Generator().manual_seed(rng.derive_seed(seed, "order", epoch))
         order = torch.randperm(self.count, generator=generator, device="cpu")  # whatever torch's default
-        for chosen in order.split(batch_size)[start:]:
-            yield self._take(chosen)
+        for chosen in order.split(batch_size or self.count)[start:]:
+            mine = chosen[self.share.part(len(chosen))]
+            yield self._take(mine) if len(mine) else None
 
-    def in_order(self, size: int) -> Iterator[Any]:
-        """Yield all rows in their own order, `size` at a time, for an evaluation."""
-        if not self._samples:
-            device = self._device()
-            for micro in TensorBatch(self._data).cut(size):
-                yield tree.map_leaves(lambda leaf: _bring(leaf, device), micro)
-            return
-        for first in range(0, self.count, size):
-            yield [self._data[row] for row in range(first, min(first + size, self.count))]
+    def in_order(self, size: int | None) -> Iterator[Any]:
+        """Yield all rows in their own order, `size` at a time, for an evaluation; ranks take turns."""
+        for index, chosen in enumerate(torch.arange(self.count, device="cpu").split(size or self.count)):
+            if self.share.has_turn(index):
+                yield self._take(chosen)
 
     def _take(self, chosen: torch.Tensor) -> Any:
         if self._samples:
             return [cast("Sequence[Any]", self._data)[row] for row in chosen.tolist()]
-        device = self._device()
-        return tree.map_leaves(
-            lambda leaf: _bring(leaf.index_select(0, chosen.to(leaf.device)), device), self._data
+        rows = tree.map_leaves(lambda leaf: leaf.index_select(0, chosen.to(leaf.device)), self._data)
+        return _brought(rows, self._step)
+
+
+class Stream:
+    """The items of a DataLoader or of another iterable, one logical batch at a time.
+
+    What is drawn at random while loading comes from streams of its own, which begin anew in each epoch, from
+    its seed: so an epoch can be repeated, and loading does not move the model's random numbers.
+
+    Args:
+        data: gives the same items each time it is iterated after the same seed and `set_epoch`.
+        step: whose `collate` and device the items are for.
+
+    Attributes:
+        count: rows of an epoch; None where only iterating tells.
+
+    Raises:
+        BatchError: the data can be iterated only once.
+    """
+
+    def __init__(self, data: Any, step: Step) -> None:
+        if isinstance(data, Iterator):
+            raise BatchError(
+                f"Expected data that can be iterated anew in each epoch, got a {type(data).__name__}, which "
+                "can be iterated once. Pass an object whose __iter__ begins again, or a list."
+            )
+        self._data, self._step, self.share = data, step, Share(step)
+        self._gives_batches = step.collate is None or (
+            isinstance(data, DataLoader) and cast("Any", data).batch_sampler is not None
+        )
+        self.count = self._count()
+        self._last: Any = None  # the last batch, for `digest`
+
+    def per_epoch(self, batch_size: int | None) -> int | None:
+        """Batches of an epoch; None where only iterating tells."""
+        if batch_size is None:
+            return _length(self._data)
+        return None if self.count is None else -(-self.count // batch_size)
+
+    def digest(self) -> str:
+        """SHA-256 of the last batch, which tells whether an epoch is repeated; empty for other objects."""
+        packer = Packer()
+        try:
+            document = packer.pack(self._last, "batch")
+        except CheckpointError:
+            return ""
+        return digest_of(packer.tensors, json.dumps(document))
+
+    def batches(
+        self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
+    ) -> Generator[Any]:
+        """Yield this rank's rows of an epoch's batches from `start` on; those before are loaded and left out.
+
+        Args:
+            batch_size: rows of a batch, but for the last one; None to take each item as it comes.
+            seed: determines, with the epoch, all that is drawn at random.
+            epoch: number of the epoch, 0 for the first.
+            start: batches to leave out.
+            digest: that of the last batch that is left out.
+
+        Raises:
+            BatchError: there is no batch, an item cannot be used, or ranks have other rows.
+            CheckpointError: the batches that are left out are not there again.
+        """
+        count = 0
+        for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
+            count += 1
+            self._last = batch
+            if count == start and digest not in ("", self.digest()):
+                raise CheckpointError(self._differs(f"other rows in batch {count}", epoch))
+            if count == start + 1 and self.share.is_many:
+                self.share.meet_with_same(self.digest(), f"batch {count} of epoch {epoch + 1}")
+            if count > start:
+                yield _brought(self.share.of(batch), self._step)
+        self._last = None
+        if count < start:
+            raise CheckpointError(self._differs(f"{count} batches where it had {start}", epoch))
+        if not count:
+            raise BatchError(
+                f"Expected a batch in epoch {epoch + 1}, got none from the {type(self._data).__name__}. Pass "
+                "data that can be iterated anew in each epoch, and is not empty."
+            )
+
+    def in_order(self, size: int | None) -> Iterator[Any]:
+        """Yield all rows, `size` at a time, or as they come, for an evaluation; the same ones each time."""
+        for index, batch in enumerate(self._repeatable(size, rng.derive_seed(0, "validation"), 0)):
+            if self.share.has_turn(index):
+                yield _brought(batch, self._step)
+
+    def _repeatable(self, size: int | None, seed: int, epoch: int) -> Iterator[Any]:
+        apart, end = rng.Apart(seed), object()
+        for part in self._parts():
+            if isinstance(generator := getattr(part, "generator", None), torch.Generator):
+                generator.manual_seed(seed)
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        with apart.drawn():  # a DataLoader draws when it begins
+            batches = iter(self._data) if size is None else self._gathered(size)
+        while True:
+            with apart.drawn():
+                batch = next(batches, end)
+            if batch is end:
+                return
+            yield batch
+
+    def _parts(self) -> Iterator[Any]:
+        """What may determine the order: the data, its data set and its samplers."""
+        yield self._data
+        for name in ("dataset", "sampler", "batch_sampler"):
+            if (part := getattr(self._data, name, None)) is not None:
+                yield part
+        yield getattr(getattr(self._data, "batch_sampler", None), "sampler", None)
+
+    def _gathered(self, size: int) -> Iterator[Any]:
+        """Batches of this many rows from items of any number of rows; the last one of those that are left."""
+        held: list[Any] = []
+        rows = 0
+        for item in self._data:
+            if self._step.collate is None:
+                rows += TensorBatch(item).rows
+                held.append(item)
+            else:
+                samples = self._samples(item)
+                rows += len(samples)
+                held += samples
+            while rows >= size:
+                batch, held = self._split(held, size)
+                rows -= size
+                yield batch
+        if rows:
+            yield self._split(held, rows)[0]
+
+    def _split(self, held: list[Any], size: int) -> tuple[Any, list[Any]]:
+        """So many rows, and what is left."""
+        if self._step.collate is not None:
+            return held[:size], held[size:]
+        whole = _joined(held)
+        rest = [] if TensorBatch(whole).rows == size else [tree.map_leaves(lambda leaf: leaf[size:], whole)]
+        return tree.map_leaves(lambda leaf: leaf[:size], whole), rest
+
+    def _samples(self, item: Any) -> list[Any]:
+        if not self._gives_batches:
+            return [item]
+        if not isinstance(item, list):
+            raise BatchError(
+                f"Expected lists of samples from the loader, because the step has a `collate`, got a "
+                f"{type(item).__name__}. Pass collate_fn=list to the loader or give the step no `collate`."
+            )
+        return cast("list[Any]", item)
+
+    def _count(self) -> int | None:
+        loader: Any = self._data
+        if not isinstance(loader, DataLoader):
+            return None if self._gives_batches else _length(loader)
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+            return None
+        rows, size = _length(loader.sampler), loader.batch_size
+        return rows if rows is None or not loader.drop_last else rows // size * size
+
+    def _differs(self, what: str, epoch: int) -> str:
+        return (
+            f"Expected the {type(self._data).__name__} to give epoch {epoch + 1} as before, got {what}. "
+            "Let its order depend on nothing but torch's, Python's and NumPy's random numbers and on "
+            "set_epoch(epoch), or go on from a checkpoint at the end of an epoch."
         )
 
-    def _device(self) -> torch.device:
-        return next(self._step.model.parameters()).device
+
+def open_data(data: Any, step: Step) -> Rows | Stream:
+    """Rows in memory, or a stream for what can only be iterated.
+
+    Raises:
+        BatchError: the data is neither.
+    """
+    is_stream = isinstance(data, DataLoader | IterableDataset) or (
+        hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
+    )
+    return Stream(data, step) if is_stream else Rows(data, step)
 
 
-def _bring(leaf: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device; a copy to the host is waited for, or it would be read too early."""
-    return leaf.to(device, non_blocking=device.type == "cuda")
+def _brought(batch: Any, step: Step) -> Any:
+    """Tensors on the model's device; samples as they are."""
+    if step.collate is not None or batch is None:
+        return batch
+    device = next(step.model.parameters()).device
+    # A copy to the host is waited for, or it would be read too early.
+    return tree.map_leaves(lambda leaf: leaf.to(device, non_blocking=device.type == "cuda"), batch)
+
+
+def _length(data: Any) -> int | None:
+    """How long it says it is, if it does."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _joined(items: list[Any]) -> Any:
+    """The rows of several items one after the other."""
+    if len(items) == 1:
+        return items[0]
+    nests = [tree.flatten(item) for item in items]
+    try:
+        leaves = [torch.cat(alike) for alike in zip(*[nest.leaves for nest in nests], strict=True)]
+    except (RuntimeError, ValueError) as error:
+        raise BatchError(
+            f"Expected items whose rows can be put together to batches, got others ({error}). Let the loader "
+            "give whole batches (batch_size=None), or lists of samples and give the step a `collate`."
+        ) from None
+    return nests[0].build(iter(leaves))

@@ -1,129 +1,63 @@
-"""Watchers of a training, and two of them: a log as text and one as JSON lines."""
+"""The log of a training: a callback that writes JSON lines."""
 
 import json
 import math
-import re
+import os
+import platform
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
-from anybatch.core import StepReport, format_count, format_seconds
+import torch
+from torch.nn.parameter import is_lazy
+
+from anybatch.core import StepReport
+from anybatch.step import Step
+from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 from anybatch.train.checkpoint import write_whole
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunInfo:
-    """What is to be done when training starts or goes on."""
-
-    epochs: int  # the last epoch's number
-    done_epochs: int  # epochs finished already, before this start
-    done_updates: int  # updates made already, before this start
-    total_updates: int  # updates when all epochs are done
-    rows: int  # rows of an epoch
+FORMAT = 2  # of `JsonLog`; the first had no number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EpochReport:
-    """One epoch is over."""
-
-    epoch: int  # 1 for the first
-    updates: int  # since the very start
-    loss: float  # mean over all rows of the epoch, each at the weights its batch met
-    validation: Mapping[str, float]  # loss, terms and metrics; empty where there are no validation rows
-    learning_rate: float  # of the first parameter group after the epoch
-    seconds: float  # wall time of this epoch's training, without validation
-    samples_per_second: float  # rows trained per second of it
-    dropped: int = 0  # rows that were left out, because they were not finite
-    skipped: int = 0  # steps without an update: fully masked, left out as a whole, or skipped
-
-    def __str__(self) -> str:
-        held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
-        lost = f"  {format_count(self.dropped)} rows left out" if self.dropped else ""
-        lost += f"  {format_count(self.skipped)} steps without update" if self.skipped else ""
-        return (
-            f"epoch {self.epoch:3}  loss {self.loss:.4f}{held_out}  lr {self.learning_rate:.3g}  "
-            f"{format_count(self.samples_per_second)} samples/s  {format_seconds(self.seconds)}{lost}"
-        )
-
-
-class Watcher(Protocol):
-    """Is told of every event of a training; changes nothing."""
-
-    def start(self, info: RunInfo) -> None:
-        """Training starts or goes on."""
-        ...
-
-    def step(self, report: StepReport) -> None:
-        """An update was made."""
-        ...
-
-    def epoch(self, report: EpochReport) -> None:
-        """An epoch is over, validated and saved."""
-        ...
-
-    def stop(self) -> None:
-        """Training stops: done, or by an exception."""
-        ...
-
-
-class TextLog:
-    """One line per epoch for people, appended to a file; each epoch once, as in `JsonLog`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def start(self, info: RunInfo) -> None:
-        """Write how much is to be done; drop epochs that will be trained once more."""
-
-        def is_redone(line: bytes) -> bool:
-            found = re.match(rb"epoch +(\d+) ", line)
-            return found is not None and int(found[1]) > info.done_epochs
-
-        _drop(self._path, is_redone)
-        rows = format_count(info.rows)
-        self._write(f"start at update {info.done_updates} of {info.total_updates}, {rows} rows an epoch")
-
-    def step(self, report: StepReport) -> None:
-        """Nothing: the JSON-lines log has the updates."""
-
-    def epoch(self, report: EpochReport) -> None:
-        """Write the epoch's line."""
-        self._write(str(report))
-
-    def flush(self) -> None:
-        """Nothing is kept back."""
-
-    def stop(self) -> None:
-        """Note that training stopped here."""
-        self._write("stop")
-
-    def _write(self, line: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-
-
-_FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated")
+_FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated", "learning_rate")
 _TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0}  # told only where they are something else
 
 
-class JsonLog:
+class JsonLog(Callback):
     """One JSON object per update and per epoch, appended to a file, for programs and plots.
 
     Each update, numbered by `step` from 1 on, and each epoch is there once: what was written after the
     checkpoint from which a run goes on is dropped. NaN and infinity are written as null.
+
+    | event | what it tells |
+    |---|---|
+    | start | what is to be done (`RunInfo`), on which machine, by which command, with which parts |
+    | step | one update: its report, the training time so far, peak bytes, what observers `record` |
+    | plan | a memory budget has led to other micro-batches: why, and bytes by owner |
+    | epoch | `EpochReport` |
+    | stop | why, if a callback asked for it |
+
+    Args:
+        path: the file.
+        peak_bytes: tells the most bytes ever in use.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, peak_bytes: Callable[[torch.device], int] = lambda device: 0) -> None:
+        self._path, self._peak_bytes = path, peak_bytes
+        self._layers: dict[str, object] = {}  # told by each observer since the start
+        self._planned = 0  # rows of a micro-batch, told since the start
         self._lines: list[str] = []
         self._flushed = time.monotonic()
         self._at = {"step": 0, "epoch": -1}  # of the last lines; nowhere before the start
 
-    def start(self, info: RunInfo) -> None:
+    def start(self, trainer: Any, info: RunInfo) -> None:
         """Write how much is to be done; drop updates and epochs that will be trained once more."""
         done = {"step": info.done_updates, "epoch": info.done_epochs}
 
@@ -135,22 +69,27 @@ class JsonLog:
 
         if self._at != done:  # else it goes on at the end of this log
             _drop(self._path, is_redone)
-        self._at = dict(done)
-        self._add("start", asdict(info))
+        self._at, self._layers, self._planned = dict(done), {}, 0
+        self._add("start", {"format": FORMAT, **asdict(info), **describe(trainer)})
         self.flush()
 
-    def step(self, report: StepReport) -> None:
+    def update(self, trainer: Any, report: StepReport) -> None:
         """Keep the update's line; lines are written once a second, so that small steps stay fast."""
         self._at["step"] += 1
         values = {"step": self._at["step"]} | {name: getattr(report, name) for name in _FIELDS}
         # Runs of equal micro-batches, as pairs of rows and how many in a row.
         values["cut"] = [(rows, len([*alike])) for rows, alike in groupby(report.cut)]
         told = {name: getattr(report, name) for name in _TRIVIAL}
-        self._add("step", values | {name: told[name] for name in told if told[name] != _TRIVIAL[name]})
+        values |= {name: told[name] for name in told if told[name] != _TRIVIAL[name]}
+        self._tell_plan(trainer, report)
+        values |= {"seconds": trainer.seconds, "memory": self._peak_bytes(_device(trainer.step))}
+        observed = self._observed(trainer.step)
+        values |= {"observed": observed} if observed else {}
+        self._add("step", values)
         if time.monotonic() - self._flushed > 1:
             self.flush()
 
-    def epoch(self, report: EpochReport) -> None:
+    def epoch(self, trainer: Any, report: EpochReport) -> None:
         """Write the epoch's line and those of its updates."""
         self._at["epoch"] = report.epoch
         self._add("epoch", asdict(report))
@@ -163,13 +102,81 @@ class JsonLog:
         self._lines.clear()
         self._flushed = time.monotonic()
 
-    def stop(self) -> None:
-        """Note that training stopped here."""
-        self._add("stop", {})
+    def stop(self, trainer: Any) -> None:
+        """Note that training stopped here, and why if a callback asked for it."""
+        self._add("stop", {"reason": trainer.stopped} if trainer.stopped else {})
         self.flush()
+
+    def _observed(self, step: Step) -> dict[str, dict[str, Any]]:
+        """What observers have to say; names of layers only where they are not the same as before."""
+        found = {one.name: dict(one.record()) for one in step.observers if one.name}
+        for name, record in found.items():
+            if "layers" in record and self._layers.get(name) == record["layers"]:
+                del record["layers"]
+            self._layers[name] = record.get("layers", self._layers.get(name))
+        return {name: record for name, record in found.items() if record}
+
+    def _tell_plan(self, run: Any, report: StepReport) -> None:
+        size = max(report.cut, default=0)
+        is_tail = report.rows != (run.batch_size or report.rows)
+        if run.step.planning.budget is None or size == self._planned or is_tail:
+            return
+        self._planned = size
+        text, by_owner = run.step.planning.explain()
+        text = f"micro-batches of {size} rows: {text}" if "\n" not in text else text
+        self._add("plan", {"step": self._at["step"], "text": text, "bytes": by_owner or _held(run.step)})
 
     def _add(self, event: str, values: Mapping[str, object]) -> None:
         self._lines.append(to_json({"event": event, **values}))
+
+
+def describe(run: Any) -> dict[str, Any]:
+    """What a run is: when and where it starts, by which command, and its parts by name."""
+    step, device = run.step, _device(run.step)
+    is_command = Path(sys.argv[0]).parts[-2:] == ("anybatch", "__main__.py")
+    is_command = is_command or Path(sys.argv[0]).stem == "anybatch"
+    loss = getattr(step.loss, "function", step.loss)
+    try:
+        version = metadata.version("anybatch")
+    except metadata.PackageNotFoundError:
+        version = None  # run from its folder
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "anybatch": version,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+            "cores": os.cpu_count(),
+        },
+        "command": ["anybatch", *sys.argv[1:]] if is_command else None,
+        "model": type(step.model).__name__,
+        "parameters": sum(one.numel() for one in _parameters(step)),
+        "loss": getattr(loss, "__name__", type(loss).__name__),
+        "optimizer": ", ".join(type(one).__name__ for one in step.optimizers),
+        "precision": str(step.precision),
+        "seed": run.seed,
+        "batch_size": run.batch_size,
+    }
+
+
+def _device(step: Step) -> torch.device:
+    return next(step.model.parameters()).device
+
+
+def _parameters(step: Step) -> list[torch.nn.Parameter]:
+    return [one for one in step.model.parameters() if not is_lazy(one)]
+
+
+def _held(step: Step) -> dict[str, int]:
+    """Bytes that stay through all steps, by owner."""
+    parameters = _parameters(step)
+    states = [value for one in step.optimizers for held in one.state.values() for value in held.values()]
+    return {
+        "parameters": sum(one.nbytes for one in parameters),
+        "gradients": sum(one.nbytes for one in parameters if one.requires_grad),
+        "optimizer state": sum(one.nbytes for one in states if isinstance(one, torch.Tensor)),
+    }
 
 
 def to_json(value: Any) -> str:

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from anybatch.core import (
     Cut,
@@ -20,10 +20,11 @@ from anybatch.core import (
     cut_sizes,
     weighted_mean,
 )
-from anybatch.losses import resolve, split_batch
+from anybatch.core import torch_private as private
+from anybatch.losses import ModelTerms, PaddedModel, WholeBatch, resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step
-from anybatch.train.loader import Rows
+from anybatch.train.loader import Rows, Stream
 
 Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
 """A function of outputs and targets of some rows to their total; or a whole fold over such pairs."""
@@ -48,12 +49,18 @@ def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> T
 
 
 def evaluate(
-    step: Step, rows: Rows, metrics: Mapping[str, Metric], *, micro_batch: int, batch_size: int
+    step: Step,
+    rows: Rows | Stream,
+    metrics: Mapping[str, Metric],
+    *,
+    micro_batch: int | None,
+    batch_size: int | None,
 ) -> dict[str, float]:
     """The loss, its terms and metrics of all rows, in evaluation mode, without gradient.
 
     Modes and every random state are as before. The result does not depend on `micro_batch`. A whole-batch
-    loss is taken of each batch, and its mean is over rows.
+    loss is taken of each batch, and its mean is over rows. A size of None is that of a loader's items. Ranks
+    take turns at the batches, and all return the same.
 
     Raises:
         LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
@@ -63,14 +70,22 @@ def evaluate(
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
     modules = [*step.model.modules(), *step.loss_module.modules()]
-    with evaluating(modules), _outputs_of(step.model) as outputs:
-        for totals, is_fixed, micro in _totals(step, rows, micro_batch, batch_size):
+    with evaluating(modules), _outputs_of(step, micro_batch or batch_size or 0) as (model, outputs):
+        for totals, is_fixed, micro in _totals(step, model, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
             for name, total in totals.items():
                 sums[name] = sums.get(name, Total.zero()) + _widened(total)
             for name, fold in folds.items():
                 states[name] = fold.add(states[name], _pair(outputs, micro))
             outputs.clear()
+    parts = rows.share.gather("a validation", (sums, undivided, states))
+    for index, (more_sums, more_undivided, more_states) in enumerate(parts):
+        if not index:  # all ranks merge in one order
+            sums, undivided, states = more_sums, more_undivided, more_states
+            continue
+        undivided |= more_undivided
+        sums |= {name: sums.get(name, Total.zero()) + total for name, total in more_sums.items()}
+        states = {name: fold.merge(states[name], more_states[name]) for name, fold in folds.items()}
     values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
     # As in a step: terms without weight add nothing, and a term may itself be called "loss".
     factors = step.coefficients
@@ -80,23 +95,24 @@ def evaluate(
 
 
 def _totals(
-    step: Step, rows: Rows, micro_batch: int, batch_size: int
+    step: Step, model: Any, rows: Rows | Stream, micro_batch: int | None, batch_size: int | None
 ) -> Iterator[tuple[dict[str, Total], bool, Any]]:
     """Of each micro-batch: its totals, whether they are sums that nothing divides, and its rows."""
     loss = resolve(step.loss)
     kinds = {parameter.device.type for parameter in step.model.parameters()} - {"meta"}
     computing = partial(step.precision.computing, kinds)
-    for group in rows.in_order(batch_size if loss.divided else micro_batch):  # rows may meet in the loss
+    # Rows may meet in the loss; and micro-batches may be of other sizes on other ranks.
+    for group in rows.in_order(batch_size if loss.divided or rows.share.is_many else micro_batch):
         batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
-        sizes = cut_sizes(batch.rows, micro_batch)
-        whole = loss.along(batch, sizes, step.model, lambda: None) if loss.divided else nullcontext()
+        sizes = cut_sizes(batch.rows, micro_batch or batch.rows)
+        whole = loss.along(batch, sizes, model, lambda: None) if loss.divided else nullcontext()
         with ExitStack() as stack:
             with step.precision.arithmetic(), computing():  # a first pass of the loss, too
                 share = stack.enter_context(whole)
             for micro, index in batch.micro_batches(Cut.of_sizes(sizes).parts):
                 part = loss if share is None else share(index[0], index[-1] + 1)
                 with step.precision.arithmetic(), computing():
-                    terms = part.evaluate(step.model, micro)
+                    terms = part.evaluate(model, micro)
                 yield *_measured(part, terms), micro
 
 
@@ -178,11 +194,20 @@ def _single(values: Any) -> Any:
 
 
 @contextmanager
-def _outputs_of(model: nn.Module) -> Generator[list[Any]]:
-    """What the model returns while the loss runs it, so that metrics need no second forward."""
+def _outputs_of(step: Step, rows: int) -> Generator[tuple[Any, list[Any]]]:
+    """The model, and what it returns while the loss runs it, so that metrics need no second forward.
+
+    One that is compiled for one number of rows gets that: a hook would have it compiled anew.
+    """
     outputs: list[Any] = []
-    hook = model.register_forward_hook(lambda module, inputs, value: outputs.append(value))
+    loss = resolve(step.loss)
+    if any(map(private.is_static, step.model.modules())):
+        rows = 0 if isinstance(loss, ModelTerms) else rows
+        shares = isinstance(loss, WholeBatch)
+        yield PaddedModel(step.model, rows, shares_numbers=shares, tell=outputs.append), outputs
+        return
+    hook = step.model.register_forward_hook(lambda module, inputs, value: outputs.append(value))
     try:
-        yield outputs
+        yield step.model, outputs
     finally:
         hook.remove()

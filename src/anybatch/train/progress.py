@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-import mmap
 import random
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anybatch.core import StepReport, format_bytes, format_count
-from anybatch.train.loggers import EpochReport, RunInfo
+from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-class ProgressBar:
+class ProgressBar(Callback):
     """A bar over all updates, and a line for every finished epoch.
 
     Args:
-        device: whose memory is shown: allocated bytes on CUDA, the process's resident bytes on the CPU.
+        device: whose memory is shown, as the most bytes so far (`peak_bytes`).
         console: where it is drawn; standard error by default, so that standard output stays for results.
             Where that is no terminal, only the epochs' lines are printed.
     """
@@ -35,7 +34,7 @@ class ProgressBar:
         self._console = Console(stderr=True) if console is None else console
         self._loss = math.nan
 
-    def start(self, info: RunInfo) -> None:
+    def start(self, trainer: Any, info: RunInfo) -> None:
         """Draw the bar where training starts or goes on."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -57,7 +56,7 @@ class ProgressBar:
         self._last, self._rows = time.perf_counter(), 0
         self._bar.start()
 
-    def step(self, report: StepReport) -> None:
+    def update(self, trainer: Any, report: StepReport) -> None:
         """Move the bar, at most ten times a second."""
         self._done += 1
         self._rows += report.rows
@@ -67,18 +66,20 @@ class ProgressBar:
             return
         speed = self._rows / (now - self._last)
         self._last, self._rows = now, 0
-        memory = format_bytes(current_bytes(self._device))
-        figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s  {memory}"
+        memory = format_bytes(peak_bytes(self._device))
+        figures = f"loss {self._loss:.4f}  {format_count(speed)} samples/s  peak {memory}"
         self._bar.update(self._task, completed=self._done, figures=figures)
 
-    def epoch(self, report: EpochReport) -> None:
+    def epoch(self, trainer: Any, report: EpochReport) -> None:
         """Print the epoch's line above the bar."""
         self._bar.update(self._task, completed=self._done, description=f"epoch {report.epoch}/{self._epochs}")
         self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
-    def stop(self) -> None:
-        """Take the bar away."""
+    def stop(self, trainer: Any) -> None:
+        """Take the bar away; say why training stopped, if it was asked to."""
         self._bar.stop()
+        if trainer.stopped:
+            self._console.print(f"stopped: {trainer.stopped}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _import_rich() -> None:
@@ -88,17 +89,6 @@ def _import_rich() -> None:
         import rich.progress  # noqa: F401  # pyright: ignore[reportUnusedImport]
     finally:
         random.setstate(state)
-
-
-def current_bytes(device: torch.device) -> int:
-    """Bytes in use: allocated on CUDA; resident in the process elsewhere, its peak where no more is told."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return peak_bytes(device)
 
 
 def peak_bytes(device: torch.device) -> int:

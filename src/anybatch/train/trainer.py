@@ -1,53 +1,87 @@
 """The training loop: epochs, validation, progress, checkpoints, resume."""
 
-import json
 import math
-import tempfile
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import AnybatchError, CheckpointError, DataError, PlanError
+from anybatch.core import (
+    AnybatchError,
+    CheckpointError,
+    PlanError,
+    StepReport,
+    WindowError,
+    check_whole,
+)
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train import checkpoint
+from anybatch.train.callbacks import (
+    EMA,
+    Callback,
+    EpochReport,
+    RunInfo,
+    check_callbacks,
+    load_states,
+    states,
+)
+from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
+from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
-from anybatch.train.loader import Rows
-from anybatch.train.loggers import EpochReport, JsonLog, RunInfo, TextLog, Watcher
+from anybatch.train.loader import Rows, Stream, open_data
+from anybatch.train.loggers import JsonLog
 from anybatch.train.metrics import Metric, RunningLoss, evaluate
-from anybatch.train.progress import ProgressBar
-
-LAST, BEST = "last.safetensors", "best.safetensors"
+from anybatch.train.progress import ProgressBar, peak_bytes
 
 
 class Trainer:
-    """Trains for epochs over rows in memory, one exact update per batch.
+    """Trains for epochs over rows in memory or from a loader, one exact update per batch.
 
     The same seed gives the same run, bit for bit, also when it is interrupted and resumed. Validation runs in
     the precision of training and in evaluation mode; afterwards each module is in its former mode again.
     Checkpoints hold float32 weights also if the model's are shorter.
 
+    A loader is a DataLoader, an IterableDataset or any object that can be iterated anew in each epoch. Its
+    items are batches of tensors with rows first or, if the step has a `collate`, samples (of a DataLoader
+    that makes batches: lists of samples). A run that goes on in the middle of an epoch loads the batches
+    before that place once more.
+
+    With several ranks (`anybatch.parallel`) each has the same data, and takes its part of each batch, so that
+    batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks goes
+    on from them.
+
     Args:
         step: the step, with model, loss and optimizer. Its `order` holds within each batch; which rows are
             in a batch depends on the seed.
-        train: training rows: tensors with rows first, nested in any way, or samples if the step has a
-            `collate`.
-        validation: rows for validation after each epoch, in the same form. None for no validation.
-        batch_size: rows of a batch. The last one of an epoch may be smaller.
-        seed: seed for the order of the rows. Random numbers inside the model follow torch's own seed.
+        train: training rows: tensors with rows first, nested in any way; samples if the step has a
+            `collate`; or a loader.
+        validation: rows or a loader for validation after each epoch. None for no validation.
+        batch_size: rows of a batch. The last one of an epoch may be smaller. The items of a loader are joined
+            and divided to this size. None, for a loader, to make one update with each of its items.
+        seed: seed for the order of the rows, and for what is drawn while loading. Random numbers inside the
+            model follow torch's own seed, on ranks after the first this one.
         metrics: named functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or
             folds.
         best_by: name of the validation value that decides which checkpoint is the best. NaN never is.
         larger_is_better: whether larger values of `best_by` are better.
         out: folder for checkpoints and logs. None to write nothing.
         save_every: also save after this many batches of an epoch. 0 to save after each epoch only.
+        save_minutes: also save when this many minutes have passed since the last time. 0 for never.
+        keep: numbered checkpoints to keep besides the last and the best: each that is saved as the last is
+            also kept as `step-00000012.safetensors`, until there are this many newer ones.
         config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
             same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
-        watchers: further objects that are told about start, updates and epochs (`Watcher`).
+        callbacks: objects that are told of start, updates and epochs (`ab.Callback`).
+
+    Attributes:
+        epoch, steps, updates: epochs finished, batches done and updates made since the very start.
+        seconds: time spent training.
+        best: the best value of `best_by`, or None.
+        stopped: why a callback stopped the training, or an empty string.
 
     Raises:
         BatchError, PlanError: rows, sizes, names or a config are not supported.
@@ -68,80 +102,101 @@ class Trainer:
         train: Any,
         validation: Any = None,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         seed: int = 0,
         metrics: Mapping[str, Metric] | None = None,
         best_by: str = "loss",
         larger_is_better: bool = False,
         out: str | Path | None = None,
         save_every: int = 0,
+        save_minutes: float = 0,
+        keep: int = 0,
         config: Mapping[str, Any] | None = None,
         progress: bool = True,
-        watchers: Sequence[Watcher] = (),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self.step = step
-        self.train = Rows(train, step)
-        self.validation = None if validation is None else Rows(validation, step)
-        _check_whole("batch_size", batch_size, least=1)
-        _check_whole("save_every", save_every, least=0)
-        _check_whole("seed", seed, least=0)
+        self.train = open_data(train, step)
+        self.validation = None if validation is None else open_data(validation, step)
+        if batch_size is not None or isinstance(self.train, Rows):
+            check_whole("batch_size", batch_size, least=1)
+        for name, value in (("save_every", save_every), ("keep", keep), ("seed", seed)):
+            check_whole(name, value, least=0)
+        _check_saving(out, save_minutes, keep)
+        check_callbacks(callbacks)
         names = {"loss", *(metrics or {})}
         # The terms of a loss of the user's own have names that only a forward tells.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
             raise _unknown_best(best_by, names)
         self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
         self.best_by, self.larger_is_better = best_by, larger_is_better
-        self.config = _check_config(config or {})
-        self.out = None if out is None else _make_folder(Path(out))
-        self.save_every = save_every
-        bars = (ProgressBar(next(step.model.parameters()).device),) if progress else ()
-        self.watchers: tuple[Watcher, ...] = (*bars, *watchers)
-        out = self.out
-        self._logs = () if out is None else (TextLog(out / "log.txt"), JsonLog(out / "log.jsonl"))
-        self.epoch = 0  # epochs finished
-        self.updates = 0
-        self.seconds = 0.0  # of training, over all starts
+        self.config = check_config(config or {})
+        self._share = self.train.share
+        self.out = None if out is None or self._share.rank else make_folder(Path(out))
+        self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
+        bars = (
+            (ProgressBar(next(step.model.parameters()).device),) if progress and not self._share.rank else ()
+        )
+        there = [one for one in callbacks if one.on_every_rank or not self._share.rank]
+        self.callbacks: tuple[Callback, ...] = (*bars, *there)
+        self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
+        self.epoch = self.steps = self.updates = 0
+        self.seconds = 0.0
         self.best: float | None = None
+        self.stopped = ""
         self._is_ours = False  # whether the checkpoints in `out` are of this run
         self._batch = 0  # batches done in the epoch under way
+        self._digest = ""  # of the last of them, from a checkpoint
+        self._saved = time.monotonic()
         self._fitted = batch_size  # rows of a micro-batch that were planned to fit in every step so far
         self._loss = RunningLoss()  # of the epoch under way
 
     def fit(self, *, epochs: int) -> list[EpochReport]:
-        """Train until `epochs` epochs are done, counting those before a resume.
+        """Train until `epochs` epochs are done, counting those before a resume, or a callback stops it.
 
-        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, a
-        checkpoint of the last update is saved, from which `resume` continues.
+        Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
+        data or of a callback, a checkpoint of the last update is saved, from which `resume` continues.
 
         Returns:
             The reports of the epochs finished in this call.
 
         Raises:
             CheckpointError: `out` holds another run, which would be overwritten.
+            BatchError: a loader gives no batch, or one that cannot be used.
+            RankError: another rank failed, ended, or has other data.
         """
-        _check_whole("epochs", epochs, least=1)
-        if self.out is not None and not self._is_ours and (self.out / LAST).exists():
+        check_whole("epochs", epochs, least=1)
+        with deferred() as interruption, self._share.told(interruption):
+            return self._fit(epochs, interruption)
+
+    def _fit(self, epochs: int, interruption: Interruption) -> list[EpochReport]:
+        if self.out is not None and not self._is_ours and has_run(self.out):
             raise CheckpointError(
                 f"{self.out}: expected a folder without an earlier run, got one with {LAST}. Go on with that "
                 f"run by resume({str(self.out)!r}), or choose another folder."
             )
-        per_epoch = -(-self.train.count // self.batch_size)
+        per_epoch = self.train.per_epoch(self.batch_size)
         info = RunInfo(
             epochs=epochs,
             done_epochs=self.epoch,
-            done_updates=self.epoch * per_epoch + self._batch,
-            total_updates=epochs * per_epoch,
+            done_updates=self.steps,
+            total_updates=None if per_epoch is None else epochs * per_epoch,
             rows=self.train.count,
         )
         reports: list[EpochReport] = []
-        with ExitStack() as stops, deferred() as interruption:
-            for watcher in (*self.watchers, *self._logs):
-                watcher.start(info)
-                stops.callback(watcher.stop)
-            while self.epoch < epochs:
-                reports.append(self._run_epoch(interruption))
+        self.stopped, self._saved = "", time.monotonic()
+        with ExitStack() as stops:
+            for callback in self._everyone:
+                callback.start(self, info)
+                stops.callback(callback.stop, self)
+            while self.epoch < epochs and not self.stopped:
+                reports += self._run_epoch(interruption)
                 interruption.obey()
         return reports
+
+    def stop(self, reason: str) -> None:
+        """End the training after this update or epoch; for callbacks. A checkpoint is saved."""
+        self.stopped = reason
 
     def evaluate(self, rows: Any) -> dict[str, float]:
         """Loss, terms and metrics on these rows: sums over all of them, divided once.
@@ -154,110 +209,183 @@ class Trainer:
             >>> Trainer(step, rows, batch_size=3).evaluate(rows)
             {'loss': 0.0}
         """
-        return self._evaluate(Rows(rows, self.step))
+        with self._share.told(Interruption()):
+            return self._evaluate(open_data(rows, self.step))
+
+    def export(self, path: str | Path, ema: EMA | None = None) -> None:
+        """Write the model's weights alone, as a plain state dict, in float32 where they are stored short.
+
+        Args:
+            path: ends in .safetensors, or in .pt or .pth for `torch.load(path, weights_only=True)`.
+            ema: averaged weights to write instead.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+
+        """
+        if self._share.rank:
+            return
+        with ExitStack() as stack:
+            if ema is not None:
+                stack.enter_context(ema.weights(self.step))
+            checkpoint.export(self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
-        """Write everything needed to go on from here, atomically."""
-        progress = {
-            "epoch": self.epoch,
+        """Write everything needed to go on from here, atomically: an open window of the step, too.
+
+        Of several ranks only rank 0 writes.
+        """
+        if self._share.rank:
+            return
+        self._share.refuse(self.step.open_window)
+        progress = _progress(self) | {
             "batch": self._batch,
-            "updates": self.updates,
-            "seconds": self.seconds,
-            "best": self.best,
+            "digest": self.train.digest() if self._batch else "",
             "totals": self._loss.totals,
             "counts": self._loss.counts,
-            "scale": self.step.scale.state(),
-            "run": _identity(self),
-            "config": self.config,
-            "plans": [] if self.step.planning.budget is None else self.step.planning.budget.state(),
         }
-        for log in self._logs:
-            log.flush()  # so that a resume from here finds every update in them
+        if self._log is not None:
+            self._log.flush()  # so that a resume from here finds every update in it
         checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
 
     def resume(self, path: str | Path) -> None:
         """Go on from a checkpoint: weights, optimizer, scheduler, random state and place in the epoch.
 
-        The logs in `out` keep each update once: those made after the checkpoint are dropped by `fit`.
+        The log in `out` keeps each update once: those made after the checkpoint are dropped by `fit`.
+        A window that was open is open again (`step.open_window`). Callbacks and observers with a state are
+        found by class and order; a warning names those that are on one side only.
 
         Args:
-            path: a checkpoint, or a folder with `last.safetensors`.
+            path: a checkpoint, or the folder of a run. Of a folder, `last.safetensors` is taken or, if it is
+                damaged, the newest numbered one or the best one that is whole, with a warning.
 
         Raises:
             CheckpointError: it is missing, damaged, of another model or of another run; nothing was changed.
+            WindowError: the step has an open window.
         """
-        path = Path(path) / LAST if Path(path).is_dir() else Path(path)
-        found = checkpoint.load(path)
-        _check_run(path, found.progress.get("run", {}), _identity(self))
+        if self.step.open_window is not None:
+            raise WindowError(
+                "Expected a step without an open window to resume, got one with "
+                f"{self.step.open_window.rows} rows in it. Close or discard it first."
+            )
+        found = load_newest(Path(path))
+        path = found.path
+        check_run(path, found.progress.get("run", {}), identity(self))
         checkpoint.restore(found, **_parts(self.step))
         then = found.progress
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
+        steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
+        self.steps, self._digest = then.get("steps", steps), then.get("digest", "")  # new in checkpoints
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
+        self.step.planning.compiled = tuple(then.get("compiled", (0, 0)))
+        load_states(path, [*self.callbacks, *self.step.observers], then.get("callbacks", ()))
+        if then.get("window") is not None:
+            self.step.window(then["window"])
         rng.restore_process(found.random)
         homes = (path.parent.resolve(), path.resolve().parent)  # it may be a symlink, or the target of one
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
-    def _run_epoch(self, interruption: Interruption) -> EpochReport:
+    @property
+    def _everyone(self) -> tuple[Callback, ...]:
+        return self.callbacks if self._log is None else (*self.callbacks, self._log)
+
+    def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
+        """The epoch's report; none where a callback stopped it in the middle."""
         before = self.seconds
-        with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
-            rows = self._train_rows(interruption)
+        rows = self._train_rows(interruption)
+        place = f"epoch {self.epoch + 1} after {self._batch} batches"
+        self._share.meet_with_buffers(f"{'a stop in' if self.stopped else 'the end of'} {place}")
+        if self.stopped:
+            return []
         with self._saved_upon(Exception):  # nothing is under way; a resume validates again
-            validation = {} if self.validation is None else self._evaluate(self.validation)
-            done = self._report(validation, rows, self.seconds - before)
-            for log in self._logs:  # before it is saved: what a checkpoint counts as done is in the logs
-                log.epoch(done)
+            validation: dict[str, float] = {}
+            if self.validation is not None:
+                with ExitStack() as contexts:
+                    for callback in self.callbacks:
+                        contexts.enter_context(callback.validation(self))
+                    validation = self._evaluate(self.validation)
+            done = _report(self, self._loss, validation, rows, self.seconds - before)
             is_best = self._is_best(validation)
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
+        # Before it is saved: what a checkpoint counts as done is in the logs, and in the callbacks' state.
+        errors = self._tell("epoch", done)
         if is_best:
             self._save(BEST)  # first, so that no last checkpoint tells of a best one that is not there
         self._save(LAST)
-        for watcher in self.watchers:
-            watcher.epoch(done)
-        return done
+        if errors:
+            raise errors[0]
+        self._share.meet_with_signal(f"the checkpoint of epoch {self.epoch}", interruption, self.stopped)
+        return [done]
 
-    def _report(self, validation: Mapping[str, float], rows: int, seconds: float) -> EpochReport:
-        return EpochReport(
-            epoch=self.epoch + 1,
-            updates=self.updates,
-            loss=self._loss.value(self.step.coefficients),
-            validation=validation,
-            learning_rate=float(self.step.optimizers[0].param_groups[0]["lr"]),
-            seconds=seconds,
-            samples_per_second=rows / seconds if rows else 0.0,
-            **self._loss.counts,
-        )
+    def _tell(self, event: str, report: StepReport | EpochReport) -> list[Exception]:
+        """Tell everyone, also after one of them raised: their states must agree in what has been done."""
+        errors: list[Exception] = []
+        for callback in self._everyone:
+            try:
+                getattr(callback, event)(self, report)
+            except Exception as error:
+                errors.append(error)
+        return errors
 
     def _train_rows(self, interruption: Interruption) -> int:
-        """Train on what is left of the epoch; returns how many rows that was."""
+        """Train on what is left of the epoch, or until stopped; returns how many rows that was."""
         rows, clock = 0, time.perf_counter()
-        for batch in self.train.batches(
-            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch
-        ):
-            report = self.step(batch)
+        for batch in self._batches():
+            with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
+                report = self.step(batch)
             rows += report.rows
-            self._fitted = min(self._fitted, max(report.cut, default=self._fitted))
+            if report.cut:
+                self._fitted = min(self._fitted or max(report.cut), max(report.cut))
             now = time.perf_counter()
             self.seconds, clock = self.seconds + now - clock, now
             self._batch += 1
+            self.steps += 1
             self.updates += report.updated
             self._loss.add(report)
-            for watcher in (*self.watchers, *self._logs):
-                watcher.step(report)
+            errors = self._tell("update", report)
             stop = interruption.signal  # read once: one that comes later waits for the next update
-            if stop or (self.save_every and self._batch % self.save_every == 0):
+            if stop or errors or self.stopped or self._is_time_to_save():
                 self._save(LAST)
+            if errors:
+                raise errors[0]
             if stop:
                 interruption.obey()
+            if self.stopped:
+                break
         return rows
 
-    def _evaluate(self, rows: Rows) -> dict[str, float]:
+    def _batches(self) -> Generator[Any]:
+        """What is left of the epoch; an error of the data comes when nothing is under way."""
+        left = self.train.batches(
+            batch_size=self.batch_size,
+            seed=self.seed,
+            epoch=self.epoch,
+            start=self._batch,
+            digest=self._digest,
+        )
+        self._digest = ""
+        with closing(left):
+            while True:
+                with self._saved_upon(Exception):
+                    self._share.draw_apart(self.seed, self.steps)
+                    batch = next(left, _END)
+                if batch is _END:
+                    return
+                yield batch
+
+    def _is_time_to_save(self) -> bool:
+        is_late = self.save_minutes and time.monotonic() - self._saved >= 60 * self.save_minutes
+        return bool(is_late or (self.save_every and self._batch % self.save_every == 0))
+
+    def _evaluate(self, rows: Rows | Stream) -> dict[str, float]:
         budget = self.step.planning.budget
         size = self.step.micro_batch or (self.batch_size if budget is None else self._fitted)
-        size = min(size, rows.count)
+        if size is not None and rows.count is not None:
+            size = min(size, rows.count)
         return evaluate(self.step, rows, self.metrics, micro_batch=size, batch_size=self.batch_size)
 
     def _is_best(self, validation: Mapping[str, float]) -> bool:
@@ -276,7 +404,7 @@ class Trainer:
         try:
             yield
         except error:
-            if self.updates:
+            if self.steps:
                 self._save(LAST)
             raise
 
@@ -284,6 +412,48 @@ class Trainer:
         if self.out is not None:
             self.save(self.out / name)
             self._is_ours = True
+            if name == LAST:
+                self._saved = time.monotonic()
+                if self.keep:
+                    number(self.out, self.steps, keep=self.keep)
+
+
+_END: Any = object()  # of the batches of an epoch
+
+
+def _report(
+    trainer: Trainer, running: RunningLoss, validation: Mapping[str, float], rows: int, seconds: float
+) -> EpochReport:
+    """Of an epoch that is over."""
+    return EpochReport(
+        epoch=trainer.epoch + 1,
+        updates=trainer.updates,
+        loss=running.value(trainer.step.coefficients),
+        validation=validation,
+        learning_rate=float(trainer.step.optimizers[0].param_groups[0]["lr"]),
+        seconds=seconds,
+        samples_per_second=rows / seconds if rows else 0.0,
+        **running.counts,
+    )
+
+
+def _progress(trainer: Trainer) -> dict[str, Any]:
+    """What of a trainer a checkpoint keeps."""
+    window = trainer.step.open_window
+    return {
+        "epoch": trainer.epoch,
+        "steps": trainer.steps,
+        "updates": trainer.updates,
+        "seconds": trainer.seconds,
+        "best": trainer.best,
+        "scale": trainer.step.scale.state(),
+        "run": identity(trainer),
+        "config": trainer.config,
+        "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
+        "compiled": [*trainer.step.planning.compiled],
+        "window": None if window is None else window.state(),
+        "callbacks": states([*trainer.callbacks, *trainer.step.observers]),
+    }
 
 
 def _parts(step: Step) -> dict[str, Any]:
@@ -297,48 +467,13 @@ def _parts(step: Step) -> dict[str, Any]:
     }
 
 
-def _identity(trainer: Trainer) -> dict[str, Any]:
-    """What determines the result besides the cut; a resumed run must agree in it."""
-    loss = getattr(trainer.step.loss, "function", trainer.step.loss)  # of ab.Terms or ab.WholeBatch
-    loss = getattr(loss, "func", loss)  # of a partial
-    return {
-        **{f"config {name}": value for name, value in trainer.config.items()},
-        "rows": trainer.train.count,
-        "batch_size": trainer.batch_size,
-        "seed": trainer.seed,
-        "schedulers": len(trainer.step.schedulers),
-        "loss": getattr(loss, "__qualname__", type(loss).__name__),
-        "precision": str(trainer.step.precision),
-        "non_finite": trainer.step.planning.settings.non_finite,
-    }
-
-
-def _check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    was = {"precision": "float32", "non_finite": "raise"} | dict(was)  # which older ones do not say
-    changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
-    if changed:
-        raise CheckpointError(
-            f"{path}: expected a run with the same rows, sizes, seed, precision and config, got "
-            + ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
-            + ". Start it with the same values, or start a new run."
-        )
-
-
-def _make_folder(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()  # one that exists may still not be written to
-    except OSError as error:
-        raise DataError(
-            f"Expected a folder that can be written, got {path}: {error.strerror}. Choose another one."
-        ) from None
-    return path
-
-
-def _check_whole(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def _check_saving(out: object, minutes: float, keep: int) -> None:
+    if not 0 <= minutes < math.inf:
+        raise PlanError(f"Expected save_minutes of at least 0, got {minutes}. Pass 0 to leave them out.")
+    if out is None and (minutes or keep):
         raise PlanError(
-            f"Expected {name} to be a whole number of at least {least}, got {value!r}. Pass an int."
+            f"Expected a folder for checkpoints, got none with save_minutes={minutes} and keep={keep}. Pass "
+            "out= to the trainer."
         )
 
 
@@ -346,13 +481,3 @@ def _unknown_best(best_by: str, names: Iterable[str]) -> PlanError:
     return PlanError(
         f"Expected best_by to name a validation value, got {best_by!r}. Choose from {sorted(names)}."
     )
-
-
-def _check_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(config)
-    except (TypeError, ValueError) as error:
-        raise PlanError(
-            f"Expected config to hold JSON values, got another: {error}. Make it strings and numbers."
-        ) from None
-    return dict(config)

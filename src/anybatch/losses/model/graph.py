@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from anybatch.core import LossError
+from anybatch.core import torch_private as private
 from anybatch.integrations import RouterLoss
 from anybatch.losses.cotangents import nodes_behind
 from anybatch.losses.inputs import call
@@ -151,7 +152,7 @@ def _walk(
 
 
 def _around(model: nn.Module, leaf: Tensor) -> LossError:
-    named = [name for name, parameter in model.named_parameters() if parameter is leaf]
+    named = [private.plain_name(name) for name, parameter in model.named_parameters() if parameter is leaf]
     what = f"parameter {named[0]!r}" if named else f"a tensor of shape {tuple(leaf.shape)}"
     return LossError(
         f"Expected the loss of {type(model).__name__} to reach its parameters only through means that torch "

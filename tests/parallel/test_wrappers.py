@@ -1,5 +1,7 @@
-"""More than one rank: refused at the door and at the first call, unless the caller synchronises."""
+"""The strategy a step gets, the group that torchrun starts, and models that are wrapped."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,12 +34,12 @@ def group(backend: str, store: Any, *, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_several_ranks_are_refused_at_the_door_and_at_the_first_call() -> None:
+def test_a_group_that_comes_after_the_step_is_refused() -> None:
     early = make()
     before = [p.detach().clone() for p in early.model.parameters()]
     with group("fake", FakeStore(), ranks=2):
-        for refused in (make, lambda: early(BATCH), early.window):
-            with pytest.raises(PlanError, match=r'group of 2.*strategy="local"'):
+        for refused in (lambda: early(BATCH), early.window):
+            with pytest.raises(PlanError, match=r'group of 2 ranks.*strategy="local"'):
                 refused()
         assert all(map(torch.equal, before, early.model.parameters()))
         assert make(strategy="local")(BATCH).updated
@@ -46,50 +47,67 @@ def test_several_ranks_are_refused_at_the_door_and_at_the_first_call() -> None:
 
 
 def test_one_rank_is_as_none() -> None:
+    with pytest.raises(PlanError, match="at least 2 ranks, got 1"):
+        make(strategy="replicate")
+    with pytest.raises(PlanError, match="'everywhere'"):
+        make(strategy="everywhere")
     with group("fake", FakeStore(), ranks=1):
         assert make()(BATCH).updated
 
 
-@pytest.mark.parametrize("strategy", ["single", "local"])
-def test_wrapped_models_are_refused(strategy: Any) -> None:
+def test_wrapped_models() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     with group("gloo", dist.HashStore(), ranks=1):
+        replica = DistributedDataParallel(nn.Linear(3, 2))
+        assert make(replica).model is replica.module
+        assert make(replica, strategy="local").model is replica
         sharded = nn.Sequential(nn.Linear(3, 2))
         fully_shard(sharded[0], mesh=init_device_mesh("cpu", (1,)))
         wrapped = {
-            "DistributedDataParallel": DistributedDataParallel(nn.Linear(3, 2)),
+            "DistributedDataParallel": nn.Sequential(DistributedDataParallel(nn.Linear(3, 2))),
             "DataParallel": nn.Sequential(DataParallel(nn.Linear(3, 2))),
             "FSDPModule": sharded,
         }
         for name, model in wrapped.items():
             with pytest.raises(PlanError, match=rf"wrapped in {name}.*model\.module"):
-                make(model, strategy=strategy)
+                make(model)
         late = make(nn.Sequential(nn.Linear(3, 2)))
         late.model[0] = DistributedDataParallel(late.model[0])
         with pytest.raises(PlanError, match="wrapped in Dist"):
             late(BATCH)
 
 
-def drift(rank: int, store: str, told: Any) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
-        with pytest.raises(PlanError, match="process group of 2"):
-            make()
-        torch.manual_seed(0)
-        step = make(strategy="local")
-        step(tuple(one + rank for one in BATCH))
-        for parameter in step.model.parameters():  # the caller's own synchronisation
-            dist.all_reduce(parameter.data)
-        told.put((rank, step.model.weight.tolist()))
-    finally:
-        dist.destroy_process_group()
+PROGRAM = """
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.parallel import rank
+
+torch.manual_seed(0)
+model = nn.Linear(3, 2).double()
+step = ab.Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), micro_batch=2)
+x, y = torch.randn(7, 3).double(), torch.randn(7, 2).double()
+report = step((x[:5], y[:5]) if rank() == 0 else (x[5:], y[5:]))
+print(f"{report.rows} rows, loss {report.loss:.12f}")
+"""
 
 
 @pytest.mark.slow
-def test_two_processes_synchronise_by_themselves(tmp_path: Path) -> None:
-    told = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(drift, (str(tmp_path / "store"), told), nprocs=2)
-    found = dict(told.get() for _ in range(2))
-    assert found[0] == found[1]
+def test_torchrun_starts_ranks(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    said = [
+        subprocess.run(
+            [*launch, count, str(program)], capture_output=True, text=True, timeout=120, check=True
+        )
+        for count in ("1", "2")
+    ]
+    alone, both = (one.stdout.split("\n")[:-1] for one in said)
+    assert alone[0].startswith("5 rows")  # rank 0 brings five
+    assert len(both) == 2
+    assert both[0] == both[1]
+    assert both[0].startswith("7 rows, loss ")

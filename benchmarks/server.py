@@ -1,0 +1,96 @@
+"""Push and pull of a parameter server, beside what Ray itself moves: `python -m benchmarks.server [MB]`."""
+
+import statistics
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from anybatch.parallel.on_ray import RayCluster
+from anybatch.parallel.server import Layout, Shard, options_of
+
+ROUNDS = 9
+NEEDED = 0.6  # of the bandwidth of the engine
+
+
+class Engine:
+    """An actor that does nothing but hold an array: what Ray moves at best."""
+
+    def __init__(self, size: int) -> None:
+        self.held = np.zeros(size, "float32")
+
+    def pull(self, values: Any) -> None:
+        self.held[...] = values
+
+    def push(self) -> Any:
+        return self.held
+
+    def take(self, values: Any) -> None:
+        self.held += values
+
+
+class Moving:
+    """A worker without rows: it writes parameters into tensors, and returns sums as a worker does."""
+
+    def __init__(self, layout: Layout, parameters: list[torch.Tensor]) -> None:
+        self.layout, self.parameters = layout, [p.clone() for p in parameters]
+
+    def pull(self, values: Any) -> None:
+        self.layout.write([values], self.parameters)
+
+    def push(self) -> Any:
+        return np.stack([self.layout.flat(self.parameters, 0, self.layout.sum_dtype)])
+
+
+def main(megabytes: int) -> int:
+    """Print seconds and MB/s, interleaved; 1 where the server is too slow."""
+    size = megabytes * 10**6 // 4
+    parameters = [nn.Parameter(torch.zeros(size // 20)) for _ in range(20)]
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    layout = Layout.of(parameters, [sgd], 1, None)
+    cluster = RayCluster()
+    try:
+        shard = cluster.start(Shard, layout, 0)
+        ours = cluster.start(Moving, layout, [p.detach() for p in parameters])
+        engine, other = cluster.start(Engine, size), cluster.start(Engine, size)
+        values, state = layout.flat(parameters, 0, "float32"), layout.split({}, parameters, 0)
+        cluster.get(cluster.call(shard, "load", 0, values, state)[0])
+        seconds: dict[str, list[float]] = {
+            name: [] for name in ("engine pull", "engine push", "pull", "push")
+        }
+        for version in range(ROUNDS):
+            whole, _ = cluster.call(shard, "snapshot", returns=2)
+            cluster.get(whole)
+
+            def timed(name: str, *calls: Any) -> None:
+                began = time.perf_counter()
+                cluster.get(calls[-1]()[0])
+                seconds[name].append(time.perf_counter() - began)
+
+            timed("engine pull", lambda whole=whole: cluster.call(engine, "pull", whole))
+            timed("pull", lambda whole=whole: cluster.call(ours, "pull", whole))
+            timed("engine push", lambda: cluster.call(other, "take", cluster.call(engine, "push")[0]))
+            timed("push", lambda v=version: cluster.call(shard, "push", v, 0, cluster.call(ours, "push")[0]))
+            cluster.get(
+                cluster.call(
+                    shard, "commit", version, 1, [1.0], 1.0, frozenset(range(20)), options_of([sgd])
+                )[0]
+            )
+    finally:
+        cluster.close()
+    best = {name: min(one) for name, one in seconds.items()}
+    for name, one in seconds.items():
+        print(
+            f"{name:12} {megabytes / best[name]:7.0f} MB/s (median {megabytes / statistics.median(one):.0f})"
+        )
+    ratios = [(a + b) / (c + d) for a, b, c, d in zip(*[seconds[name] for name in seconds], strict=True)]
+    ratio = statistics.median(ratios)
+    print(f"push plus pull: {ratio:.0%} of what Ray moves (median of {ROUNDS}; best {max(ratios):.0%})")
+    return int(ratio < NEEDED)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 100))

@@ -1,0 +1,22 @@
+"""`anybatch report`: a run as one page of HTML, written from its log."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from anybatch.core import DataError, format_bytes
+from anybatch.observe import report_page
+from anybatch.train import write_whole
+
+
+def report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """`anybatch report`: write the page of a run."""
+    page = report_page(options.folder).encode()
+    path = Path(options.out or Path(options.folder, "report.html"))
+    try:
+        write_whole(path, lambda file: file.write_bytes(page))
+    except OSError as error:
+        raise DataError(
+            f"{path}: expected a file that can be written, got: {error.strerror}. Name another with --out."
+        ) from None
+    return {"report": str(path), "bytes": len(page)}, f"report      {path}  ({format_bytes(len(page))})"

@@ -1,0 +1,237 @@
+"""What the report's charts show: curves over updates, events, and gradient flow, small enough for a page."""
+
+import base64
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from anybatch.observe.flow_figures import find_marks
+from anybatch.observe.run_log import FIGURES, FlowLog, Numbers, RunLog, evenly, mapping, number, whole
+
+MOST_POINTS = 500  # of a curve; more updates share a point, with their smallest and largest value
+MOST_SERIES = 8  # of a chart
+MOST_EVENTS = 200  # of a kind
+MARK_RULE = (
+    "Each layer's last norm is compared with that at the end of the network: the median of the last three "
+    "layers with a gradient. Below a thousandth of it, or 0, a layer is called vanishing, above 70 times it "
+    "exploding, without any gradient unused."
+)
+
+Chart = dict[str, Any]  # id, title, unit, log, label, series; as JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """Something that happened in an update, or in several in a row."""
+
+    kind: str
+    first: int  # update
+    last: int
+    amount: int  # of what is counted: micro-batches, rows, or updates
+
+
+def points(run: RunLog) -> list[int]:
+    """The first update of each point of a curve."""
+    return [run.steps[start] for start in evenly(len(run.steps), MOST_POINTS)]
+
+
+def charts(run: RunLog) -> list[Chart]:
+    """All charts that the log has values for."""
+    values = run.values
+    loss = [*_curve(values, loss="training"), *_epochs(run, "validation", "loss")]
+    terms = {name: name.removeprefix("terms.") for name in values if name.startswith("terms.")}
+    speed, seconds = _throughput(run)
+    found = [
+        _chart("loss", "Loss", loss),
+        _chart("terms", "Terms of the loss", [*_curve(values, **terms)] if len(terms) > 1 else []),
+        *(
+            _chart(f"metric-{index}", f"Validation {name}", [*_epochs(run, name, name)])
+            for index, name in enumerate(_metrics(run))
+        ),
+        _chart("learning-rate", "Learning rate", [*_curve(values, learning_rate="learning rate")]),
+        _chart("gradient-norm", "Gradient norm, before clipping", [*_curve(values, grad_norm="2-norm")]),
+        *_observed(run),
+        _chart("throughput", "Throughput", [*_curve(speed, seconds, rows="training")], "rows/s"),
+        _chart("micro-batch", "Rows of a micro-batch", [*_curve(values, micro_batch="the largest")], "rows"),
+        _chart("micro-batches", "Micro-batches of an update", [*_curve(values, micro_batches="number")]),
+        _chart("memory", "Peak memory so far", [*_curve(values, memory="peak")], "bytes"),
+        _chart("scale", "Loss scale", [*_curve(values, scale="loss scale")]),
+    ]
+    return [chart for chart in found if chart["series"]]
+
+
+def _metrics(run: RunLog) -> list[str]:
+    names = [name for one in run.epochs for name in mapping(one.get("validation"))]
+    return [name for name in dict.fromkeys(names) if name != "loss"][:MOST_SERIES]
+
+
+def _observed(run: RunLog) -> Iterable[Chart]:
+    """A chart for each observer that recorded numbers, ours and users' own."""
+    groups: dict[str, list[Chart]] = {}
+    for name, series in run.values.items():
+        _, observer, key = [*name.split(".", 2), "", ""][:3]
+        # The parts of the noise scale are of other sizes.
+        if name.startswith("observed.") and (observer != "noise" or key == "scale"):
+            found = _sparse(key.replace("_", " "), np.array(run.steps, np.float64), series)
+            groups.setdefault(observer, []).extend(found)
+    for index, (observer, series) in enumerate(groups.items()):
+        title = "Gradient noise scale" if observer == "noise" else f"Observer {observer}"
+        place = "noise" if observer == "noise" else f"observer-{index}"
+        yield _chart(place, title, series[:MOST_SERIES])
+
+
+def _throughput(run: RunLog) -> tuple[dict[str, Numbers], Numbers | None]:
+    """Rows per second of each update, and the seconds that a mean of them is weighted with."""
+    rows, at = run.values.get("rows"), run.values.get("seconds")
+    if rows is None or at is None:
+        return {}, None
+    begin = 0.0 if run.steps[0] == 1 else math.nan  # what is counted from the run's start
+    seconds = np.diff(at, prepend=begin)
+    seconds[seconds <= 0] = math.nan
+    speed = rows / seconds
+    return ({"rows": speed}, seconds) if np.isfinite(speed).any() else ({}, None)
+
+
+def _has(values: Mapping[str, Numbers], name: str) -> bool:
+    return name in values and bool(np.isfinite(values[name]).any())
+
+
+def _curve(values: Mapping[str, Numbers], weights: Numbers | None = None, /, **names: str) -> Iterable[Chart]:
+    """Series over all updates, with gaps where there is no value."""
+    for name in [name for name in names if _has(values, name)][:MOST_SERIES]:
+        yield _shared(names[name], values[name], weights)
+
+
+def _sparse(name: str, steps: Numbers, series: Numbers) -> Iterable[Chart]:
+    """A series with values at some updates only, if there are any."""
+    there = np.isfinite(series)
+    steps, series = steps[there], series[there]
+    if len(series):
+        at = [int(steps[start]) for start in evenly(len(steps), MOST_POINTS)]
+        yield _shared(name, series) | {"x": at}
+
+
+def _shared(name: str, series: Numbers, weights: Numbers | None = None) -> Chart:
+    """A series; where several values share a point, their mean, smallest and largest."""
+    starts = evenly(len(series), MOST_POINTS)
+    told: Chart = {"name": name, "label": _say(name, series), "log": _is_wide(series)}
+    if len(starts) == len(series):
+        return told | {"y": rounded(series)}
+    with np.errstate(all="ignore"):
+        weight = np.where(np.isfinite(series), 1.0 if weights is None else weights, 0.0)
+        mean = np.add.reduceat(np.nan_to_num(series) * weight, starts) / np.add.reduceat(weight, starts)
+        low, high = np.fmin.reduceat(series, starts), np.fmax.reduceat(series, starts)
+    return told | {"y": rounded(mean), "low": rounded(low), "high": rounded(high)}
+
+
+def _epochs(run: RunLog, name: str, field: str) -> Iterable[Chart]:
+    """A value of the validation after each epoch."""
+    known = [(at, one) for one in run.epochs if (at := whole(one.get("updates"))) is not None]
+    values = [number(mapping(one.get("validation")).get(field)) for _, one in known]
+    return _sparse(name, np.array([at for at, _ in known], np.float64), np.array(values, np.float64))
+
+
+def _chart(place: str, title: str, series: list[Chart], unit: str = "") -> Chart:
+    """A chart; its axis is logarithmic where every value is positive and they differ widely."""
+    label = f"{title} over updates. " + " ".join(one["label"] for one in series)
+    logs = {one["log"] for one in series}
+    log = True in logs and False not in logs
+    shown = [{key: one[key] for key in one if key not in ("label", "log")} for one in series]
+    return {"id": place, "title": title, "unit": unit, "log": log, "label": label, "series": shown}
+
+
+def _is_wide(series: Numbers) -> bool | None:
+    """Whether the largest is more than 50 times the smallest; False where there is no logarithm."""
+    finite = series[np.isfinite(series)]
+    if (finite <= 0).any():
+        return False
+    return bool(finite.max() > 50 * finite.min()) or None
+
+
+def _say(name: str, series: Numbers) -> str:
+    """A series in words, for people who cannot see it."""
+    finite = series[np.isfinite(series)]
+    first, last, low, high = (f"{one:.4g}" for one in (finite[0], finite[-1], finite.min(), finite.max()))
+    return f"{name}: first {first}, last {last}, smallest {low}, largest {high}."
+
+
+def rounded(series: Numbers) -> list[float | None]:
+    """Numbers for a page: six digits, None where there is no finite one."""
+    return [float(f"{one:.6g}") if math.isfinite(one) else None for one in series.tolist()]
+
+
+def events(run: RunLog) -> list[RunEvent]:
+    """What happened besides plain updates: by kind, then by update; in a row it is one event."""
+    none = np.zeros(len(run.steps))
+    scale = np.nan_to_num(run.values.get("scale", none), nan=1.0)  # told only where it is not 1
+    change = np.diff(scale, prepend=scale[:1])
+    redone, dropped = (np.nan_to_num(run.values.get(name, none)) for name in ("redone", "dropped"))
+    happened = {
+        "micro-batches done again (out of memory or overflow)": redone,
+        "loss scale lowered": change < 0,
+        "loss scale raised": change > 0,
+        "rows left out": dropped,
+        "no finite loss": ~np.isfinite(run.values.get("loss", none)),
+        "no update made": run.values.get("updated", none + 1) == 0,
+    }
+    found = [event for kind, amounts in happened.items() for event in _in_a_row(kind, amounts, run.steps)]
+    again = [whole(one.get("done_updates")) or 0 for one in run.starts[1:]]
+    plans = [step for one in run.plans[1:] if (step := whole(one.get("step"))) is not None]
+    for kind, steps in (("the run went on", again), ("new plan", plans)):
+        found += [RunEvent(kind=kind, first=step, last=step, amount=1) for step in steps]
+    return found
+
+
+def _in_a_row(kind: str, amounts: Any, steps: tuple[int, ...]) -> Iterable[RunEvent]:
+    amounts = np.clip(np.asarray(amounts, np.float64), 0, 1e15)
+    where = np.flatnonzero(amounts)
+    parts = np.split(where, np.flatnonzero(np.diff(where) > 1) + 1)
+    for run in parts if len(where) else []:
+        total = int(amounts[run].sum())
+        yield RunEvent(kind=kind, first=steps[run[0]], last=steps[run[-1]], amount=total)
+
+
+def marks_on_axis(found: list[RunEvent]) -> list[dict[str, Any]]:
+    """Updates to mark, by kind of event."""
+    kinds: dict[str, list[int]] = {}
+    for event in found:
+        kinds.setdefault(event.kind, []).append(event.first)
+    return [{"name": kind, "x": at[:: -(-len(at) // MOST_EVENTS)]} for kind, at in kinds.items()]
+
+
+def pack_flow(flow: FlowLog) -> dict[str, Any]:
+    """Gradient flow for the page: each figure as 16-bit codes, which a page of many layers has room for."""
+    figures: list[dict[str, Any]] = []
+    for index, name in enumerate(FIGURES):
+        low, high = flow.low[:, index], flow.high[:, index]
+        if np.isfinite(high).any():
+            figures.append({"name": name, **_coded(low, high, log=name != "zeros", more=flow.records > 1)})
+    norms = flow.high[:, FIGURES.index("norm")]
+    there = np.isfinite(norms).sum(axis=0).tolist()  # a log writes NaN as it writes no gradient
+    marks = find_marks([one if had else None for one, had in zip(norms[-1].tolist(), there, strict=True)])
+    row = max(3, min(24, 540 // len(flow.layers)))  # pixels of a layer in the heat map
+    return {"layers": flow.layers, "marks": marks, "x": flow.updates, "figures": figures, "row": row}
+
+
+def _coded(low: Numbers, high: Numbers, *, log: bool, more: bool) -> dict[str, Any]:
+    """0 is no value, 1 is zero, 2 to 65,535 go evenly from the smallest value to the largest."""
+    positive = high[high > 0]
+    positive = np.concatenate([positive, low[low > 0]]) if log else np.array([0.0, max(1.0, *positive, 1.0)])
+    scaled = np.log10 if log else np.asarray
+    least, most = (
+        (float(scaled(one)) for one in (positive.min(), positive.max())) if len(positive) else (0, 0)
+    )
+
+    def code(values: Numbers) -> str:
+        with np.errstate(all="ignore"):
+            share = (scaled(values) - least) / ((most - least) or 1.0)
+        codes = np.where(values > 0, 2 + np.round(np.nan_to_num(share, posinf=0, neginf=0) * 65_533), 1)
+        codes = np.where(np.isfinite(values), codes, 0).astype("<u2")
+        return base64.b64encode(codes.tobytes()).decode()
+
+    return {"log": log, "least": least, "most": most, "high": code(high)} | (
+        {"low": code(low)} if more else {}
+    )

@@ -1,0 +1,118 @@
+"""Pictures of gradient flow: figures over the layers, and norms over the updates."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anybatch.core import PlanError
+from anybatch.observe.figure import checked, new_figure, save
+from anybatch.observe.flow_figures import EXPLODING, VANISHING, Figures, Flow, norm_at_end
+
+#: One colour for each, told apart by people who do not see all colours (Okabe and Ito 2008).
+COLOURS = {"vanishing": "#0072B2", "exploding": "#D55E00", "not finite": "#CC79A7", "unused": "#999999"}
+_MOST_NAMES = 60  # below the picture; of more layers, only some are named
+_MOST_LISTED = 3  # in the legend
+
+
+def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "gradient flow") -> Path:
+    """Draw the figures of the last record over the layers, and of several also the norms over the updates.
+
+    Args:
+        records: oldest first.
+        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html. A page also
+            holds the figures as a table.
+        title: above all.
+
+    Raises:
+        PlanError: another ending, no record, or matplotlib is not installed.
+    """
+    shown = [records] if isinstance(records, Flow) else [*records]
+    if not shown:
+        raise PlanError(f"Expected records to draw, got {shown}. Make an update first, or lower `every`.")
+    path = checked(path)
+    last, several = shown[-1], [one for one in shown if one.layers == shown[-1].layers]
+    has_ratios = any(ratio is not None for ratio in last.ratio)
+    heights = [3.0, 1.2, *([1.8] if has_ratios else []), *([2.4] if len(several) > 1 else [])]
+    names = max([len(name) for name in last.layers], default=0)
+    width = min(max(0.2 * len(last.layers), 8), 16)
+    figure = new_figure(width, sum(heights) + 1.2 + 0.06 * names)
+    figure.suptitle(title)
+    panels = [*figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]]
+    rest = iter(panels)
+    _sizes(next(rest), last)
+    _zeros(next(rest), last)
+    if has_ratios:
+        _ratios(next(rest), last)
+    if len(several) > 1:
+        _over_time(figure, next(rest), several)
+    _shade(panels, last)
+    _name_layers(panels[-1], last)
+    entries = panels[0].get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
+    return save(figure, path, title=title, text=str(last))
+
+
+def _line(panel: Any, values: Figures, **look: Any) -> None:
+    """Positive numbers over the layers; gaps elsewhere."""
+    shown = [value if value and math.isfinite(value) else math.nan for value in values]
+    panel.plot(range(len(shown)), shown, marker=".", **look)
+
+
+def _sizes(panel: Any, flow: Flow) -> None:
+    _line(panel, flow.largest, color="#E69F00", linewidth=0.8, markersize=3, label="largest")
+    _line(panel, flow.mean, color="#009E73", linewidth=0.8, markersize=3, label="mean of absolute values")
+    _line(panel, flow.norm, color="black", linewidth=1.2, label="2-norm")
+    end = norm_at_end(flow.norm)
+    for limit in (VANISHING * end, EXPLODING * end) if end else ():
+        panel.axhline(limit, color="black", linewidth=0.7, linestyle=":")
+    panel.set(ylabel="gradient", yscale="log")
+
+
+def _zeros(panel: Any, flow: Flow) -> None:
+    shares = [value or 0.0 for value in flow.zeros]
+    panel.bar(range(len(shares)), shares, width=0.9, color="#555555")
+    panel.set(ylabel="zeros", ylim=(0, 1))
+    panel.yaxis.set_major_formatter("{x:.0%}")
+
+
+def _ratios(panel: Any, flow: Flow) -> None:
+    _line(panel, flow.ratio, color="#009E73", linewidth=1.2)
+    panel.axhline(1e-3, color="black", linewidth=0.7, linestyle=":")
+    panel.set(ylabel="update / weight", yscale="log")
+
+
+def _over_time(figure: Any, panel: Any, records: Sequence[Flow]) -> None:
+    """Norms as colours: layers to the right, updates downward."""
+    rows = [[math.log10(n) if n and math.isfinite(n) else math.nan for n in one.norm] for one in records]
+    edges = [records[0].update - 0.5]
+    for one, after in zip(records, [*records[1:], None], strict=True):
+        edges.append((one.update + after.update) / 2 if after else 1.5 * one.update - edges[-1] / 2)
+    mesh = panel.pcolormesh([x - 0.5 for x in range(len(records[0].layers) + 1)], edges, rows, cmap="cividis")
+    panel.set(ylabel="update")
+    panel.invert_yaxis()
+    panel.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(mesh, ax=panel, label="norm, power of ten", pad=0.01)
+
+
+def _shade(panels: Sequence[Any], flow: Flow) -> None:
+    """A band behind each layer that stands out; the legend names the first ones."""
+    for mark, colour in COLOURS.items():
+        found = flow.marked(mark)
+        more = ", ..." if len(found) > _MOST_LISTED else ""
+        label = f"{len(found)} {mark}: {', '.join(found[:_MOST_LISTED])}{more}"
+        for index, one in enumerate(flow.marks):
+            if one == mark:
+                for panel in panels[:2]:
+                    panel.axvspan(
+                        index - 0.5, index + 0.5, color=colour, alpha=0.25, linewidth=0, label=label
+                    )
+                label = ""
+
+
+def _name_layers(panel: Any, flow: Flow) -> None:
+    every = max(1, -(-len(flow.layers) // _MOST_NAMES))
+    places = range(0, len(flow.layers), every)
+    panel.set_xticks(places, [flow.layers[place] for place in places], rotation=90, fontsize=7)
+    panel.set_xlim(-0.7, len(flow.layers) - 0.3)
+    panel.set_xlabel("layers, in network order" + (f"; every {every}th is named" if every > 1 else ""))

@@ -1,0 +1,71 @@
+"""Sizes of tensors, many at once, in float64; they stay on their devices until all are read in one go."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from anybatch.core import torch_private as private
+
+Table = Mapping[str, Sequence[float]]  # numbers by name
+
+
+def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sum of absolute values, 2-norm, largest absolute value and count of nonzero numbers, of each."""
+    found: dict[str, Tensor] = {}
+    for names, values, wide in _by_device({name: dense(value) for name, value in gradients.items()}):
+        sums = private.foreach_norm(values, 1, dtype=wide)
+        norms = private.foreach_norm(values, 2, dtype=wide)
+        largest = [_largest(value).to(wide) for value in values]
+        counts = [value.count_nonzero().to(wide) for value in values]
+        table = torch.stack([*sums, *norms, *largest, *counts]).view(4, len(names))
+        found |= zip(names, table.unbind(1), strict=True)
+    return found
+
+
+def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The 2-norm of each, of shape (1,), on its device."""
+    found: dict[str, Tensor] = {}
+    for names, values, wide in _by_device({name: dense(value) for name, value in tensors.items()}):
+        found |= zip(names, torch.stack(private.foreach_norm(values, 2, dtype=wide)).view(-1, 1), strict=True)
+    return found
+
+
+def _by_device(
+    tensors: Mapping[str, Tensor],
+) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
+    """Names and tensors of each device, and the widest dtype that it has."""
+    for device in dict.fromkeys([value.device for value in tensors.values()]):
+        names = [name for name, value in tensors.items() if value.device == device]
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        yield names, [tensors[name] for name in names], wide
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient, as real ones of the same size; those that a sparse one lacks are zeros."""
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+        gradient = gradient if gradient.numel() else gradient.new_zeros(1)
+    elif gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    return gradient.abs() if gradient.is_complex() else gradient
+
+
+def _largest(values: Tensor) -> Tensor:
+    least, most = values.aminmax()
+    return torch.maximum(-least, most)
+
+
+def to_host(*tables: Mapping[str, Tensor]) -> list[Table]:
+    """The numbers of small tensors of one axis, by name; each device stops once."""
+    found: list[dict[str, list[float]]] = [{} for _ in tables]
+    every = [
+        (held, name, one) for held, table in zip(found, tables, strict=True) for name, one in table.items()
+    ]
+    for device in dict.fromkeys([one.device for *_, one in every]):
+        here = [entry for entry in every if entry[2].device == device]
+        numbers = iter(torch.cat([one for *_, one in here]).tolist())
+        for held, name, one in here:
+            held[name] = [next(numbers) for _ in range(len(one))]
+    return [*found]

@@ -1,0 +1,377 @@
+"""A run as one page of HTML that needs nothing else: charts, events, epochs, plan, machine and command."""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from anybatch.core import format_bytes, format_seconds
+from anybatch.observe.charts import (
+    MARK_RULE,
+    MOST_POINTS,
+    Chart,
+    RunEvent,
+    charts,
+    events,
+    marks_on_axis,
+    pack_flow,
+    points,
+)
+from anybatch.observe.memory import COLOURS
+from anybatch.observe.run_log import FIGURES, FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
+
+MOST_ROWS = 200  # of a table
+_FIGURES = {
+    "mean": "mean of absolute values",
+    "largest": "largest absolute value",
+    "norm": "2-norm",
+    "zeros": "share of zeros",
+    "ratio": "norm of the update / norm of the weights",
+}
+_MACHINE = ("time", "model", "parameters", "loss", "optimizer", "precision", "batch_size", "seed")
+
+
+def report_page(folder: str | Path) -> str:
+    """The page of a run as text; the same log gives the same page.
+
+    Args:
+        folder: the folder of the run, with `log.jsonl` and perhaps `settings.json`.
+
+    Returns:
+        HTML with its script and style inside; it forbids the browser every network request.
+
+    Raises:
+        DataError: no such folder, no log in it, an empty log, none of ours, or one of a later version.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Path(folder, "log.jsonl").write_text('{"event": "start", "total_updates": 10}')
+        ...     page = report_page(folder)
+        >>> "No update was made yet" in page
+        True
+    """
+    run = read_run(folder)
+    drawn, found = charts(run) if run.steps else [], events(run)
+    flow = pack_flow(run.flow) if run.flow and run.steps else None
+    layers = _layer_charts(flow)
+    name = _name(run)
+    body = [
+        f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_totals(run)}</header>",
+        "".join(f'<p class="note">{_text(note)}</p>' for note in run.notes),
+        _section("Over the updates", _hint(run, found) + _grid(drawn)) if drawn else "",
+        _flow(run.flow, flow, layers),
+        _section("Memory by owner", _memory(run.plans)),
+        _section("Events", _table(("what", "updates", "how many"), map(_event, found))),
+        _section("Epochs", _epochs(run)),
+        _section("Plan", _plans(run.plans)),
+        _section("Command that repeats it", _pre(_command(run))),
+        _section("Machine and model", _pairs(_machine(run))),
+        _section("Options", _pairs(run.settings)),
+    ]
+    style = _resource("report.css")
+    script = _resource("report.js") if drawn or layers else ""
+    return _PAGE.format(
+        policy=f"default-src 'none'; img-src data:; style-src {_hash(style)}; script-src {_hash(script)}; "
+        "base-uri 'none'; form-action 'none'",
+        title=_text(name),
+        style=style,
+        body="\n".join(part for part in body if part),
+        data=_json(
+            {"x": points(run), "last": run.steps[-1] if run.steps else 0, "events": marks_on_axis(found)}
+            | {"flow": flow, "charts": {chart["id"]: chart for chart in (*drawn, *layers)}}
+        ),
+        script=script,
+    )
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<button id="reset" hidden>Show all updates</button>
+<footer>Made by <code>anybatch report</code>. This page loads nothing from the network.</footer>
+<script type="application/json" id="data">{data}</script>
+<script type="module">{script}</script>
+</body>
+</html>
+"""
+
+
+def _json(value: object) -> str:
+    """JSON that ends no element of the page, whatever names are in it."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    """What a content security policy calls a script or a style by, so that no other runs."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _resource(name: str) -> str:
+    return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
+
+
+def _name(run: RunLog) -> str:
+    start = run.starts[0] if run.starts else {}
+    model = run.settings.get("recipe") or start.get("model")
+    return f"{model}: {run.folder.resolve().name}" if model else run.folder.resolve().name
+
+
+def _status(run: RunLog) -> str:
+    total = whole(run.starts[-1].get("total_updates")) if run.starts else None
+    if not run.steps:
+        return f"No update was made yet{f' of {total:,}' if total else ''}."
+    of = f" of {total:,}" if total else ""
+    made = f"{run.steps[-1]:,}{of} updates were made."
+    if run.stopped is not None:
+        early = "" if total and run.steps[-1] >= total else " The run stopped before its end."
+        return f"{made}{early.replace('.', f': {run.stopped}.') if run.stopped else early}"
+    return f"{made} The log has no end: the run goes on, or was killed."
+
+
+def _totals(run: RunLog) -> str:
+    """The figures that people look at first."""
+    if not run.steps:
+        return ""
+    rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
+    seconds = at[np.isfinite(at)].max(initial=0.0) or np.nansum(
+        [number(one.get("seconds")) for one in run.epochs]
+    )
+    totals = {"updates": f"{run.steps[-1]:,}", "rows trained": f"{np.nansum(rows):,.0f}"}
+    if seconds > 0:
+        totals["training time"] = format_seconds(float(seconds))
+    for name, best in (("loss", min), ("accuracy", max)):
+        found = [(number(mapping(one.get("validation")).get(name)), one.get("epoch")) for one in run.epochs]
+        found = [one for one in found if math.isfinite(one[0])]
+        if found:
+            value, epoch = best(found, key=lambda one: one[0])
+            totals[f"best validation {name}, epoch {epoch}"] = f"{value:.4g}"
+    memory = run.values.get("memory", np.array([]))
+    if np.isfinite(memory).any():
+        totals["peak memory, process or GPU"] = format_bytes(float(np.nanmax(memory)))
+    if budget := run.settings.get("memory"):
+        totals["budget of a step"] = str(budget)
+    cards = "".join(
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in totals.items()
+    )
+    return f'<dl class="totals">{cards}</dl>'
+
+
+def _hint(run: RunLog, found: Sequence[RunEvent]) -> str:
+    told = "Drag over a chart to zoom in all of them; double-click to see all again. "
+    told += "Keys: left and right move the line, + and - zoom, Escape shows all. "
+    if len(run.steps) > MOST_POINTS:
+        told += (
+            f"The {len(run.steps):,} updates share {MOST_POINTS} points: a line is their mean, its band goes "
+            "from the smallest to the largest value."
+        )
+    kinds = [
+        f'<i class="event e{index}"></i>{_text(one)}'
+        for index, one in enumerate(dict.fromkeys(event.kind for event in found))
+    ]
+    legend = f'<p class="legend">Events, at the bottom of each chart: {" ".join(kinds)}</p>' if kinds else ""
+    return f'<p class="hint">{_text(told)}</p>{legend}'
+
+
+def _grid(drawn: Iterable[Chart]) -> str:
+    return f'<div class="grid">{"".join(map(_figure, drawn))}</div>'
+
+
+def _figure(chart: Chart) -> str:
+    unit = ", ".join([chart["unit"]] * bool(chart["unit"]) + ["logarithmic"] * chart["log"])
+    place, title, label = (_text(chart[name]) for name in ("id", "title", "label"))
+    return (
+        f'<figure id="{place}"><figcaption><h3>{title}</h3><small>{_text(unit)}</small></figcaption>'
+        f'<output></output><div class="plot"><svg tabindex="0" role="img" aria-label="{label}"></svg></div>'
+        "</figure>"
+    )
+
+
+def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
+    """The heat map of all layers, and the charts of one, which the script fills."""
+    if flow is None:
+        return []
+    logs = {one["log"] for one in flow["figures"]}
+    heat = f"Gradient flow of {len(flow['layers'])} layers over updates; the table below has the figures."
+    common = {"unit": "", "series": [], "layer": True, "label": "Figures of the chosen layer over updates."}
+    found = [
+        {"id": "flow", "title": "Gradient flow, layer by layer", "log": False, "label": heat, "heat": True},
+        *([{"id": "layer", "title": "One layer", "log": True}] if True in logs else []),
+        *([{"id": "layer-zeros", "title": "Share of zeros", "log": False}] if False in logs else []),
+    ]
+    return [common | one for one in found] if logs else []
+
+
+def _flow(flow: FlowLog | None, packed: Mapping[str, Any] | None, layer_charts: list[Chart]) -> str:
+    """The heat map of layers and updates, the charts of one layer, and the list of layers."""
+    if flow is None or packed is None:
+        return ""
+    if not layer_charts:
+        return _section("Gradient flow", "<p>No layer had a gradient.</p>")
+    layers = "".join(
+        f'<option value="{index}">{_text(name)}</option>' for index, name in enumerate(flow.layers)
+    )
+    figures = "".join(
+        f'<option value="{index}">{_FIGURES[one["name"]]}</option>'
+        for index, one in enumerate(packed["figures"])
+    )
+    more = "A cell shows the largest value of its updates. " if flow.records > 1 else ""
+    heat, *one = layer_charts
+    return _section(
+        "Gradient flow",
+        f'<p class="hint">Click a layer, or use up and down, to see its figures. {more}{_text(MARK_RULE)}</p>'
+        f'<p class="choice"><label>Figure <select id="figure">{figures}</select></label> '
+        f'<label>Layer <select id="layer-choice">{layers}</select></label></p>'
+        f'{_figure(heat)}<p class="legend"><span id="least"></span><i></i><span id="most"></span>'
+        '<i class="zero"></i>zero<i class="none"></i>no gradient</p>'
+        f"{_grid(one)}{_layers(flow, packed['marks'])}",
+    )
+
+
+def _layers(flow: FlowLog, marks: Sequence[str]) -> str:
+    last = flow.high[-1]
+    rows = "".join(
+        f'<tr><td><button data-layer="{index}" aria-pressed="false">{_text(name)}</button></td>'
+        f"{_cells([marks[index], *map(_value, last[:, index])])}</tr>"
+        for index, name in enumerate(flow.layers)
+    )
+    summary = f"<summary>{len(flow.layers)} layers: marks and last figures</summary>"
+    table = f"{_head(('layer', 'mark', *FIGURES))}<tbody>{rows}</tbody>"
+    return f'<details id="layers">{summary}<div class="scroll"><table>{table}</table></div></details>'
+
+
+def _memory(plans: Sequence[Line]) -> str:
+    """Bytes of each owner in the last plan, as bars."""
+    plan = plans[-1] if plans else {}
+    owners = {name: number(size) for name, size in mapping(plan.get("bytes")).items()}
+    owners = {name: size for name, size in owners.items() if size > 0}
+    largest = max(owners.values(), default=0.0)
+    rows = "".join(
+        f'<tr><th scope="row">{_text(name)}</th><td>{format_bytes(size)}</td><td><svg class="bar" '
+        f'aria-hidden="true"><rect width="{100 * size / largest:.4g}%" height="100%" '
+        f'fill="{COLOURS.get(name, COLOURS["other"])}"/></svg></td></tr>'
+        for name, size in owners.items()
+    )
+    total = f"In all {format_bytes(sum(owners.values()))}, from update {_value(plan.get('step'))} on."
+    if "activations" not in owners:  # the cut comes from readings of whole steps
+        total += " What is left of the budget is for a micro-batch."
+    return f'<p class="hint">{_text(total)}</p><table class="bars">{rows}</table>' if rows else ""
+
+
+def _event(event: RunEvent) -> tuple[str, str, str]:
+    updates = f"{event.first:,}" + (f" to {event.last:,}" if event.last > event.first else "")
+    return event.kind, updates, f"{event.amount:,}"
+
+
+def _epochs(run: RunLog) -> str:
+    names = dict.fromkeys(name for one in run.epochs for name in mapping(one.get("validation")))
+    fields = ["epoch", "updates", "loss", "learning_rate", "seconds", "samples_per_second"]
+    rare = [name for name in ("dropped", "skipped") if any(number(one.get(name)) > 0 for one in run.epochs)]
+    titles = [name.replace("samples", "rows").replace("_", " ") for name in (*fields, *rare)]
+    head = (*titles[:3], *(f"validation {name}" for name in names), *titles[3:])
+    rows = [
+        [_value(one.get(name)) for name in fields[:3]]
+        + [_value(mapping(one.get("validation")).get(name)) for name in names]
+        + [_value(one.get(name)) for name in (*fields[3:], *rare)]
+        for one in run.epochs
+    ]
+    return _table(head, rows)
+
+
+def _plans(plans: Sequence[Line]) -> str:
+    told = [(plan.get("step"), str(plan.get("text") or "")) for plan in plans[-10:]]
+    return "".join(
+        f"<h3>From update {_text(_value(step))} on</h3>{_pre(text)}" for step, text in told if text
+    )
+
+
+def _command(run: RunLog) -> str:
+    """The words of the first start; none where it was started from Python."""
+    return shlex.join(texts(run.starts[0].get("command"))) if run.starts else ""
+
+
+def _machine(run: RunLog) -> Mapping[str, Any]:
+    start = run.starts[0] if run.starts else {}
+    known = {name.replace("_", " "): start[name] for name in _MACHINE if start.get(name) is not None}
+    return {**known, **mapping(start.get("machine"))}
+
+
+def _section(title: str, inside: str) -> str:
+    return f"<section><h2>{title}</h2>{inside}</section>" if inside else ""
+
+
+def _pre(text: str) -> str:
+    kind = "" if "\n" in text else "command"  # a single line wraps
+    return f'<pre tabindex="0" class="{kind}">{_text(text)}</pre>' if text else ""
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    rows = ((name, value) for name, value in values.items() if value is not None)
+    lines = (
+        f'<tr><th scope="row">{_text(name)}</th><td>{_text(_value(one))}</td></tr>' for name, one in rows
+    )
+    inside = "".join(lines)
+    return f'<div class="scroll"><table class="pairs">{inside}</table></div>' if inside else ""
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; of a long one the first and the last rows."""
+    rows = [*rows]
+    if not rows:
+        return ""
+    left_out = len(rows) - MOST_ROWS
+    if left_out > 0:
+        gap = [f"{left_out:,} more rows", *[""] * (len(head) - 1)]
+        rows = [*rows[: MOST_ROWS // 2], gap, *rows[-MOST_ROWS // 2 :]]
+    lines = "".join(f"<tr>{_cells(row)}</tr>" for row in rows)
+    return f'<div class="scroll" tabindex="0"><table>{_head(head)}<tbody>{lines}</tbody></table></div>'
+
+
+def _head(names: Iterable[str]) -> str:
+    return f"<thead><tr>{''.join(f'<th>{_text(name)}</th>' for name in names)}</tr></thead>"
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"<td>{_text(text)}</td>" for text in texts)
+
+
+def _value(value: object) -> str:
+    """A value of a log for people."""
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}" if abs(value) < 10**15 else "very large"
+        case float():
+            return f"{value:.4g}" if math.isfinite(value) else ""
+        case str():
+            return value
+        case _:
+            return json.dumps(value)
+
+
+def _text(text: object) -> str:
+    """Text for a page, also within quotes; half a surrogate pair, which no file can hold, becomes `?`."""
+    return html.escape(str(text).encode("utf-8", "replace").decode("utf-8"))

@@ -1,0 +1,329 @@
+"""Gradient compression: a rank's share of the gradient as bytes, and the bytes of all ranks as their sum.
+
+The sum is *changed*: it is rounded, or most of it comes updates later. A codec is used only where the caller
+asks for it. It sends nothing itself: ranks gather the bytes, or a parameter server receives them.
+
+The bytes: the number of values of each trained parameter as an int32, -1 for one without a gradient; then for
+each parameter the places of its values, int32, unless all of its elements are sent, and the values.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from anybatch.core import CheckpointError, PlanError
+from anybatch.engine import accumulation_dtype, norm_of, owned
+
+CastName = Literal["fp16", "bf16"]
+Tensors = Mapping[str, Tensor]
+
+_WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_MOST_ELEMENTS = 2**31 - 1  # whose places an int32 can tell
+_Values = tuple[Tensor | None, Tensor]  # of a parameter: their places, None for all of them, and the values
+_STAGES = 4  # of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
+
+
+class Codec(Protocol):
+    """Turns this rank's share of the divided gradient into bytes, and the bytes of all ranks into the sum."""
+
+    name: str  # "fp16", "bf16" or "dgc"
+    sent: int  # bytes that the last `encode` returned
+    dense: int  # bytes that the gradients of all trained parameters take in float32
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse with a PlanError optimizers and parameters that this codec cannot serve."""
+
+    def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
+        """This rank's bytes for one update: uint8, `(sent,)`, on the device of the first parameter.
+
+        Args:
+            gradients: of this rank, finite, by name; empty where it has no rows.
+            like: all trained parameters by name, in the same order on all ranks.
+        """
+        ...
+
+    def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
+        """The sum by name, in float32, or float64 for float64 parameters; absent is what no rank sent.
+
+        `payloads` are added up in their order, so all who have the same get the same bits.
+        """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What this rank needs to go on exactly; for checkpoints."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned. Raises CheckpointError if it is of another codec."""
+
+    def undo(self) -> None:
+        """The update of the last `encode` was not made: the state is as before it. Again does nothing."""
+
+
+class Cast:
+    """Gradients sent in 16 bits: half the bytes of float32, no state.
+
+    The arithmetic is that of torch's `fp16_compress_hook` and `bf16_compress_hook`, but `decode` adds up in
+    float32, where they add up in 16 bits; and nothing is divided by the number of ranks, as the shares are
+    divided by the weights of the whole batch.
+
+    As with the hook, `"fp16"` turns values beyond 65,504 into infinity and those below 3e-8 into 0. The look
+    at the summed gradient finds infinity, and no update is made. `"bf16"` has the range of float32.
+
+    Args:
+        name: `"fp16"` or `"bf16"`; a PlanError is raised for another one.
+
+    Example:
+        >>> codec, like = Cast("bf16"), {"weight": torch.zeros(2)}
+        >>> shares = [{"weight": torch.tensor([1.0, 2.0])}, {"weight": torch.tensor([0.5, 1 / 3])}]
+        >>> codec.decode([codec.encode(share, like) for share in shares], like)
+        {'weight': tensor([1.5000, 2.3340])}
+    """
+
+    def __init__(self, name: CastName) -> None:
+        if name not in get_args(CastName):
+            raise PlanError(f"Expected one of {get_args(CastName)}, got {name!r}. Take one of these.")
+        self.name: str = name
+        self.sent = self.dense = 0
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse with a PlanError complex parameters, and those of more elements than an int32 can count."""
+        _check(optimizers)
+
+    def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
+        """This rank's gradients in 16 bits."""
+        flat = {name: _flat(gradients, name, one) for name, one in like.items() if name in gradients}
+        return _send(self, {name: (None, one.to(_WIRE[self.name])) for name, one in flat.items()}, like)
+
+    def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
+        """The sum over all ranks, in their order."""
+        return _sum(payloads, like, _WIRE[self.name])
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Nothing to load. Raises CheckpointError if the state is of another codec."""
+        _check_state(state, self.state())
+
+    def undo(self) -> None:
+        """Nothing to undo."""
+
+
+class DeepGradientCompression:
+    """Only the largest elements are sent; the others are added up on their rank until they are large.
+
+    For each parameter a rank keeps a velocity u and a residual v. From its gradient g it computes
+    `u = momentum * u + g` and `v = v + u`, sends the k elements of v that are largest in magnitude, at least
+    one, and sets them to 0 in v. Parameters of at most one dimension, such as biases, are sent whole, with
+    momentum. The parts of the method, and how each is switched off:
+
+    - *momentum correction*: v adds up velocities, not gradients, and the optimizer has no momentum.
+      Off: `momentum=0.0`; the momentum may then be the optimizer's.
+    - *local clipping*: g is first scaled so that its 2-norm over all parameters is at most
+      `clip_norm / sqrt(ranks)`. Off: `clip_norm=None`.
+    - *momentum factor masking*: u is set to 0 where v is sent. Off: `masking=False`.
+    - *warm-up*: the sparsity is 75 %, 93.75 %, 98.4 % and 99.6 %, never more than `sparsity`, each for a
+      quarter of `warmup_updates`. Off: `warmup_updates=0`.
+
+    A parameter that is sent whole keeps its velocity, so `sparsity=0.0` is SGD with momentum. A rank without
+    rows sends of what has waited. Weight decay stays in the optimizer and gets no momentum. Clip here, not in
+    the step: the norm of a sum of few large elements says little about the gradient.
+
+    u and v take up to four times the bytes of the gradients in float32 (float64 for float64 parameters), as
+    `undo` needs the old ones. What waits on a rank that is lost is lost.
+
+    Args:
+        sparsity: share of the elements of a parameter that waits, at least 0 and below 1.
+        momentum: at least 0 and below 1.
+        nesterov: momentum as in `torch.optim.SGD(nesterov=True)`.
+        clip_norm: largest 2-norm of the gradient of the whole batch.
+        ranks: number of ranks that share a batch; needed for `clip_norm`.
+        masking: set the velocity to 0 where it was sent.
+        warmup_updates: updates until `sparsity` is reached; the paper takes four epochs.
+
+    Raises:
+        PlanError: a value out of these ranges.
+
+    Example:
+        >>> codec = DeepGradientCompression(sparsity=0.75, momentum=0.0, warmup_updates=0)
+        >>> like = {"weight": torch.zeros(2, 2)}
+        >>> for gradient in ([[1.0, 4.0], [2.0, 3.0]], [[0.0, 0.0], [2.0, 0.0]]):
+        ...     payload = codec.encode({"weight": torch.tensor(gradient)}, like)
+        ...     codec.decode([payload], like)["weight"].tolist()
+        [[0.0, 4.0], [0.0, 0.0]]
+        [[0.0, 0.0], [4.0, 0.0]]
+
+    Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression: Reducing the
+    Communication Bandwidth for Distributed Training", ICLR 2018, arXiv 1712.01887, section 3.
+    """
+
+    def __init__(
+        self,
+        sparsity: float = 0.999,
+        momentum: float = 0.9,
+        *,
+        warmup_updates: int,
+        nesterov: bool = False,
+        clip_norm: float | None = None,
+        ranks: int | None = None,
+        masking: bool = True,
+    ) -> None:
+        for what, value in (("sparsity", sparsity), ("momentum", momentum)):
+            if not 0 <= value < 1:
+                raise PlanError(f"Expected {what} to be at least 0 and below 1, got {value!r}. Choose 0.9.")
+        if nesterov and not momentum:
+            raise PlanError(f"Expected momentum with nesterov, got {momentum!r}. Leave nesterov out.")
+        if warmup_updates < 0:
+            raise PlanError(f"Expected warmup_updates of at least 0, got {warmup_updates!r}. Use 0 for none.")
+        if clip_norm is not None and not (clip_norm > 0 and ranks is not None and ranks > 0):
+            raise PlanError(
+                f"Expected clip_norm above 0 and the number of ranks with it, got {clip_norm!r} and "
+                f"ranks={ranks!r}. Each rank clips to clip_norm / sqrt(ranks)."
+            )
+        self.name, self.sent, self.dense = "dgc", 0, 0
+        self.sparsity, self.warmup_updates, self.masking = sparsity, warmup_updates, masking
+        self.momentum, self.nesterov = momentum, nesterov
+        self._limit = math.inf if clip_norm is None or ranks is None else clip_norm * ranks**-0.5
+        self._state = self._before = _Waiting(0, {}, {})
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse with a PlanError what `Cast` refuses, betas, and momentum beside the codec's own."""
+        _check(optimizers)
+        for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
+            refused = ("betas", "momentum", "nesterov") if self.momentum else ("betas",)
+            if own := {name: group[name] for name in refused if group.get(name)}:
+                raise PlanError(
+                    f"Expected an optimizer without momentum, got {type(optimizer).__name__} with {own}: the "
+                    f"codec has its own, {self.momentum}. Take torch.optim.SGD(parameters, lr=...)."
+                )
+
+    def sparsity_at(self, update: int) -> float:
+        """The sparsity at an update, counted from 0."""
+        if update >= self.warmup_updates:
+            return self.sparsity
+        stage = _STAGES * update // self.warmup_updates
+        return min(self.sparsity, 1 - 0.25 ** (stage + 1))
+
+    def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
+        """The largest elements of what has waited on this rank."""
+        old = self._before = self._state  # where this fails, `undo` must not go further back
+        new = _Waiting(old.updates + 1, {}, {})
+        share = 1 - self.sparsity_at(old.updates)
+        norm = float(norm_of(gradients.values())) if gradients and self._limit < math.inf else 0.0
+        factor = min(1.0, self._limit / norm) if norm else 1.0
+        found: dict[str, _Values] = {}
+        for name, parameter in like.items():
+            if not any(name in held for held in (gradients, old.velocity, old.residual)):
+                continue
+            gradient = _flat(gradients, name, parameter) * factor
+            velocity = self.momentum * _flat(old.velocity, name, parameter) + gradient
+            step = gradient + self.momentum * velocity if self.nesterov else velocity
+            waiting = _flat(old.residual, name, parameter) + step
+            count = max(1, round(share * waiting.numel()))
+            if parameter.ndim <= 1 or count >= waiting.numel():
+                found[name] = None, waiting
+            else:
+                places = waiting.abs().topk(count, sorted=False).indices
+                found[name] = places, waiting[places]
+                new.residual[name] = waiting.index_fill_(0, places, 0)
+                if self.masking:
+                    velocity.index_fill_(0, places, 0)
+            if self.momentum:
+                new.velocity[name] = velocity
+        payload = _send(self, found, like)
+        self._state = new
+        return payload
+
+    def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
+        """The sum over all ranks, in their order."""
+        return _sum(payloads, like, None)
+
+    def state(self) -> dict[str, Any]:
+        """The number of updates, u and v; each tensor flat, by the name of its parameter."""
+        updates, velocity, residual = self._state
+        return {"updates": updates, "velocity": dict(velocity), "residual": dict(residual)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned. Raises CheckpointError if the state is of another codec."""
+        _check_state(state, self.state())
+        held = (dict(state[name]) for name in ("velocity", "residual"))
+        self._state = self._before = _Waiting(state["updates"], *held)
+
+    def undo(self) -> None:
+        """The update was not made: u, v and the number of updates are as before the last `encode`."""
+        self._state = self._before
+
+
+class _Waiting(NamedTuple):
+    """What a rank has kept. The tensors are never written to again, so a copy is not needed to go back."""
+
+    updates: int
+    velocity: dict[str, Tensor]
+    residual: dict[str, Tensor]
+
+
+def _flat(held: Tensors, name: str, like: Tensor) -> Tensor:
+    """What is held of a parameter, or zeros: one dimension, in the dtype of the sum."""
+    dtype = accumulation_dtype(like.dtype)
+    if name not in held:
+        return torch.zeros(like.numel(), dtype=dtype, device=like.device)
+    return held[name].to_dense().reshape(-1).to(like.device, dtype)
+
+
+def _send(codec: Codec, found: Mapping[str, _Values], like: Tensors) -> Tensor:
+    """One row of bytes, counted: the number of values of each parameter, then their places and values."""
+    counts = [found[name][1].numel() if name in found else -1 for name in like]
+    parts = [torch.tensor(counts, dtype=torch.int32)]
+    for places, values in (found[name] for name in like if name in found):
+        parts += [values] if places is None else [places.to(torch.int32), values]
+    device = next((parameter.device for parameter in like.values()), torch.device("cpu"))
+    payload = torch.cat([part.view(torch.uint8).to(device) for part in parts])
+    codec.sent, codec.dense = payload.numel(), 4 * sum(parameter.numel() for parameter in like.values())
+    return payload
+
+
+def _sum(payloads: Sequence[Tensor], like: Tensors, wire: torch.dtype | None) -> dict[str, Tensor]:
+    """Add up what `_send` made; `wire` is the dtype of the values, None for that of the sum."""
+    sums: dict[str, Tensor] = {}
+    for payload in payloads:
+        counts, rest = _take(payload, len(like), torch.int32)
+        for (name, parameter), count in zip(like.items(), counts.tolist(), strict=True):
+            if count < 0:
+                continue
+            places: Tensor | slice = slice(None)
+            if count < parameter.numel():
+                places, rest = _take(rest, count, torch.int32)
+            if name not in sums:
+                sums[name] = _flat({}, name, parameter)
+            values, rest = _take(rest, count, wire or sums[name].dtype)
+            sums[name][places] += values.to(sums[name])
+    return {name: sums[name].view(parameter.shape) for name, parameter in like.items() if name in sums}
+
+
+def _take(payload: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The first values of a payload, and what comes after them."""
+    end = count * dtype.itemsize
+    return payload[:end].clone().view(dtype), payload[end:]  # a copy: what is viewed must be aligned
+
+
+def _check(optimizers: Sequence[Optimizer]) -> None:
+    for parameter in owned(optimizers):
+        if parameter.is_complex() or parameter.numel() > _MOST_ELEMENTS:
+            raise PlanError(
+                f"Expected real parameters of at most {_MOST_ELEMENTS:,} elements, got one of "
+                f"{parameter.dtype} and shape {tuple(parameter.shape)}. Train without compression."
+            )
+
+
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if state.keys() != own.keys():
+        raise CheckpointError(
+            f"Expected the state of this codec, with {sorted(own)}, got one with {sorted(state)}. Use the "
+            "compression that the checkpoint was written with."
+        )

@@ -1,0 +1,118 @@
+"""The process group: started under torchrun, and messages of one fixed size from every rank to every rank"""
+
+import atexit
+import json
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from anybatch.core import RankError
+
+_SIZE = 4096  # bytes of a message: whatever a rank has to say, all ranks send and expect as much
+
+
+def ranks() -> int:
+    """Processes in the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this process in the default process group, from 0; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def start_under_torchrun() -> None:
+    """Initialise the process group if torchrun has started this process and nobody has initialised one.
+
+    Messages go through gloo; gradients on CUDA go through NCCL. The group ends with the process.
+    """
+    if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    is_on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo")
+    atexit.register(_end)
+
+
+def _end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def exchange(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Send a message to all ranks, and receive that of every rank, in the order of the ranks.
+
+    One collective of 4 KiB per rank, whatever is said: ranks that are at different places of the program
+    can tell each other so.
+
+    Args:
+        message: plain values, up to 4,096 bytes as JSON.
+
+    Raises:
+        RankError: a rank has ended or did not answer within the group's timeout; or the message is too long.
+    """
+    said = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+    if len(said) > _SIZE:
+        raise RankError(
+            f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
+            f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
+        )
+    device, heard = device_for_messages(), bytearray(_SIZE * ranks())
+    host = torch.frombuffer(heard, dtype=torch.uint8)
+    received = [*host.to(device).split(_SIZE)]  # on a CPU without a copy: what comes is in `heard`
+    with answered():
+        dist.all_gather(
+            received, torch.frombuffer(bytearray(said.ljust(_SIZE)), dtype=torch.uint8).to(device)
+        )
+    if device.type != "cpu":
+        host.copy_(torch.cat(received))
+    return [json.loads(heard[start : start + _SIZE]) for start in range(0, len(heard), _SIZE)]
+
+
+@contextmanager
+def answered() -> Generator[None]:
+    """Collectives: where another rank does not take part, a RankError says so."""
+    try:
+        yield
+    except RuntimeError as error:  # each backend has errors of its own
+        raise RankError(
+            f"Expected an answer from all {ranks()} ranks, got none from at least one of them: it has ended "
+            f"or takes longer than the group's timeout ({str(error).splitlines()[0][:200]}). No update was "
+            "made. Read that rank's error, then start all ranks again from the last checkpoint."
+        ) from error
+
+
+def device_for_messages() -> torch.device:
+    """The CPU if the group has a backend for it; else the current CUDA device."""
+    return _device_of(dist.group.WORLD)
+
+
+@lru_cache(maxsize=4)
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+
+
+def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+    """Join the rows of all ranks, in the order of the ranks.
+
+    Args:
+        values: this rank's tensors, each with `counts[rank]` rows.
+        counts: rows of each rank. All ranks pass the same.
+
+    Returns:
+        Each tensor with `sum(counts)` rows, the same on all ranks.
+    """
+    joined: list[Tensor] = []
+    with answered():
+        for value in values:
+            # Collectives need equal shapes.
+            mine = value.new_zeros(max(counts), *value.shape[1:])
+            mine[: len(value)] = value
+            parts = [torch.empty_like(mine) for _ in counts]
+            dist.all_gather(parts, mine)
+            joined.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
+    return joined

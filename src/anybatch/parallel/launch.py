@@ -1,0 +1,80 @@
+"""Ranks on this machine, started by torchrun's agent; and when one fails, the one sentence that says why"""
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from anybatch.core import PlanError, RankError
+
+
+def is_launched() -> bool:
+    """Whether torchrun, or `launch`, has started this process."""
+    return dist.is_available() and dist.is_torchelastic_launched()
+
+
+def launch(count: int, arguments: Sequence[str]) -> None:
+    """Run `python -m` with these arguments as so many ranks on this machine, and wait until they end.
+
+    They talk over the loopback interface, and share the CPU's threads. Ctrl-C and SIGTERM go to all of them,
+    which have 30 s to end.
+
+    Raises:
+        RankError: a rank failed or ended; the others have ended, too. The text is the error of the first.
+        PlanError: this torch has no torch.distributed.
+        KeyboardInterrupt, SystemExit: after Ctrl-C, and after SIGTERM.
+    """
+    if not dist.is_available():
+        raise PlanError(f"Expected a torch with torch.distributed for {count} ranks, got none. Use one rank.")
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    threads = max(1, torch.get_num_threads() // count)
+    before = dict(os.environ)  # the agent, too, adds to it
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count), "--log-dir"]
+    logging.disable(logging.CRITICAL)  # the agent's: what is to be said is said once, below
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # where ranks record errors
+            run.run(run.parse_args([*agent, folder, "--module", *arguments]))
+    except ChildFailedError as error:
+        raise RankError(_why(error.failures.items())) from None
+    except SignalException as stop:
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + stop.sigval) from None
+    finally:
+        logging.disable(logging.NOTSET)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+
+
+def record(error: BaseException) -> None:
+    """Let whoever launched this rank know why it ends."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+
+
+def _why(failures: Iterable[tuple[int, Any]]) -> str:
+    """The error of a rank's own; else how a rank ended; only then what others made of it."""
+    own: list[str] = []
+    ended: list[str] = []
+    others: list[str] = []
+    for rank, failure in failures:
+        if isinstance(failure.message, dict):  # from `record`
+            name, _, text = failure.message["message"].partition(": ")
+            (others if name == RankError.__name__ else own).append(text)
+        else:
+            how = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+            ended.append(f"Expected all ranks to finish, got rank {rank} that ended with {how}.")
+    return [*own, *ended, *others][0]

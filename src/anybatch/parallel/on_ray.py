@@ -1,0 +1,134 @@
+"""Servers and workers as Ray actors: the only file that knows Ray"""
+
+import os
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from anybatch.core import PlanError, RankError
+from anybatch.parallel.scheduler import Ended, Lost
+
+_LOCAL = "127.0.0.1"
+
+
+class RayCluster:
+    """Actors on this machine, or on an existing Ray cluster.
+
+    On this machine Ray runs without dashboard and usage statistics, with the token that it asks for by
+    default, and ends with `close`. On an existing cluster `close` ends the actors only. Ray 2.60 listens on
+    all interfaces of a machine, also where it is given 127.0.0.1: whoever has the token can run code.
+
+    Args:
+        address: of a cluster. None for this machine.
+
+    Raises:
+        PlanError: Ray is not installed, or is in use in this process already.
+        RankError: nobody answers at the address.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        try:
+            ray: Any = import_module("ray")
+        except ImportError as error:
+            raise PlanError(
+                f"Expected Ray for a ParameterServer, got none ({error}). Install it: pip install "
+                '"anybatch[server]".'
+            ) from None
+        if ray.is_initialized():
+            raise PlanError(
+                f"Expected Ray not to be in use here, got {ray.get_runtime_context().gcs_address}. Call "
+                "ray.shutdown() first, or stop the other ParameterServer."
+            )
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._ray = ray
+        quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+        try:
+            if address is None:
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    _node_ip_address=_LOCAL,
+                    num_cpus=max(4, os.cpu_count() or 1),
+                    **quiet,
+                )
+            else:
+                _reach(address)
+                ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            ray.shutdown()
+            raise RankError(
+                f"Expected a Ray cluster at {address or _LOCAL}, got none "
+                f"({str(error).splitlines()[0][:200]}). "
+                "Nothing is left running. Start one with ray start --head, or leave the address out."
+            ) from None
+        self._actors: list[Any] = []
+
+    def put(self, value: Any) -> Any:
+        """Store a value."""
+        return self._ray.put(value)
+
+    def start(self, kind: type, *args: Any) -> Any:
+        """A new actor."""
+        actor = self._ray.remote(kind).options(num_cpus=0, max_restarts=0, max_task_retries=0).remote(*args)
+        self._actors.append(actor)
+        return actor
+
+    def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """Call a method."""
+        found = getattr(process, method).options(num_returns=returns).remote(*args)
+        return found if returns > 1 else [found]
+
+    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
+        """The first that is there; None after so many seconds."""
+        ready, _ = self._ray.wait([*references], num_returns=1, timeout=seconds, fetch_local=False)
+        return ready[0] if ready else None
+
+    def clock(self) -> float:
+        """Seconds."""
+        return time.monotonic()
+
+    def get(self, reference: Any) -> Any:
+        """The value."""
+        errors = self._ray.exceptions
+        try:
+            return self._ray.get(reference)
+        except errors.RayTaskError as error:  # first: it may be an ActorError as well, if its cause is one
+            cause = error.cause
+            if isinstance(cause, errors.RayError):
+                raise Lost(_first(cause)) from None
+            raise cause from None
+        except errors.ActorUnavailableError as error:
+            raise Ended(_first(error)) from None
+        except errors.RayActorError as error:
+            raise Ended(_first(error)) from None
+        except errors.RayError as error:
+            raise Lost(_first(error)) from None
+
+    def kill(self, process: Any) -> None:
+        """End an actor."""
+        self._ray.kill(process)
+        self._actors = [one for one in self._actors if one is not process]
+
+    def close(self) -> None:
+        """End all actors, and Ray if it was started here."""
+        for actor in self._actors:
+            self._ray.kill(actor)
+        self._actors = []
+        self._ray.shutdown()
+
+
+def _first(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__)[:300]
+
+
+def _reach(address: str) -> None:
+    """Ray itself looks for a minute for an address that nobody answers."""
+    import socket
+
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"expected host:port, got {address!r}")
+    socket.create_connection((host, int(port)), timeout=5).close()

@@ -1,0 +1,393 @@
+"""Parameter servers: workers compute the rows of a batch, servers hold the parameters and update them"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from anybatch.core import Batch, NonFiniteLossError, PlanError, SampleBatch, StepReport, TensorBatch
+from anybatch.core import torch_private as private
+from anybatch.engine import Plan, Task
+from anybatch.losses import WholeBatch
+from anybatch.parallel.rules import RuleName, make_rule
+from anybatch.parallel.scheduler import Cluster, Scheduler
+from anybatch.parallel.server import Layout, options_of
+from anybatch.parallel.worker import Folded, identity
+from anybatch.state import rng
+
+
+class ParameterServer:
+    """Servers hold the parameters, workers compute the gradients; any number of each, exact.
+
+    A batch is cut into units of rows. Each worker takes a unit, computes its gradient sums with the newest
+    parameters, in micro-batches, and takes the next. Servers add the sums in the order of the units, divide
+    once by the weight of the whole batch, and make the update. So the bits do not depend on the number of
+    workers, on their speed, or on who ended meanwhile: a unit of a worker that has ended is given to another,
+    with the same random numbers, and is counted once. A server that has ended is made anew from its state
+    after the last update and the sums since.
+
+    The driver, which is this process, has the model and the optimizer as usual: parameters are new after each
+    step, and `optimizer.state_dict()` brings its state here. So schedulers, checkpoints and a resume work as
+    without servers.
+
+    Servers and workers are Ray actors; Ray is started at the first step. It needs the extra
+    `anybatch[server]`. Whoever reaches Ray's ports and has its token can run code.
+
+    Args:
+        servers: shards of the parameters, of equal size.
+        workers: how many compute. Those that find no unit wait.
+        cluster: address of a Ray cluster, such as "10.0.0.1:6379". None to start Ray on this machine.
+        units: into how many parts a batch is cut. The result depends on it as on the size of micro-batches.
+        backup: compute a unit that takes three times as long as usual on a second worker as well, if one has
+            nothing to do.
+        rule: None for the exact update. Otherwise workers make updates of their own with the optimizer and do
+            not wait for each other, and servers add what they have moved: "accumulate", "normalize" or
+            "dynsgd" (`anybatch.parallel.make_rule`). This changes the result.
+        steps: with a rule, updates that a worker makes with a unit before it pushes.
+        staleness: with a rule, units that a worker may be ahead of the slowest.
+
+    Attributes:
+        counts: pushes so far, pushes refused, staleness, workers and servers replaced.
+
+    Raises:
+        PlanError: a number out of range, another rule, or Ray is not installed.
+
+    Example:
+        >>> ParameterServer(servers=1, workers=2)
+        ParameterServer(servers=1, workers=2)
+    """
+
+    is_many = True
+
+    def __init__(
+        self,
+        servers: int = 1,
+        workers: int = 2,
+        *,
+        cluster: str | Cluster | None = None,
+        units: int = 8,
+        backup: bool = True,
+        rule: RuleName | None = None,
+        steps: int = 1,
+        staleness: int = 0,
+    ) -> None:
+        for name, value, least in (
+            ("servers", servers, 1),
+            ("workers", workers, 1),
+            ("units", units, 1),
+            ("steps", steps, 1),
+            ("staleness", staleness, 0),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"Expected {name} of at least {least}, got {value!r}. Pass a whole number.")
+        if rule is not None:
+            make_rule(rule)
+        elif steps > 1 or staleness:
+            raise PlanError(
+                f"Expected a rule with steps={steps} and staleness={staleness}, got none. Without one "
+                'workers wait for each other: choose one, such as rule="normalize", or leave both out.'
+            )
+        self.servers, self.workers = servers, workers
+        self._where, self._units, self._backup = cluster, units, backup
+        self._rule: RuleName | None = rule
+        self._steps, self._staleness = steps, staleness
+        self._scheduler: Scheduler | None = None
+        self._cluster: Cluster | None = None
+        self._known: list[int] = []  # versions of the driver's parameters after the last update
+        self._made_of: list[int] = []
+        self._is_loaded = False  # the servers have the optimizer's state
+
+    def __repr__(self) -> str:
+        return f"ParameterServer(servers={self.servers}, workers={self.workers})"
+
+    def __enter__(self) -> "ParameterServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What has happened so far."""
+        return Counter() if self._scheduler is None else self._scheduler.counts.copy()
+
+    # ---- what a step calls
+
+    def begin(self, task: Task, settings: Plan) -> None:
+        """Refuse what servers cannot do.
+
+        Raises:
+            PlanError: what and why.
+        """
+        if isinstance(task.loss, WholeBatch):
+            raise PlanError(
+                f"Expected a loss that is summed over rows, got {type(task.loss).__name__}, in which "
+                "the rows of all workers meet. Start one process per GPU with torchrun instead."
+            )
+        odd = {
+            "clip_norm=, which takes the gradient of the whole batch": self._rule is not None
+            and not math.isinf(settings.clip_norm),
+            f"non_finite={settings.non_finite!r}": settings.non_finite != "raise",
+            "a loss scale (fp16), which each worker would choose by itself": settings.precision.loss_scale
+            is not None,
+            'batch_norm="micro", whose statistics would differ between workers': bool(task.batch_norms)
+            and settings.batch_norm == "micro",
+            "a compiled model": task.is_static,
+            "observers, which read gradients here": bool(task.observers),
+            "gradients from before the step": any(p.grad is not None for p in task.parameters),
+        }
+        for what, is_there in odd.items():
+            if is_there:
+                raise PlanError(f"Expected a step that workers can do, got {what}. Leave it out.")
+
+    def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Nothing is computed here."""
+        return [*values], 0
+
+    def close(self, sums: Any) -> Mapping[str, float]:
+        """Nothing is summed here."""
+        return {}
+
+    def reduce(self, gradients: Any) -> Any:
+        """Nothing is summed here."""
+        return gradients
+
+    def abandon(self, error: BaseException) -> None:
+        """Nobody waits."""
+
+    def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[], Any]) -> StepReport:
+        """One update with all rows.
+
+        Args:
+            task: what is trained.
+            batch: the rows.
+            settings: of the step.
+            remote: makes what makes the step of a worker.
+        """
+        if not batch.rows:
+            raise PlanError(
+                f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
+            )
+        state = rng.capture()
+        try:
+            return self._carry_out(task, batch, settings, remote)
+        except BaseException:
+            rng.restore(state)
+            raise
+
+    def _carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[], Any]) -> StepReport:
+        began = time.perf_counter()
+        scheduler = self._prepared(task, settings, remote)
+        # From the driver's stream, which a checkpoint keeps.
+        seed = int(torch.randint(2**62, ()))
+        sizes = _ranges(batch.rows, self._units)
+        options = options_of(task.optimizers)
+        if self._rule is None:
+            folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
+            weights, norm = self._synchronous(scheduler, folded, task, settings, options)
+        else:
+            parts = [
+                [_rows(batch, part) for part in _ranges(len(one), self._steps, one.start)] for one in sizes
+            ]
+            folded, values = scheduler.run(
+                parts, seed, rule=self._rule, staleness=self._staleness, options=options
+            )
+            self._take(scheduler, task, values)
+            weights, norm = _added([one.weights for one in folded]), math.nan
+        updated = any(weights.values())
+        if updated:
+            self._updated(task)
+        return _report(folded, weights, norm, task, began, updated=updated)
+
+    def _synchronous(
+        self, scheduler: Scheduler, folded: Sequence[Folded], task: Task, settings: Plan, options: Any
+    ) -> tuple[dict[str, float], float]:
+        """The weights, and the norm of the gradient; makes the update."""
+        add = max if folded[0].is_shared else fsum
+        names = {name: None for one in folded for name in one.weights}
+        weights = {name: float(add(one.weights.get(name, 0.0) for one in folded)) for name in names}
+        if not any(weights.values()):
+            return weights, math.nan
+        coefficients = folded[0].coefficients
+        factors = [c / weights[name] if weights[name] else 0.0 for name, c in coefficients.items()] or [1.0]
+        norm = math.sqrt(scheduler.seal(factors))
+        if not math.isfinite(norm):
+            raise NonFiniteLossError(
+                f"Expected a gradient of finite norm, got {norm}. No update was made. Make the loss smaller, "
+                "or accumulate in a wider dtype."
+            )
+        scale = min(1.0, settings.clip_norm / (norm + 1e-6))
+        used = frozenset[int]().union(*[one.used for one in folded])
+        self._take(scheduler, task, scheduler.commit(factors, scale, used, options))
+        return weights, norm
+
+    # ---- driver and servers
+
+    def _prepared(self, task: Task, settings: Plan, remote: Callable[[], Any]) -> Scheduler:
+        """Servers that hold what the driver has."""
+        buffers = [one for module in task.modules for one in module.buffers(recurse=False)]
+        made_of = [*map(id, task.parameters), *map(id, task.optimizers), *private.versions(buffers)]
+        if self._scheduler is None or made_of != self._made_of:
+            self._scheduler = self._started(task, settings, remote())
+            self._made_of, self._is_loaded, self._known = made_of, False, []
+            for optimizer in task.optimizers:
+                optimizer.register_state_dict_pre_hook(partial(_bring_state, self))
+                optimizer.register_load_state_dict_post_hook(partial(_forget_state, self))
+            self._optimizers, self._parameters = task.optimizers, task.parameters
+        if self._known != private.versions(task.parameters) or not self._is_loaded:
+            scheduler, layout = self._scheduler, self._scheduler.layout
+            shards = range(self.servers)
+            state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
+            values = [layout.flat(task.parameters, shard, layout.dtype) for shard in shards]
+            states: list[Any] = [layout.split(state, task.parameters, shard) for shard in shards]
+            if self._is_loaded:  # only the parameters were changed here
+                states = [one for _, one in scheduler.snapshots]
+            scheduler.load(values, states)
+            self._is_loaded = True
+            self._known = private.versions(task.parameters)
+        return self._scheduler
+
+    def _started(self, task: Task, settings: Plan, remote: Any) -> Scheduler:
+        layout = Layout.of(task.parameters, task.optimizers, self.servers, settings.accumulation_dtype)
+        if self._scheduler is not None:
+            self.bring_state()
+            self.stop()
+        self._cluster = _cluster(self._where)
+        try:
+            scheduler = Scheduler(
+                self._cluster,
+                remote,
+                layout,
+                identity(task),
+                workers=self.workers,
+                backup=self._backup,
+                is_alone=self._rule is not None,
+            )
+        except BaseException:
+            self.stop()
+            raise
+        return scheduler
+
+    def _take(self, scheduler: Scheduler, task: Task, values: Sequence[Any]) -> None:
+        scheduler.layout.write(values, task.parameters)
+        self._known = private.versions(task.parameters)
+
+    def _updated(self, task: Task) -> None:
+        for optimizer in task.optimizers:
+            optimizer.step()  # without gradients: what counts steps, as schedulers do, sees one
+        task.progress.updates += 1
+        for one in task.schedulers:
+            one.step()
+        task.progress.note(task.schedulers)
+
+    def bring_state(self) -> None:
+        """Bring the optimizer's state from the servers into the optimizers here."""
+        scheduler = self._scheduler
+        if scheduler is not None and self._is_loaded and self._rule is None:
+            states = [scheduler.cluster.get(state) for _, state in scheduler.snapshots]
+            joined = scheduler.layout.join(states, self._parameters)
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        if parameter in joined:
+                            optimizer.state[parameter] = joined[parameter]
+
+    def forget_state(self) -> None:
+        """The optimizers here have a new state, which the servers are to get."""
+        self._is_loaded = False
+
+    # ---- who is there
+
+    def add_worker(self) -> None:
+        """A worker joins."""
+        self.workers += 1
+        if self._scheduler is not None:
+            self._scheduler.add_worker()
+
+    def remove_worker(self) -> None:
+        """A worker leaves; what it had goes to others."""
+        if self.workers > 1:
+            self.workers -= 1
+            if self._scheduler is not None:
+                self._scheduler.remove_worker()
+
+    def stop(self) -> None:
+        """End servers and workers; the driver has the parameters. The next step starts them again."""
+        cluster, self._cluster, self._scheduler = self._cluster, None, None
+        if cluster is not None:
+            cluster.close()
+
+
+def _bring_state(server: ParameterServer, optimizer: Optimizer) -> None:
+    server.bring_state()
+
+
+def _forget_state(server: ParameterServer, optimizer: Optimizer) -> None:
+    server.forget_state()
+
+
+def _cluster(where: str | Cluster | None) -> Cluster:
+    if where is not None and not isinstance(where, str):
+        return where
+    from anybatch.parallel.on_ray import RayCluster
+
+    return RayCluster(where)
+
+
+def _ranges(rows: int, parts: int, start: int = 0) -> list[range]:
+    """Rows cut into parts of nearly equal size, none of them empty."""
+    parts = min(parts, rows)
+    stops = [start + rows * index // parts for index in range(parts + 1)]
+    return [range(*pair) for pair in pairwise(stops)]
+
+
+def _rows(batch: Batch, indices: range) -> Any:
+    """Some rows, as a worker's step takes them."""
+    if isinstance(batch, SampleBatch):
+        return [batch.given[row] for row in indices]
+    assert isinstance(batch, TensorBatch)  # noqa: S101 - there is no other that a step admits
+    return batch.only(indices).whole
+
+
+def _added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name: None for one in several for name in one}
+    return {name: fsum(one.get(name, 0.0) for one in several) for name in names}
+
+
+def _report(
+    folded: Sequence[Folded],
+    weights: Mapping[str, float],
+    norm: float,
+    task: Task,
+    began: float,
+    *,
+    updated: bool,
+) -> StepReport:
+    totals, loss = _added([one.totals for one in folded]), task.loss
+    terms = {
+        name: totals[name] / (1 if loss.divided else weight) if weight else math.nan
+        for name, weight in weights.items()
+    }
+    used = [loss.coefficients.get(name, 1.0) * value for name, value in terms.items() if weights[name]]
+    cut = tuple(size for one in folded for size in one.cut)
+    return StepReport(
+        loss=fsum(used) if used else math.nan,
+        terms=terms,
+        weights=weights,
+        rows=sum(one.rows for one in folded),
+        micro_batches=len(cut),
+        grad_norm=norm,
+        updated=updated,
+        cut=cut,
+        update=task.progress.updates,
+        learning_rate=task.learning_rate(),
+        seconds=time.perf_counter() - began,
+    )

@@ -1,0 +1,342 @@
+"""Data parallelism: every rank computes some rows of one logical batch, and all make the same update"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from math import fsum
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
+from anybatch.engine import Accumulator, Agreed, Plan, Sums, Task, tally
+from anybatch.parallel.compression import Codec
+from anybatch.parallel.fingerprint import fingerprint, refuse_differences
+from anybatch.parallel.group import all_gather_rows, answered, exchange, rank, ranks
+
+_SAID = 600  # characters of an error that others are told: a message holds them, at up to 6 bytes each
+_BUCKET = 8 << 20  # bytes of gradients that are sent together; a larger one is sent alone, without a copy
+
+
+class Replicate:
+    """Exact data parallelism: each rank passes its own rows, and their union is the logical batch.
+
+    Every rank holds the whole model. The gradient of each rank's rows is divided by the weight (rows, tokens)
+    of all ranks and summed once per step, after the last micro-batch. So ranks may have different numbers of
+    rows and micro-batches, also none: pass `None` or tensors of zero rows. After each update the parameters
+    are equal to the bit on all ranks.
+
+    A step sends one message of 4 KiB per rank and the gradient in buckets of 8 MiB, however many
+    micro-batches there are. A loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The
+    first message of a run also compares model, weights, optimizer, loss and options.
+
+    If a rank fails before the update, no rank makes it, and every rank raises an error that names the first
+    that failed. If a rank ends, the others raise a `RankError` within the timeout of the process group.
+
+    Args:
+        compression: sends fewer bytes, and changes the result: `DeepGradientCompression(...)`, or
+            `Cast("bf16")`. None sends the exact gradient.
+
+    Attributes:
+        bytes_sent: bytes of gradients that this rank passed to collectives in the last step.
+
+    Raises:
+        PlanError: no process group of at least two ranks is initialised. torchrun initialises one.
+
+    Example:
+        >>> import anybatch as ab
+        >>> model = nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = ab.Step(model, nn.MSELoss(), optimizer, strategy="auto")  # replicates under torchrun
+    """
+
+    is_many = True
+
+    def __init__(self, compression: Codec | None = None) -> None:
+        if ranks() < 2:
+            raise PlanError(
+                f"Expected a process group of at least 2 ranks, got {ranks()}. Start the program with "
+                'torchrun --nproc-per-node 2 program.py, or say strategy="auto", which also runs alone.'
+            )
+        self.compression = compression
+        self.bytes_sent = 0
+        self._fingerprint: dict[str, str] | None = None
+        self._is_known = False  # the fingerprints of all ranks agree
+        self._is_told = False  # all ranks know that this step has failed
+        self._is_reducing = self._is_broken = False
+        self._has_encoded = self._is_empty = False
+        self._gathered: tuple[list[Tensor], int] | None = None
+        self._sums: Accumulator | None = None
+
+    def begin(self, task: Task, settings: Plan) -> None:
+        """A step or a window begins.
+
+        Raises:
+            PlanError: there are gradients from before, or the optimizer cannot be used with the compression.
+            RankError: this rank failed while gradients were being summed, so it cannot go on.
+        """
+        self._is_told, self._gathered, self._has_encoded = False, None, False
+        if self._is_broken:
+            raise RankError(
+                f"Expected all ranks at the same step, got rank {rank()} that failed while gradients were "
+                "summed. Start all ranks again from the last checkpoint."
+            )
+        if any(p.grad is not None for p in task.parameters):
+            found = [task.names()[p] for p in task.parameters if not _is_zero(p.grad)]
+            if found:
+                raise PlanError(
+                    f"Expected no gradients before a step on several ranks, got some of {found[:3]}: they "
+                    "would be added once per rank. Call optimizer.zero_grad() before the step."
+                )
+        if not self._is_known:
+            if lazy := [name for name, p in task.model.named_parameters() if is_lazy(p)]:
+                raise PlanError(
+                    f"Expected parameters with values on several ranks, got lazy ones {lazy[:3]}, which each "
+                    "rank would draw for itself. Call the model on a few rows before the step is made."
+                )
+            if settings.batch_norm == "micro":
+                _refuse_sync_batch_norm(task.model)
+            if self.compression is not None:
+                self.compression.check(task.optimizers)
+            self._device = task.parameters[0].device
+            self._fingerprint = fingerprint(task, settings, self.compression)
+
+    def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
+        """Join the rows of all ranks in the order of the ranks; again in the same step, the same tensors.
+
+        Args:
+            values: tensors with the rows of this rank first.
+
+        Returns:
+            The joined tensors, and the number of rows of the ranks before this one.
+        """
+        if self._gathered is None:  # else memory ran out since, and the other ranks do not gather again
+            kinds = [
+                (str(one.dtype).removeprefix("torch."), list(one.shape[1:]), one.device.type)
+                for one in values
+            ]
+            said = self._agree({"gather": kinds, "rows": len(values[0]) if values else 0})
+            self._gathered = self._gather(said, values)
+        return self._gathered
+
+    def _gather(
+        self, said: Sequence[Mapping[str, Any]], values: Sequence[Tensor]
+    ) -> tuple[list[Tensor], int]:
+        if any("gather" not in one and one["rows"] for one in said):
+            self._fail(RankError, f"Expected outputs from all {len(said)} ranks with rows, got some without.")
+        forms = [one["gather"] for one in said if "gather" in one]
+        if any(form != forms[0] for form in forms):
+            raise LossError(
+                f"Expected outputs and targets of one dtype, shape and kind of device on all ranks, but for "
+                f"the rows, got {forms}. Pad them to one length in the model or in `collate`."
+            )
+        counts = [one["rows"] if "gather" in one else 0 for one in said]
+        if not values:
+            own = self._device  # another backend would wait for others than those that have rows
+            values = [
+                torch.empty(0, *shape, dtype=getattr(torch, name), device=own if own.type == kind else kind)
+                for name, shape, kind in forms[0]
+            ]
+        return all_gather_rows(values, counts), sum(counts[: rank()])
+
+    def close(self, sums: Accumulator) -> dict[str, float]:
+        """Add up weights and summed losses over ranks, and agree on the loss scale.
+
+        Raises:
+            RankError: a rank failed, ended, or did not answer.
+            NonFiniteLossError: the loss of a rank is not finite.
+            PlanError: the ranks were not made alike.
+        """
+        self._undo()  # of an attempt whose gradient was not finite
+        here = tally(sums)
+        message = {
+            "weights": here.weights,
+            "totals": here.totals,
+            "shared": here.is_shared,
+            "rows": sum(sums.rows),
+            "dropped": sums.dropped,
+            "scale": sums.task.scale.state(),
+            "layout": [
+                len(sums.task.parameters),
+                sum(p.numel() for p in sums.task.parameters),
+                sums.task.progress.updates,
+            ],
+        }
+        said = self._agree(message)
+        if any("gather" in one for one in said):  # by ranks with rows, and this one has none
+            self._gather(said, ())
+            said = self._agree(message)
+        layouts = [one["layout"] for one in said]
+        if any(one != layouts[0] for one in layouts):
+            self._fail(
+                PlanError,
+                "Expected the same parameters trained and as many updates made on every rank, got "
+                f"parameters, elements and updates {layouts}. After an error in an update, load the last "
+                "checkpoint.",
+            )
+        named = [one["weights"] for one in said if one["weights"]]
+        if any(one.keys() != named[0].keys() for one in named):
+            self._fail(
+                LossError, f"Expected the same terms of the loss on every rank, got {[*map(list, named)]}."
+            )
+        names = [*named[0]] if named else []
+        scale = sums.task.scale.state()
+        sums.task.scale.load({key: min(one["scale"][key] for one in said) for key in scale})
+        sums.agreed = Agreed(
+            totals={name: fsum(one["totals"].get(name, 0.0) for one in said) for name in names},
+            rows=sum(one["rows"] for one in said),
+            dropped=sum(one["dropped"] for one in said),
+        )
+        self._like, self._gathered, self._is_reducing = here.like, None, True
+        self._names = sums.task.names() if self.compression else {}
+        add = max if any(one["shared"] for one in said) else fsum
+        weights = {name: add(one["weights"].get(name, 0.0) for one in said) for name in names}
+        self._is_empty = not any(weights.values())
+        return weights
+
+    def reduce(self, gradients: Sums) -> Sums:
+        """Sum the gradients over ranks: bit-identical on all of them.
+
+        Raises:
+            RankError: a rank ended, or did not answer. This rank cannot go on.
+            PlanError: a gradient is sparse.
+        """
+        like = self._like
+        if any(one.is_sparse for one in gradients.values()):
+            raise PlanError(
+                f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "
+                "Leave out sparse=True of the embedding."
+            )
+        if self._is_empty:  # there is no update, so what waits to be sent still waits
+            reduced = gradients
+        elif self.compression is None:
+            reduced = self._all_reduced(gradients, like)
+        else:
+            reduced = self._compressed(self.compression, gradients, like, self._names)
+        self._is_reducing = False
+        return reduced
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks, once per step, that this one has failed: they wait in `gather` or `close`."""
+        self._undo()
+        if self._is_reducing:
+            self._is_broken = True
+        elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
+            self._is_told = True
+            with suppress(RankError):  # the error at hand is the one to be raised
+                exchange({"failed": type(error).__name__, "said": str(error)[:_SAID]})
+
+    def _undo(self) -> None:
+        """The compression is as before this step."""
+        if self._has_encoded and self.compression is not None:
+            self.compression.undo()
+        self._has_encoded = False
+
+    def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Exchange messages; raises on every rank if a rank has failed."""
+        if not self._is_known:
+            message = {**message, "is": self._fingerprint}
+        said = exchange(message)
+        for number, one in enumerate(said):
+            if "failed" in one:
+                # All that fail for this reason are skipped alike, where that was asked for.
+                kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
+                self._fail(
+                    kind,
+                    f"Expected all ranks to finish, got {one['failed']} on rank {number}, which says "
+                    f"{one['said']!r}.",
+                )
+        if not self._is_known:
+            try:
+                refuse_differences([one["is"] or {} for one in said])
+            except PlanError:
+                self._is_told = True
+                raise
+            self._is_known = True
+        return said
+
+    def _fail(self, kind: type[Exception], said: str) -> NoReturn:
+        """Raise what all ranks raise."""
+        self._is_told = True
+        raise kind(f"{said} No rank has made the update.")
+
+    def _all_reduced(self, gradients: Sums, like: Mapping[nn.Parameter, torch.dtype]) -> Sums:
+        """One sum per bucket. A parameter without gradient here counts as zeros, if other ranks have one."""
+        self.bytes_sent = 0
+        has = torch.tensor([float(p in gradients) for p in like])
+        found: Sums = {}
+        with answered():
+            for index, bucket in enumerate(_buckets(like)):  # the smallest first
+                parts = [_flat(gradients.get(p), p, like[p]) for p in bucket]
+                if not index:
+                    parts.append(has.to(parts[0].device, parts[0].dtype))
+                flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+                dist.all_reduce(flat)
+                self.bytes_sent += flat.nbytes
+                values = flat.split_with_sizes([part.numel() for part in parts])
+                if not index:
+                    has = values[-1]
+                found.update(
+                    {p: _shaped(value, p, like[p]) for p, value in zip(bucket, values, strict=False)}
+                )
+        return {p: found[p] for p, count in zip(like, has.tolist(), strict=True) if count}
+
+    def _compressed(
+        self,
+        codec: Codec,
+        gradients: Sums,
+        like: Mapping[nn.Parameter, torch.dtype],
+        names: Mapping[nn.Parameter, str],
+    ) -> Sums:
+        named = {names[p]: torch.empty_like(p, dtype=dtype) for p, dtype in like.items()}
+        mine = codec.encode({names[p]: value for p, value in gradients.items()}, named)
+        self._has_encoded, self.bytes_sent = True, mine.nbytes
+        counts = [one["bytes"] for one in exchange({"bytes": len(mine)})]
+        (whole,) = all_gather_rows([mine], counts)
+        found = codec.decode(whole.split_with_sizes(counts), named)
+        return {p: found[names[p]] for p in like if names[p] in found}
+
+
+def _refuse_sync_batch_norm(model: nn.Module) -> None:
+    found = [
+        name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm) and one.training
+    ]
+    if found:
+        raise PlanError(
+            f'Expected no SyncBatchNorm with batch_norm="micro" on several ranks, got {found[:3]}: it waits '
+            "for the other ranks in every micro-batch, and they may have fewer. Use BatchNorm, "
+            'batch_norm="frozen", or ab.batch_norm_to_group_norm(model).'
+        )
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    return gradient is None or (all_finite([gradient]) and not bool(gradient.count_nonzero()))
+
+
+def _buckets(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
+    """Parameters whose gradients are sent together: of one device and dtype, in the common order."""
+    buckets: list[list[nn.Parameter]] = []
+    kind, size = None, 0
+    for p, dtype in like.items():
+        nbytes = p.numel() * dtype.itemsize
+        if kind != (p.device, dtype.to_real()) or size + nbytes > _BUCKET:
+            buckets.append([])
+            kind, size = (p.device, dtype.to_real()), 0
+        buckets[-1].append(p)
+        size += nbytes
+    return sorted(buckets, key=lambda bucket: sum(p.numel() for p in bucket))
+
+
+def _flat(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """One axis of real numbers, in the parameter's logical order."""
+    if gradient is None:
+        gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
+    flat = gradient.contiguous().reshape(-1)
+    return torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+
+
+def _shaped(flat: Tensor, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """The inverse of `_flat`."""
+    return (torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat).view(p.shape)

@@ -1,0 +1,422 @@
+"""The driver of a parameter server: hands out units as leases, counts each once, replaces who has ended"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from statistics import median
+from typing import Any, NamedTuple, Protocol
+
+from anybatch.core import NonFiniteLossError, RankError
+from anybatch.parallel.rules import RuleName
+from anybatch.parallel.server import COUNTED, NOT_FINITE, Array, Layout, Shard
+from anybatch.parallel.worker import Folded, Worker
+from anybatch.state import rng
+
+_TRIES = 3  # workers that may end with one unit
+_SLOW = 3  # times as long as usual, and a unit is given to a second worker
+_REVIVED = 20  # servers that may end in one update
+
+
+class Ended(Exception):  # noqa: N818
+    """The process that was called has ended."""
+
+
+class Lost(Exception):  # noqa: N818
+    """A value is gone with the machine that held it."""
+
+
+class Cluster(Protocol):
+    """Processes that are called from here. Values stay where they are made; references are passed on."""
+
+    def put(self, value: Any) -> Any:
+        """Store a value; a reference."""
+        ...
+
+    def start(self, kind: type, *args: Any) -> Any:
+        """A new process with an object of this class; arguments may be references."""
+        ...
+
+    def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        """Call a method, in the order of the calls; references to what it returns. Does not wait."""
+        ...
+
+    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
+        """The first of these that is there, or that will never be; None after so many seconds."""
+        ...
+
+    def clock(self) -> float:
+        """Seconds."""
+        ...
+
+    def get(self, reference: Any) -> Any:
+        """The value. Raises what the call raised, `Ended` or `Lost`."""
+        ...
+
+    def kill(self, process: Any) -> None:
+        """End a process."""
+        ...
+
+    def close(self) -> None:
+        """End all of them."""
+        ...
+
+
+class Lease(NamedTuple):
+    """A unit that a worker was given."""
+
+    worker: Any
+    round: int
+    unit: int
+    parts: list[Any]  # references to what goes to each shard
+    began: float
+
+
+class Scheduler:
+    """Drives the rounds of one training.
+
+    Args:
+        cluster: where servers and workers are.
+        make: makes the step of a worker.
+        expected: the fingerprint that it must have.
+        layout: of the parameters in shards.
+        workers: how many there are to be.
+        backup: give a unit that takes long to a second worker that has nothing to do.
+        is_alone: whether workers make updates of their own.
+
+    Attributes:
+        version: updates made since the parameters were loaded.
+        counts: pushes, pushes refused, units done again, workers and servers replaced, staleness.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        make: Callable[[Any], Any],
+        layout: Layout,
+        expected: Mapping[str, str],
+        *,
+        workers: int,
+        backup: bool = True,
+        is_alone: bool = False,
+    ) -> None:
+        self.cluster, self.layout, self._backup = cluster, layout, backup
+        self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
+        self._layout = self._of_worker[1]
+        self.shards = [self._start_shard(index) for index in range(len(layout.pieces))]
+        self._idle: deque[Any] = deque()
+        self.clocks: dict[Any, int] = {}  # units that each worker has done, since it came
+        self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
+        self._round = self.version = self._revived = 0
+        self.snapshots: list[tuple[Any, ...]] = []  # parameters and state of each shard, as of this version
+        self._is_torn = False
+        self._accepted: list[list[tuple[Any, ...]]] = []  # pushes to each shard since the snapshots
+        self.counts: Counter[str] = Counter()
+        self._usual: deque[float] = deque(maxlen=16)  # seconds that the last units took
+        for _ in range(workers):
+            self.add_worker()
+
+    # ---- who is there
+
+    def _start_shard(self, index: int) -> Any:
+        return self.cluster.start(Shard, self._layout, index)
+
+    def add_worker(self) -> None:
+        """A worker joins, at any time."""
+        worker = self.cluster.start(Worker, *self._of_worker)
+        self.clocks[worker] = min(self.clocks.values(), default=0)
+        self._idle.append(worker)
+
+    def remove_worker(self) -> None:
+        """A worker leaves, at any time; what it had goes to others. At least one stays."""
+        if len(self.clocks) > 1:
+            worker = self._idle.popleft() if self._idle else [*self.clocks][-1]
+            self.cluster.kill(worker)
+            self._forget(worker)
+
+    def _forget(self, worker: Any) -> None:
+        self.clocks.pop(worker, None)  # or all would wait for it
+        with suppress(ValueError):
+            self._idle.remove(worker)
+
+    # ---- what the servers hold
+
+    def load(self, values: Sequence[Any], states: Sequence[Any]) -> None:
+        """New parameters and a new state of the optimizer, or a reference to it, for each shard."""
+        put = self.cluster.put
+        self.snapshots = [
+            (put(value), put(state) if isinstance(state, list) else state)
+            for value, state in zip(values, states, strict=True)
+        ]
+        self.version += 1  # nobody has these
+        self.reload()
+
+    def reload(self) -> None:
+        """Every shard back to the snapshots."""
+        for index in range(len(self.shards)):
+            self._load(index)
+        self._is_torn, self._accepted = False, [[] for _ in self.shards]
+
+    def _load(self, index: int) -> None:
+        self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])
+
+    def _revive(self, index: int, done: Sequence[tuple[Any, ...]]) -> None:
+        """A new server in place of one that ended: from the snapshot, and the pushes accepted since."""
+        self.counts["servers replaced"] += 1
+        self._revived += 1
+        if self._revived > _REVIVED:
+            raise RankError(
+                f"Expected servers that stay, got {self._revived} that ended in one update. No update was "
+                "made. Look for too little memory on the host, and read their log."
+            )
+        self.cluster.kill(self.shards[index])
+        self.shards[index] = self._start_shard(index)
+        self._load(index)
+        for call in done:
+            self.cluster.call(self.shards[index], *call)
+
+    def _ask(self, index: int, done: Sequence[tuple[Any, ...]], *call: Any, returns: int = 1) -> list[Any]:
+        """Call a shard until one answers; references to the answer."""
+        while True:
+            references = self.cluster.call(self.shards[index], *call, returns=returns)
+            try:
+                self.cluster.get(references[0])
+            except Ended:
+                self._revive(index, done)
+            else:
+                return references
+
+    # ---- synchronous
+
+    def fold(self, units: Sequence[Any], seed: int) -> list[Folded]:
+        """Have each unit folded once, and its sums pushed to every shard.
+
+        Args:
+            units: rows of each.
+            seed: of this update.
+
+        Raises:
+            RankError: several workers ended with the same unit.
+            NonFiniteLossError: a gradient is not finite.
+        """
+        if self._is_torn:
+            self.reload()
+        self._begin(len(units))
+        for shard in self.shards:
+            self.cluster.call(shard, "begin", self.version)
+        values = [values for values, _ in self.snapshots]
+        pushes: dict[Any, tuple[int, int]] = {}  # shard and unit
+        while len(self._done) < len(units) or pushes:
+            self._hand_out(
+                lambda unit: ("fold", self.version, rng.derive_seed(seed, unit), units[unit], *values)
+            )
+            is_idle = self._backup and self._idle and self._usual
+            seconds = _SLOW * median(self._usual) if is_idle else None
+            reference = self.cluster.wait([*self._leases, *pushes], seconds)
+            if reference is None:  # time for a back-up
+                continue
+            if reference in pushes:
+                pushes = self._pushed(reference, pushes)
+            elif (lease := self._returned(reference)) is not None:
+                pushes |= {
+                    self._push(index, lease.unit): (index, lease.unit) for index in range(len(self.shards))
+                }
+        return [self._done[unit][0] for unit in range(len(units))]
+
+    def _begin(self, units: int) -> None:
+        self._round += 1
+        self._revived = 0
+        self._todo: deque[int] = deque(range(units))
+        self._done: dict[int, tuple[Folded, list[Any]]] = {}
+        self._tries: Counter[int] = Counter()
+
+    def _hand_out(self, call: Callable[[int], tuple[Any, ...]], bound: int | None = None) -> None:
+        """Give units to workers that have nothing to do; at most `bound` clocks ahead of the slowest."""
+        for _ in range(len(self._idle)):
+            worker = self._idle.popleft()
+            unit = self._next(worker, bound)
+            if unit is None:
+                self._idle.append(worker)
+                continue
+            folded, *parts = self.cluster.call(worker, *call(unit), returns=1 + len(self.shards))
+            self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
+
+    def _next(self, worker: Any, bound: int | None) -> int | None:
+        if bound is not None and self.clocks[worker] - min(self.clocks.values()) > bound:
+            return None
+        if self._todo:
+            return self._todo.popleft()
+        if self._backup and self._usual and bound is None:
+            late = self.cluster.clock() - _SLOW * median(self._usual)
+            held = [one for one in self._leases.values() if one.round == self._round]
+            counts = Counter(one.unit for one in held)
+            for one in held:
+                if one.began <= late and counts[one.unit] == 1 and one.unit not in self._done:
+                    self.counts["back-ups"] += 1
+                    return one.unit
+        return None
+
+    def _returned(self, reference: Any) -> Lease | None:
+        """A worker is done, or has ended; the lease, if its unit is to be counted."""
+        lease = self._leases.pop(reference)
+        is_current = lease.round == self._round
+        try:
+            folded = self.cluster.get(reference)
+        except (Ended, Lost) as error:
+            if lease.worker in self.clocks:
+                self.counts["workers replaced"] += 1
+                self.cluster.kill(lease.worker)
+                self._forget(lease.worker)
+                self.add_worker()
+            if is_current:
+                self._again(lease.unit, str(error))
+            return None
+        except BaseException:
+            self._free(lease.worker)
+            if is_current:
+                raise
+            return None
+        self._free(lease.worker)
+        self._usual.append(self.cluster.clock() - lease.began)
+        if not is_current or lease.unit in self._done:
+            self.counts["repeated"] += 1
+            return None
+        self._done[lease.unit] = folded, lease.parts
+        return lease
+
+    def _free(self, worker: Any) -> None:
+        if worker in self.clocks:
+            self.clocks[worker] += 1
+            self._idle.append(worker)
+
+    def _again(self, unit: int, said: str) -> None:
+        """A unit was lost: somebody else does it, unless a back-up is at it."""
+        held = any(one.unit == unit and one.round == self._round for one in self._leases.values())
+        if unit in self._done or unit in self._todo or held:
+            return
+        self._tries[unit] += 1
+        if self._tries[unit] > _TRIES:
+            raise RankError(
+                f"Expected workers to finish unit {unit} of {len(self._done) + len(self._todo) + 1}, got "
+                f"{self._tries[unit]} that ended with it ({said}). No update was made. Look for too little "
+                "memory on the host, and read their log."
+            )
+        self._todo.appendleft(unit)
+
+    def _push(self, index: int, unit: int) -> Any:
+        self.counts["pushes"] += 1
+        return self.cluster.call(self.shards[index], "push", self.version, unit, self._done[unit][1][index])[
+            0
+        ]
+
+    def _pushed(self, reference: Any, pushes: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
+        """A shard has answered, or has ended; the pushes still under way."""
+        index, unit = pushes.pop(reference)
+        try:
+            refused = self.cluster.get(reference)
+        except Lost:
+            self._done.pop(unit, None)
+            self._again(unit, "its sums were lost")
+            return {one: at for one, at in pushes.items() if at[1] != unit}
+        except Ended:
+            self._revive(index, ())
+            again = {self._push(index, other): (index, other) for other in self._done}
+            return {one: at for one, at in pushes.items() if at[0] != index} | again
+        if refused and refused != COUNTED:
+            self.counts["refused"] += 1
+            if refused == NOT_FINITE:
+                raise NonFiniteLossError(
+                    f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was made. "
+                    "Look for bad data in its rows, or too high a learning rate."
+                )
+            raise RankError(
+                f"Expected a push that fits, got one that shard {index} refuses: {refused}. No update was "
+                "made. Start workers and servers with the same model and version of anybatch."
+            )
+        return pushes
+
+    def seal(self, factors: Sequence[float]) -> float:
+        """Divide; the sum of the squares of the whole gradient."""
+        units = len(self._done)
+        call = "seal", self.version, units, [*factors]
+        return sum(self._of_all(call, returns=1)[0])
+
+    def commit(
+        self, factors: Sequence[float], scale: float, used: frozenset[int], options: Any
+    ) -> list[Array]:
+        """Every shard makes the update, or none; the new parameters of each."""
+        call = "commit", self.version, len(self._done), [*factors], scale, used, options
+        self._is_torn = True  # until all have made it
+        values, snapshots = self._of_all(call, returns=2)
+        self.snapshots, self._is_torn = snapshots, False
+        self.version += 1
+        return values
+
+    def _of_all(self, call: tuple[Any, ...], returns: int) -> tuple[list[Any], list[Any]]:
+        """Call all shards at once; those that have ended again, after what they had counted."""
+        found = [self.cluster.call(shard, *call, returns=returns) for shard in self.shards]
+        values: list[Any] = []
+        for index in range(len(found)):
+            try:
+                values.append(self.cluster.get(found[index][0]))
+            except Ended:
+                done = [
+                    ("push", self.version, unit, parts[index])
+                    for unit, (_, parts) in sorted(self._done.items())
+                ]
+                self._revive(index, done)
+                found[index] = self._ask(index, done, *call, returns=returns)
+                values.append(self.cluster.get(found[index][0]))
+        return values, [tuple(one) for one in found]
+
+    # ---- asynchronous
+
+    def run(
+        self, units: Sequence[Sequence[Any]], seed: int, *, rule: RuleName, staleness: int, options: Any
+    ) -> tuple[list[Folded], list[Array]]:
+        """Workers go on alone: each pulls, makes an update with every part of a unit, and pushes its way.
+
+        Args:
+            units: the parts of each.
+            seed: of this round.
+            rule: what shards do with a push.
+            staleness: clocks that a worker may be ahead of the slowest.
+            options: of each group of each optimizer.
+
+        Returns:
+            What each unit adds up to; and the parameters of each shard in the end.
+        """
+        if self._is_torn:
+            self.reload()
+        self._begin(len(units))
+        self._is_torn = True  # until there are new snapshots
+        self._accepted = [[] for _ in self.shards]
+        while len(self._done) < len(units):
+            self._hand_out(
+                lambda unit: (
+                    "run",
+                    rng.derive_seed(seed, unit),
+                    units[unit],
+                    options,
+                    *[self._ask(i, self._accepted[i], "pull")[0] for i in range(len(self.shards))],
+                ),
+                staleness,
+            )
+            lease = self._returned(self.cluster.wait([*self._leases]))
+            if lease is None:
+                continue
+            folded = self._done[lease.unit][0]
+            stale = 0
+            for index, part in enumerate(lease.parts):
+                self.counts["pushes"] += 1
+                call = "apply", folded.pulled[index], part, rule, folded.steps
+                stale = self.cluster.get(self._ask(index, self._accepted[index], *call)[0])
+                self._accepted[index].append(call)
+            self.counts["staleness"] += stale
+            self.counts["largest staleness"] = max(self.counts["largest staleness"], stale)
+        self.snapshots = [
+            tuple(self._ask(i, self._accepted[i], "snapshot", returns=2)) for i in range(len(self.shards))
+        ]
+        values = [self.cluster.get(one) for one, _ in self.snapshots]
+        self.version += len(units)  # as every shard
+        self._is_torn, self._accepted = False, [[] for _ in self.shards]
+        return [self._done[unit][0] for unit in range(len(units))], values

@@ -1,0 +1,398 @@
+"""A shard of the parameters on a server: pushes merged in the order of the units, one update, its state"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from anybatch.core import OptimizerError, PlanError
+from anybatch.parallel.rules import RuleName, make_rule
+
+Array = np.ndarray[Any, np.dtype[Any]]
+State = list[dict[str, Any]]  # of the optimizer, for each piece
+
+# Each of them updates an element from the gradient and the state of this element alone.
+_ELEMENTWISE = (
+    "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905 - one line
+)
+_SCALARS = ("step", "eta", "mu", "mu_product")  # in the state of an optimizer: one number per parameter
+NOT_FINITE = "NaN or infinity in it"
+COUNTED = "it was counted before"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a parameter in a shard."""
+
+    parameter: int  # its position among the trained ones
+    start: int  # its first element
+    stop: int
+    at: int  # its first element in the shard
+    optimizer: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each element of the trained parameters is: one flat vector, cut into shards of equal size.
+
+    Attributes:
+        bounds: the first element of each shard, and the end.
+        pieces: of each shard.
+        dtype, sum_dtype: of the parameters, and of gradient sums; names of NumPy.
+        optimizers: their classes.
+    """
+
+    bounds: tuple[int, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+    dtype: str
+    sum_dtype: str
+    optimizers: tuple[type[Optimizer], ...]
+
+    @staticmethod
+    def of(
+        parameters: Sequence[nn.Parameter],
+        optimizers: Sequence[Optimizer],
+        servers: int,
+        accumulate: torch.dtype | None,
+    ) -> "Layout":
+        """Cut the trained parameters into shards.
+
+        Raises:
+            OptimizerError: an update of one element depends on others.
+            PlanError: parameters are not all float32 or all float64.
+        """
+        for one in optimizers:
+            if (
+                type(one).__module__.split(".")[:2] != ["torch", "optim"]
+                or type(one).__name__ not in _ELEMENTWISE
+            ):
+                raise OptimizerError(
+                    f"Expected an optimizer of torch that updates each element by itself, got "
+                    f"{type(one).__name__}: a server holds only part of a parameter. Use one of "
+                    f"{', '.join(_ELEMENTWISE)}."
+                )
+        kinds = {str(p.dtype).removeprefix("torch.") for p in parameters}
+        if kinds not in ({"float32"}, {"float64"}):
+            raise PlanError(
+                f"Expected trained parameters all of float32 or all of float64, got {sorted(kinds)}. Convert "
+                "the model, as in model.float(); precision= may be a mixed one."
+            )
+        dtype = getattr(torch, kinds.pop())
+        wide = torch.promote_types(dtype, torch.float32) if accumulate is None else accumulate
+        if wide not in (torch.float32, torch.float64):
+            raise PlanError(
+                f"Expected gradient sums in float32 or float64, got {wide}. Leave accumulate= out."
+            )
+        place = {
+            p: (i, j)
+            for i, one in enumerate(optimizers)
+            for j, group in enumerate(one.param_groups)
+            for p in group["params"]
+        }
+        total = sum(p.numel() for p in parameters)
+        bounds = tuple(total * index // servers for index in range(servers + 1))
+        return Layout(
+            bounds=bounds,
+            pieces=tuple(_pieces(parameters, place, *pair) for pair in pairwise(bounds)),
+            dtype=str(dtype).removeprefix("torch."),
+            sum_dtype=str(wide).removeprefix("torch."),
+            optimizers=tuple(type(one) for one in optimizers),
+        )
+
+    def flat(self, values: Sequence[Tensor | None], shard: int, dtype: str) -> Array:
+        """The elements of a shard from tensors like the parameters; zeros where there is none."""
+        out = np.zeros(self.bounds[shard + 1] - self.bounds[shard], dtype)
+        whole = torch.from_numpy(out)
+        for piece in self.pieces[shard]:
+            value = values[piece.parameter]
+            if value is not None:
+                there = value.detach().reshape(-1)[piece.start : piece.stop]
+                whole[piece.at : piece.at + len(there)].copy_(there)
+        return out
+
+    def write(self, parts: Sequence[Array], parameters: Sequence[Tensor]) -> None:
+        """Write the elements of all shards into the parameters."""
+        for pieces, part in zip(self.pieces, parts, strict=True):
+            for piece in pieces:
+                values = tensor_of(part[piece.at : piece.at + piece.stop - piece.start])
+                with torch.no_grad():
+                    target = parameters[piece.parameter]
+                    if target.is_contiguous():
+                        target.view(-1)[piece.start : piece.stop].copy_(values)
+                    else:
+                        whole = target.reshape(-1)
+                        whole[piece.start : piece.stop] = values.to(whole.device)
+                        target.copy_(whole.view(target.shape))
+
+    def split(
+        self, state: Mapping[nn.Parameter, Any], parameters: Sequence[nn.Parameter], shard: int
+    ) -> State:
+        """The state of an optimizer, as a shard has it."""
+        found: State = []
+        for piece in self.pieces[shard]:
+            parameter = parameters[piece.parameter]
+            found.append(
+                {
+                    name: value.detach().reshape(-1)[piece.start : piece.stop].cpu().numpy().copy()
+                    if _is_elementwise(name, value, parameter)
+                    else value
+                    for name, value in state.get(parameter, {}).items()
+                }
+            )
+        return found
+
+    def join(self, states: Sequence[State], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Any]:
+        """The inverse of `split`."""
+        found: dict[nn.Parameter, dict[str, Any]] = {}
+        for pieces, state in zip(self.pieces, states, strict=True):
+            for piece, values in zip(pieces, state, strict=True):
+                parameter = parameters[piece.parameter]
+                for name, value in values.items():
+                    slots = found.setdefault(parameter, {})
+                    if isinstance(value, np.ndarray):
+                        like = torch.empty_like(
+                            parameter, dtype=tensor_of(value[:0]).dtype, requires_grad=False
+                        )
+                        whole = slots.setdefault(name, like.contiguous())
+                        whole.view(-1)[piece.start : piece.stop].copy_(tensor_of(value))
+                    else:
+                        slots[name] = value
+        return found
+
+
+class Shard:
+    """Holds part of the parameters, and updates it once per version.
+
+    Every method may be called again with the same arguments: what was counted is not counted again.
+
+    Args:
+        layout: of all parameters.
+        index: which shard this is.
+
+    Attributes:
+        version: updates made, as the scheduler counts them.
+    """
+
+    def __init__(self, layout: Layout, index: int) -> None:
+        self._layout, self._pieces = layout, layout.pieces[index]
+        self._size = layout.bounds[index + 1] - layout.bounds[index]
+        self._flat = torch.zeros(self._size, dtype=getattr(torch, layout.dtype))
+        self._parameters = [
+            nn.Parameter(self._flat[piece.at : piece.at + piece.stop - piece.start]) for piece in self._pieces
+        ]
+        self._optimizers: list[Optimizer | None] = []
+        self.version = -1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sum: Array | None = None
+        self._waiting: dict[int, Array] = {}
+        self._merged = 0  # units merged so far, in their order
+        self._gradient: Tensor | None = None
+
+    def load(self, version: int, values: Array, state: State) -> None:
+        """Take over parameters and the state of the optimizer; pushes before are forgotten."""
+        self._flat.numpy()[...] = values
+        self.version, self._given = version, state
+        self._optimizers = []
+        self._forget()
+
+    def begin(self, version: int) -> None:
+        """A round begins: forget the pushes of one that was not finished."""
+        if version == self.version:
+            self._forget()
+
+    def push(self, version: int, unit: int, part: Array) -> str:
+        """Count the gradient sums of a unit once.
+
+        Args:
+            version: of the parameters that they were computed with.
+            unit: its position in the batch.
+            part: sums, `(terms, elements of this shard)`.
+
+        Returns:
+            Why it is refused; empty if it is counted.
+        """
+        if version != self.version:
+            return f"version {version} of the parameters, where {self.version} is the newest"
+        if part.ndim != 2 or part.shape[1] != self._size or str(part.dtype) != self._layout.sum_dtype:
+            return (
+                f"{part.dtype} of shape {part.shape}, where {self._layout.sum_dtype} of shape "
+                f"(terms, {self._size}) is expected"
+            )
+        if self._sum is not None and len(self._sum) != len(part):
+            return f"{len(part)} terms, where other units have {len(self._sum)}"
+        if unit < self._merged or unit in self._waiting:
+            return COUNTED
+        if not np.isfinite(part).all():
+            return NOT_FINITE
+        self._waiting[unit] = part
+        while self._merged in self._waiting:  # in the order of the units, whoever came first
+            one = self._waiting.pop(self._merged)
+            if self._sum is None:
+                self._sum = np.array(one)
+            else:
+                self._sum += one
+            self._merged += 1
+        return ""
+
+    def seal(self, version: int, units: int, factors: Sequence[float]) -> float:
+        """Divide the sums of all units once.
+
+        Args:
+            version: of this round.
+            units: how many there must be.
+            factors: what the sums of each term are multiplied by.
+
+        Returns:
+            The sum of the squares of the gradient.
+        """
+        if self._gradient is None:
+            if version != self.version or self._merged != units or self._sum is None:
+                raise RuntimeError(
+                    f"{self._merged} of {units} units at version {self.version}, not {version}"
+                )
+            gradient = np.zeros(self._size, self._layout.sum_dtype)
+            for index, factor in enumerate(factors):
+                one = self._sum[index] * gradient.dtype.type(factor)
+                gradient = one if not index else gradient + one
+            self._gradient = torch.from_numpy(gradient)
+        return float(torch.linalg.vector_norm(self._gradient, dtype=torch.float64)) ** 2
+
+    def commit(
+        self,
+        version: int,
+        units: int,
+        factors: Sequence[float],
+        scale: float,
+        used: frozenset[int],
+        options: Sequence[Sequence[Mapping[str, Any]]],
+    ) -> tuple[Array, State]:
+        """Make the update.
+
+        Args:
+            version, units, factors: as for `seal`.
+            scale: of clipping, 1 for none.
+            used: parameters that have a gradient.
+            options: of each group of each optimizer.
+
+        Returns:
+            The new parameters, and the new state of the optimizer.
+        """
+        if version + 1 != self.version:
+            self.seal(version, units, factors)
+            assert self._gradient is not None  # noqa: S101 - `seal` has made it
+            gradient = (self._gradient if scale == 1.0 else self._gradient * scale).to(self._flat.dtype)
+            for piece, parameter in zip(self._pieces, self._parameters, strict=True):
+                there = gradient[piece.at : piece.at + piece.stop - piece.start]
+                parameter.grad = there if piece.parameter in used else None
+            for optimizer in self._made(options):
+                optimizer.step()
+            for parameter in self._parameters:
+                parameter.grad = None
+            self.version += 1
+            self._forget()
+        return self.snapshot()
+
+    def snapshot(self) -> tuple[Array, State]:
+        """The parameters, and the state of the optimizer."""
+        states: dict[Any, Any] = {p: s for one in self._optimizers if one for p, s in one.state.items()}
+        if not self._optimizers:
+            return self._flat.numpy(), self._given
+        return self._flat.numpy(), [
+            {
+                name: value.numpy() if _is_elementwise(name, value, parameter) else value
+                for name, value in states.get(parameter, {}).items()
+            }
+            for parameter in self._parameters
+        ]
+
+    def pull(self) -> tuple[int, Array]:
+        """The version and the parameters, at any time."""
+        return self.version, self._flat.numpy()
+
+    def apply(self, pulled: int, part: Array, rule: RuleName, steps: int) -> int:
+        """Add what a worker has done on its own since it pulled a version.
+
+        Returns:
+            How many pushes of others came in between.
+        """
+        staleness = self.version - pulled
+        make_rule(rule).apply(self._flat, torch.from_numpy(np.array(part)), staleness=staleness, steps=steps)
+        self.version += 1
+        return staleness
+
+    def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
+        """The optimizers, with these options."""
+        if not self._optimizers:
+            for index, kind in enumerate(self._layout.optimizers):
+                mine = [
+                    {
+                        "params": [
+                            p
+                            for p, x in zip(self._parameters, self._pieces, strict=True)
+                            if at(x) == (index, j)
+                        ]
+                    }
+                    | dict(group)
+                    for j, group in enumerate(options[index])
+                ]
+                make: Any = kind
+                self._optimizers.append(make(mine) if any(one["params"] for one in mine) else None)
+            for piece, parameter, values in zip(self._pieces, self._parameters, self._given, strict=True):
+                optimizer = self._optimizers[piece.optimizer]
+                if values and optimizer is not None:
+                    optimizer.state[parameter] = {
+                        name: tensor_of(value) if isinstance(value, np.ndarray) else _copied(value)
+                        for name, value in values.items()
+                    }
+        for optimizer, groups in zip(self._optimizers, options, strict=True):
+            for group, given in zip(optimizer.param_groups if optimizer else (), groups, strict=False):
+                group.update(given)
+        return [one for one in self._optimizers if one is not None]
+
+
+def at(piece: Piece) -> tuple[int, int]:
+    """The optimizer and the group of a piece."""
+    return piece.optimizer, piece.group
+
+
+def tensor_of(values: Array) -> Tensor:
+    """A tensor in memory of its own: what comes from another process is only to be read."""
+    return torch.from_numpy(np.array(values))
+
+
+def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
+    """The options of each group of each optimizer."""
+    return [
+        [{name: value for name, value in group.items() if name != "params"} for group in one.param_groups]
+        for one in optimizers
+    ]
+
+
+def _pieces(
+    parameters: Sequence[nn.Parameter], place: Mapping[nn.Parameter, tuple[int, int]], start: int, stop: int
+) -> tuple[Piece, ...]:
+    pieces: list[Piece] = []
+    first = 0
+    for index, parameter in enumerate(parameters):
+        last = first + parameter.numel()
+        begin, end = max(first, start), min(last, stop)
+        if begin < end:
+            pieces.append(Piece(index, begin - first, end - first, begin - start, *place[parameter]))
+        first = last
+    return tuple(pieces)
+
+
+def _is_elementwise(name: str, value: Any, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and name not in _SCALARS and value.shape == parameter.shape
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,195 @@
+"""A worker of a parameter server: pulls parameters, folds the rows of a unit exactly, returns the sums"""
+
+import random
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import PlanError
+from anybatch.engine import Plan, Single, Task, tally, undivided
+from anybatch.parallel.fingerprint import fingerprint
+from anybatch.parallel.server import Array, Layout
+from anybatch.state import rng
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded:
+    """What the rows of a unit add up to, besides the sums of gradients, which go to the shards.
+
+    Attributes:
+        weights, totals: of each term.
+        is_shared: whether the weights are those of all rows, as 1 for a plain sum.
+        coefficients: the factor of each row of the sums in the loss; none where they are divided already.
+        used: positions of the parameters that have a gradient.
+        pulled: the version of each shard that a unit of an asynchronous round began with.
+        steps: local updates.
+    """
+
+    weights: dict[str, float]
+    totals: dict[str, float]
+    rows: int
+    cut: tuple[int, ...]
+    is_shared: bool = False
+    coefficients: dict[str, float] = field(default_factory=dict[str, float])
+    used: frozenset[int] = frozenset()
+    pulled: tuple[int, ...] = ()
+    steps: int = 1
+
+
+class HandOver(Single):
+    """A strategy that keeps what the rows here add up to, so that somebody else divides it."""
+
+    is_many = True  # nobody knows the weight of all rows here
+
+    def __init__(self) -> None:
+        self.folded: Folded | None = None
+        self.banks: list[list[Tensor | None]] = []
+
+    def close(self, sums: Any) -> dict[str, float]:
+        """Keep the sums; no weights, so that nothing is divided."""
+        here, (banks, coefficients) = tally(sums), undivided(sums)
+        parameters: Sequence[nn.Parameter] = sums.task.parameters
+        self.banks = [[bank.get(p) for p in parameters] for bank in banks]
+        self.folded = Folded(
+            weights=here.weights,
+            totals=here.totals,
+            rows=sum(sums.rows),
+            cut=tuple(sums.rows),
+            is_shared=here.is_shared,
+            coefficients=coefficients,
+            used=frozenset(i for i, p in enumerate(parameters) if any(p in bank for bank in banks)),
+        )
+        return {}
+
+    def reduce(self, gradients: Any) -> Any:
+        """Nothing is left to do."""
+        return {}
+
+
+class Worker:
+    """Computes the rows that it is given, with the parameters of one version.
+
+    Args:
+        make: makes a step with a strategy of its own.
+        layout: of the parameters in shards.
+        expected: the driver's `identity`.
+        is_alone: whether it makes updates of its own, for asynchronous rules.
+    """
+
+    def __init__(
+        self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
+    ) -> None:
+        self._layout, self._hand = layout, HandOver()
+        self._version = -1
+        self._failed: Exception | None = (
+            None  # raised when there is something to do: who makes it does not wait
+        )
+        try:
+            self._step = make("local" if is_alone else self._hand)
+            here = identity(self._step.task())
+        except Exception as error:
+            self._failed = error
+            return
+        if odd := [part for part in expected if here[part] != expected[part]]:
+            self._failed = PlanError(
+                f"Expected the same {odd[0]} on all workers as on the driver, got another on a worker. No "
+                "update was made. Install the same versions of torch and of your code on all machines."
+            )
+
+    def _task(self) -> Task:
+        """The parts of the step; raises why there is none."""
+        if self._failed is not None:
+            raise self._failed
+        return self._step.task()
+
+    def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
+        """Fold the rows of a unit.
+
+        Args:
+            version: of the parameters.
+            seed: of what is drawn in the model: a unit done again draws the same.
+            rows: of the unit, as for a step.
+            values: the parameters, shard by shard.
+
+        Returns:
+            A `Folded`, and the sums for each shard, `(terms, elements)`.
+        """
+        task = self._task()
+        if version != self._version:
+            self._layout.write(values, task.parameters)
+            self._version = version
+        with _seeded(seed):
+            self._step.fold(rows)
+        folded, banks = self._hand.folded, self._hand.banks
+        self._hand.folded, self._hand.banks = None, []
+        terms = banks or [[None] * len(task.parameters)]
+        sums = [
+            np.stack([self._layout.flat(bank, shard, self._layout.sum_dtype) for bank in terms])
+            for shard in range(len(self._layout.pieces))
+        ]
+        return folded, *sums
+
+    def run(
+        self, seed: int, parts: Sequence[Any], options: Any, *pulled: tuple[int, Array]
+    ) -> tuple[Any, ...]:
+        """Make an update of its own with each part of a unit.
+
+        Args:
+            seed: of what is drawn in the model.
+            parts: rows of each update.
+            options: of each group of each optimizer.
+            pulled: version and parameters of each shard.
+
+        Returns:
+            A `Folded`, and how far each shard's parameters have moved.
+        """
+        task = self._task()
+        self._layout.write([values for _, values in pulled], task.parameters)
+        for optimizer, groups in zip(task.optimizers, options, strict=True):
+            for group, given in zip(optimizer.param_groups, groups, strict=True):
+                group.update(given)
+        with _seeded(seed):
+            reports = [self._step(part) for part in parts]
+        weights: dict[str, float] = {}
+        totals: dict[str, float] = {}
+        for report in reports:
+            for name, weight in report.weights.items():
+                weights[name] = weights.get(name, 0.0) + weight
+                totals[name] = totals.get(name, 0.0) + weight * report.terms[name]
+        folded = Folded(
+            weights=weights,
+            totals=totals,
+            rows=sum(report.rows for report in reports),
+            cut=tuple(size for report in reports for size in report.cut),
+            pulled=tuple(version for version, _ in pulled),
+            steps=max(1, sum(report.updated for report in reports)),
+        )
+        moved = [
+            self._layout.flat(task.parameters, shard, self._layout.dtype) - values
+            for shard, (_, values) in enumerate(pulled)
+        ]
+        return folded, *moved
+
+
+def identity(task: Task) -> dict[str, str]:
+    """A short hash of what workers and driver must have in common."""
+    found = fingerprint(task, Plan(rows=0, micro_batch=0), None)
+    return {part: found[part] for part in ("torch", "model", "loss")}
+
+
+@contextmanager
+def _seeded(seed: int) -> Generator[None]:
+    """What is drawn inside depends on the seed alone; outside all streams are as before."""
+    before = rng.capture_process()
+    try:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        yield
+    finally:
+        rng.restore_process(before)

@@ -1,0 +1,96 @@
+"""Which strategy a step uses; models wrapped for several devices: unwrapped, or refused"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Literal, cast, get_args
+
+from torch import nn
+
+from anybatch.core import PlanError
+from anybatch.core import torch_private as private
+from anybatch.engine import Single, Strategy
+from anybatch.parallel.group import ranks, start_under_torchrun
+from anybatch.parallel.replicate import Replicate
+
+StrategyName = Literal["auto", "local", "replicate"]
+
+_DDP = "DistributedDataParallel"
+# By name: not every torch has all of them, and who looks should not load them.
+_WRAPPERS = (_DDP, "DataParallel", "FullyShardedDataParallel", "FSDPModule")
+
+
+def choose_strategy(strategy: StrategyName | Strategy) -> Strategy:
+    """The strategy of this name; one that is made already stays.
+
+    Raises:
+        PlanError: neither a name nor a strategy, or "replicate" without other ranks.
+    """
+    if not isinstance(strategy, str) and hasattr(strategy, "close") and hasattr(strategy, "reduce"):
+        return strategy
+    if strategy not in get_args(StrategyName):
+        raise PlanError(
+            f"Expected strategy to be one of {get_args(StrategyName)} or a Replicate(...), got "
+            f'{strategy!r}. "auto" sums gradients over all ranks of the process group; "local" makes an '
+            "update of its own in each process."
+        )
+    if strategy == "local":
+        return Single()
+    start_under_torchrun()
+    return Replicate() if ranks() > 1 or strategy == "replicate" else Single()
+
+
+def unwrapped(model: nn.Module, strategy: object) -> nn.Module:
+    """The module in a DistributedDataParallel, whose own reduction then stays idle; any other model as it is.
+
+    With "local" the wrapped model is called as it is: it averages gradients in each micro-batch.
+
+    Raises:
+        PlanError: a communication hook is registered, which would not be called.
+    """
+    if strategy == "local" or not (isinstance(model, nn.Module) and _wrapper_of(type(model)) == _DDP):
+        return model
+    if hooks := private.communication_hooks(model):
+        raise PlanError(
+            f"Expected a DistributedDataParallel without a communication hook, got {hooks[0]}, which would "
+            "not be called: anybatch sums gradients itself. Leave it out, and say "
+            "strategy=anybatch.parallel.Replicate(compression=...) for compression."
+        )
+    return cast("nn.Module", model.module)
+
+
+def refuse_wrapped(modules: Iterable[nn.Module], strategy: object) -> None:
+    """Refuse wrapped models that exchange gradients or weights on their own.
+
+    Raises:
+        PlanError: a model wrapped in another class than DistributedDataParallel, or a wrapped part of one.
+    """
+    for name in {_wrapper_of(type(module)) for module in modules}:
+        if name and not (strategy == "local" and name == _DDP):
+            raise PlanError(
+                f"Expected a model that is not wrapped, got one wrapped in {name}, which exchanges gradients "
+                "or weights in every micro-batch. Pass the model itself, as in model.module; start one "
+                "process per device with torchrun, and gradients are summed over all of them."
+            )
+
+
+def refuse_late_group(strategy: Strategy, name: object) -> None:
+    """Refuse a process group that was initialised after a step was made for one process.
+
+    Raises:
+        PlanError: there are several ranks now.
+    """
+    if not strategy.is_many and name != "local" and ranks() > 1:
+        raise PlanError(
+            f"Expected a step made after the process group, got a group of {ranks()} ranks that was "
+            "initialised later: gradients would not be summed, and replicas drift apart. Make the Step after "
+            'init_process_group, or say strategy="local" and synchronise the parameters yourself.'
+        )
+
+
+@lru_cache(maxsize=4096)
+def _wrapper_of(kind: type[nn.Module]) -> str:
+    """The name of torch's wrapper that a class is; empty for others."""
+    for one in kind.__mro__:
+        if one.__name__ in _WRAPPERS and one.__module__.startswith("torch."):
+            return one.__name__
+    return ""

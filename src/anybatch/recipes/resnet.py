@@ -1,0 +1,134 @@
+"""ResNet-18 and ResNet-50 for images of any size, with GroupNorm unless BatchNorm is asked for."""
+
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from anybatch.batchnorm import batch_norm_to_group_norm
+from anybatch.core import PlanError
+from anybatch.data import load
+from anybatch.recipes.recipe import Recipe, Training, one_of
+
+SMALL = 64  # pixels up to which images are taken in as in CIFAR-10: nothing is lost before the first block
+
+
+def _layer(inputs: int, outputs: int, size: int, stride: int) -> nn.Sequential:
+    """A convolution that keeps the size but for its stride, and a BatchNorm."""
+    convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    return nn.Sequential(OrderedDict(conv=convolution, norm=nn.BatchNorm2d(outputs)))
+
+
+class Block(nn.Module):
+    """Layers beside a shortcut: two of 3 x 3, or three of which the middle one is narrow (a bottleneck)."""
+
+    def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
+        super().__init__()
+        if bottleneck:  # the stride is in the 3 x 3 convolution, as in all trained today
+            outputs, sizes = 4 * width, ((width, 1, 1), (width, 3, stride), (4 * width, 1, 1))
+        else:
+            outputs, sizes = width, ((width, 3, stride), (width, 3, 1))
+        starts = (inputs, *[outputs for outputs, _, _ in sizes])
+        layers = [_layer(start, *size) for start, size in zip(starts, sizes, strict=False)]
+        self.layers = nn.ModuleList(layers)
+        same = stride == 1 and inputs == outputs
+        self.shortcut = nn.Identity() if same else _layer(inputs, outputs, 1, stride)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Maps of the same size, or of half of it: (rows, channels, height, width)."""
+        maps = images
+        for number, layer in enumerate(self.layers):
+            maps = layer(maps if number == 0 else F.relu(maps))
+        return F.relu(maps + self.shortcut(images))
+
+
+class ResNet(nn.Module):
+    """Four stages of blocks, each of half the size and twice the width of the one before.
+
+    He, Zhang, Ren, Sun 2016, "Deep residual learning for image recognition", table 1; for small images the
+    first layer is that of their section 4.2.
+
+    Args:
+        blocks: of each stage.
+        bottleneck: whether blocks are bottlenecks, with four times as many channels.
+        channels: of the images.
+        num_classes: how many classes are told apart.
+        small: whether images are small, which leaves out the first two halvings.
+        width: channels of the first stage.
+
+    Example:
+        >>> import torch
+        >>> ResNet((2, 2, 2, 2), False, 3, 10, small=True, width=8)(torch.zeros(4, 3, 32, 32)).shape
+        torch.Size([4, 10])
+    """
+
+    def __init__(
+        self,
+        blocks: tuple[int, ...],
+        bottleneck: bool,
+        channels: int,
+        num_classes: int,
+        *,
+        small: bool,
+        width: int = 64,
+    ) -> None:
+        super().__init__()
+        self.first = _layer(channels, width, 3 if small else 7, 1 if small else 2)
+        self.pool = nn.Identity() if small else nn.MaxPool2d(3, 2, 1)
+        self.blocks, inputs = nn.ModuleList(), width
+        for stage, count in enumerate(blocks):
+            for number in range(count):
+                stride = 2 if stage and not number else 1
+                self.blocks.append(Block(inputs, width << stage, stride, bottleneck=bottleneck))
+                inputs = (width << stage) * (4 if bottleneck else 1)
+        self.classes = nn.Linear(inputs, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Scores of the classes, (rows, classes), of images (rows, channels, height, width)."""
+        maps = self.pool(F.relu(self.first(images)))
+        for block in self.blocks:
+            maps = block(maps)
+        return self.classes(maps.mean((2, 3)))
+
+
+#: What may stand in the place of each BatchNorm, and what a step then does with those that are left.
+NORMS: dict[str, Any] = {"group": None, "whole": None, "frozen": "frozen", "micro": "micro"}
+
+
+def _make(
+    blocks: tuple[int, ...],
+    bottleneck: bool,
+    data: str,
+    norm: str = "group",
+    width: int = 64,
+    image_size: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Training:
+    """The norms: "group" is GroupNorm, exact in any cut. "whole" is BatchNorm, exact without a cut only.
+
+    "frozen" uses BatchNorm's running statistics and does not update them, exact; for weights that are
+    trained already. "micro" uses the statistics of each micro-batch, not exact.
+    """
+    batch_norm = one_of("norm", norm, NORMS)
+    if width < 1:
+        raise PlanError(f"Expected --width to be at least 1, got {width}. ResNet-18 and -50 have 64.")
+    rows = load(data, image_size)
+    channels, *size = rows.train.inputs.shape[1:]
+    small, classes = min(size) <= SMALL, len(rows.train.classes)
+    model: nn.Module = ResNet(blocks, bottleneck, channels, classes, small=small, width=width)
+    return Training(
+        model=batch_norm_to_group_norm(model) if norm == "group" else model,
+        loss=nn.CrossEntropyLoss(label_smoothing=label_smoothing),
+        train=(rows.train.inputs, rows.train.targets),
+        test=(rows.test.inputs, rows.test.targets),
+        name=rows.train.name,
+        scores=lambda scores: scores,
+        batch_norm=batch_norm,
+    )
+
+
+RESNET18 = Recipe(name="resnet18", make=partial(_make, (2, 2, 2, 2), False), lr=0.05)
+RESNET50 = Recipe(name="resnet50", make=partial(_make, (3, 4, 6, 3), True), lr=0.05)

@@ -1,0 +1,49 @@
+"""What a run is, besides how its batches are cut: a checkpoint of another one is refused"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from anybatch.core import CheckpointError, PlanError
+from anybatch.train.loader import Stream
+
+
+def identity(trainer: Any) -> dict[str, Any]:
+    """What determines the result besides the cut; a resumed run must agree in it."""
+    loss = getattr(trainer.step.loss, "function", trainer.step.loss)  # of ab.Terms or ab.WholeBatch
+    loss = getattr(loss, "func", loss)  # of a partial
+    return {
+        **{f"config {name}": value for name, value in trainer.config.items()},
+        "rows": trainer.train.count,
+        "batch_size": trainer.batch_size,
+        "batches": trainer.train.per_epoch(None) if isinstance(trainer.train, Stream) else None,
+        "seed": trainer.seed,
+        "schedulers": len(trainer.step.schedulers),
+        "loss": getattr(loss, "__qualname__", type(loss).__name__),
+        "precision": str(trainer.step.precision),
+        "non_finite": trainer.step.planning.settings.non_finite,
+    }
+
+
+def check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint whose run has another identity (CheckpointError)."""
+    was = {"precision": "float32", "non_finite": "raise"} | dict(was)  # which older ones do not say
+    changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
+    if changed:
+        raise CheckpointError(
+            f"{path}: expected a run with the same rows, sizes, seed, precision and config, got "
+            + ", ".join(f"{name} {old} there and {new} here" for name, (old, new) in changed.items())
+            + ". Start it with the same values, or start a new run."
+        )
+
+
+def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of values that JSON has; a PlanError for others."""
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"Expected config to hold JSON values, got another: {error}. Make it strings and numbers."
+        ) from None
+    return dict(config)

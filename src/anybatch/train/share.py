@@ -1,0 +1,165 @@
+"""One logical batch over ranks: which rows are this rank's, and where all ranks meet"""
+
+import io
+import random
+import sys
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from anybatch.core import BatchError, RankError, TensorBatch, WindowError, tree
+from anybatch.parallel import all_gather_rows, exchange, rank, ranks
+from anybatch.state import rng
+from anybatch.step import Step
+from anybatch.train.interrupt import Interruption
+from anybatch.train.serialize import digest_of
+
+
+class Share:
+    """What one rank has of each batch, and what it tells the others. Alone, it has all rows and tells nobody.
+
+    Args:
+        step: whose strategy says whether other processes hold rows of the same batch.
+
+    Attributes:
+        rank, ranks: the number of this process, and how many there are.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.rank, self.ranks = (rank(), ranks()) if step.strategy.is_many else (0, 1)
+        self._step = step
+
+    @property
+    def is_many(self) -> bool:
+        """Whether there are other ranks."""
+        return self.ranks > 1
+
+    def part(self, rows: int) -> slice:
+        """This rank's rows of so many: parts in the order of the ranks, whose sizes differ by one at most.
+
+        Example:
+            >>> model = torch.nn.Linear(1, 1)
+            >>> Share(Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))).part(5)
+            slice(0, 5, None)
+        """
+        size, more = divmod(rows, self.ranks)
+        first = self.rank * size + min(self.rank, more)
+        return slice(first, first + size + (self.rank < more))
+
+    def of(self, batch: Any) -> Any:
+        """This rank's rows of a batch of tensors, or of a list of samples; None if it has none."""
+        if not self.is_many:
+            return batch
+        is_list = self._step.collate is not None
+        part = self.part(len(batch) if is_list else TensorBatch(batch).rows)
+        if part.start == part.stop:
+            return None
+        return batch[part] if is_list else tree.map_leaves(lambda leaf: leaf[part], batch)
+
+    def has_turn(self, batch: int) -> bool:
+        """Whether a batch of an evaluation is this rank's, as a whole."""
+        return batch % self.ranks == self.rank
+
+    def draw_apart(self, seed: int, step: int) -> None:
+        """Let ranks after the first draw random numbers of their own, which depend on seed, rank and step."""
+        if self.rank:
+            own = rng.derive_seed(seed, "rank", self.rank, step)
+            torch.manual_seed(own)
+            random.seed(own)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(own % 2**32)
+
+    @contextmanager
+    def told(self, interruption: Interruption) -> Generator[None]:
+        """Let no other rank wait for one that fails here; a signal that this rank got, too, comes first."""
+        try:
+            yield
+        except BaseException as error:
+            self._step.strategy.abandon(error)
+            if isinstance(error, RankError):
+                interruption.obey()
+            raise
+
+    def refuse(self, window: object) -> None:
+        """Refuse to save an open window of several ranks.
+
+        Raises:
+            WindowError: there is one.
+        """
+        if window is not None and self.is_many:
+            raise WindowError(
+                f"Expected no open window to save on {self.ranks} ranks, got one, of which rank 0 has only "
+                "its own rows. Close or discard it first."
+            )
+
+    def meet(self, place: str, **values: Any) -> list[dict[str, Any]]:
+        """Wait for all ranks at a place of the program; returns what each of them says.
+
+        Raises:
+            RankError: a rank has failed, or is at another place.
+        """
+        if not self.is_many:
+            return [values]
+        # A rank in the middle of a step understands this as a failure.
+        said = exchange({"at": place, "failed": "no step", "said": f"at {place}", **values})
+        for number, one in enumerate(said):
+            if "at" not in one and "failed" in one:
+                raise RankError(
+                    f"Expected all ranks at {place}, got {one['failed']} on rank {number}. It says: "
+                    f"{one['said']!r}"
+                )
+            if one.get("at") != place:
+                raise RankError(
+                    f"Expected all ranks at {place}, got rank {number} at {one.get('at', 'a step')}. Pass "
+                    "the same data on every rank: the trainer shares out each batch. Let callbacks stop by "
+                    "what is the same on all ranks."
+                )
+        return said
+
+    def meet_with_same(self, digest: str, place: str) -> None:
+        """Refuse batches that are not the same on all ranks, of which this rank's part would be taken.
+
+        Raises:
+            BatchError: the digests differ.
+        """
+        found = [one["digest"] for one in self.meet(place, digest=digest)]
+        if len({*found}) > 1:
+            odd = [number for number, one in enumerate(found) if one != found[0]]
+            raise BatchError(
+                f"Expected the same rows on all ranks in {place}, got others on ranks {odd} than on rank 0. "
+                "Leave out samplers for ranks, such as DistributedSampler: the trainer shares out each batch."
+            )
+
+    def meet_with_signal(self, place: str, interruption: Interruption, stopped: str) -> None:
+        """Meet; what has interrupted one rank interrupts all, at the same place."""
+        said = self.meet(place + ", to stop" * bool(stopped), signal=interruption.signal)
+        interruption.signal = max(one["signal"] for one in said)
+
+    def meet_with_buffers(self, place: str) -> None:
+        """Meet; warn where buffers, which no rank sums, are not the same on all of them."""
+        if self.is_many:
+            model = self._step.model
+            digest = digest_of({name: one.cpu() for name, one in model.named_buffers()}, "")
+            if len({one["digest"] for one in self.meet(place, digest=digest)}) > 1 and not self.rank:
+                warnings.warn(
+                    f"Buffers of {type(model).__name__} differ between ranks: checkpoints have those of rank "
+                    "0, and each rank validates with its own. Use GroupNorm or frozen BatchNorm instead.",
+                    stacklevel=2,
+                )
+
+    def gather(self, place: str, value: Any) -> list[Any]:
+        """A value of each rank, of any kind that can be pickled."""
+        if not self.is_many:
+            return [value]
+        device = next(self._step.model.parameters()).device
+        file = io.BytesIO()
+        torch.save(value, file)
+        mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
+        sizes = [one["bytes"] for one in self.meet(place, bytes=len(mine))]
+        (joined,) = all_gather_rows([mine], sizes)
+        parts = [io.BytesIO(bytes(part.tolist())) for part in joined.split(sizes)]
+        # What was packed a moment ago, by the other processes of this program.
+        return [torch.load(part, map_location=device, weights_only=False) for part in parts]

@@ -1,0 +1,78 @@
+"""TensorBoard: loss, speed and what observers see, written as a training goes on."""
+
+from pathlib import Path
+from typing import Any
+
+from anybatch.core import PlanError, StepReport
+from anybatch.train.callbacks import Callback, EpochReport, RunInfo
+
+
+class TensorBoard(Callback):
+    """Writes scalars for TensorBoard: give it to `Trainer(..., callbacks=[TensorBoard(folder)])`.
+
+    Written are loss, terms, learning rate, rows per second, rows of a micro-batch and the gradient's norm;
+    values of each epoch; and what the step's observers record, layer by layer. Updates are numbered as in
+    the log. A training that goes on drops what was written after the checkpoint.
+
+    Args:
+        folder: for `tensorboard --logdir`.
+        every: write each so many updates; records are written whenever there are some.
+
+    Raises:
+        PlanError: tensorboard is not installed; from `start`.
+    """
+
+    on_every_rank = False
+
+    def __init__(self, folder: str | Path, *, every: int = 10) -> None:
+        self.folder, self.every = Path(folder), every
+        self._writer: Any = None
+        self._at = 0
+
+    def start(self, trainer: Any, info: RunInfo) -> None:
+        """Open a file of events."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise PlanError(
+                f"Expected tensorboard, got {error}. Install it: pip install 'anybatch[tensorboard]'."
+            ) from None
+        self._at = info.done_updates
+        self._writer = SummaryWriter(str(self.folder), purge_step=self._at + 1)
+
+    def update(self, trainer: Any, report: StepReport) -> None:
+        """Write an update's figures."""
+        self._at += 1
+        if self._at % self.every == 0 or self._at == 1:
+            values = {
+                "loss": report.loss,
+                "learning rate": report.learning_rate,
+                "rows per second": report.rows / report.seconds if report.seconds else 0.0,
+                "rows of a micro-batch": max(report.cut, default=0),
+                "gradient norm": report.grad_norm,
+            }
+            terms = report.terms if len(report.terms) > 1 else {}
+            self._write(values | {f"terms/{name}": value for name, value in terms.items()})
+        for observer in trainer.step.observers:
+            record = dict(observer.record())
+            layers = record.pop("layers", ())
+            for name, value in record.items():
+                tag = f"{observer.name} {name}"
+                named = zip(layers, value, strict=True) if isinstance(value, list) else [("", value)]
+                self._write({f"{tag}/{layer}" if layer else tag: number for layer, number in named})
+
+    def epoch(self, trainer: Any, report: EpochReport) -> None:
+        """Write an epoch's figures."""
+        values = {"epoch/loss": report.loss, "epoch/samples per second": report.samples_per_second}
+        self._write(values | {f"validation/{name}": value for name, value in report.validation.items()})
+
+    def stop(self, trainer: Any) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, self._at)

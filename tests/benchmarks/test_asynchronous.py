@@ -1,0 +1,57 @@
+"""Tests of the study of asynchronous rules: one worker is plain SGD; staleness, rows and the report."""
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from anybatch.testing import tolerance
+from benchmarks import asynchronous
+from benchmarks.asynchronous import ALONE, RULES, World, simulate
+
+FLOAT32 = tolerance(torch.float32, 30)
+
+
+@pytest.mark.parametrize("rule", RULES[:3])
+def test_one_worker_that_pushes_each_update_is_plain_sgd(rule: str) -> None:
+    world, model = World((rule, 1, 1), 0.1, seed=3, epochs=1), World(ALONE, 0.1, seed=3, epochs=1).model
+    assert [*islice(asynchronous.asynchronous(world, rule), 30)] == [0] * 30
+    inputs, targets = asynchronous.digits()[0]
+    order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for rows in order.split(asynchronous.ROWS)[:30]:
+        optimizer.zero_grad()
+        cross_entropy(model(inputs[rows]), targets[rows]).backward()
+        optimizer.step()
+    expected = parameters_to_vector(model.parameters())
+    torch.testing.assert_close(world.flat, expected.detach(), rtol=FLOAT32, atol=FLOAT32)
+
+
+def test_two_workers_of_one_speed_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first push is fresh; each later one was pulled before the other worker's last push."""
+    monkeypatch.setattr(asynchronous, "SPREAD", 0.0)
+    monkeypatch.setattr(asynchronous, "JITTER", 1e-9)
+    world = World(("dynsgd", 2, 5), 0.1, seed=0, epochs=1)
+    stale = [*asynchronous.asynchronous(world, "dynsgd")]
+    assert sum(stale) == len(stale) - 1
+
+
+def test_synchronous_is_one_update_of_all_rows() -> None:
+    run = simulate(("synchronous", 2, 3), 0.1, seed=0, epochs=1)
+    assert run["rows"] == run["updates"] * 2 * 3 * asynchronous.ROWS
+    assert simulate(("synchronous", 2, 3), 0.1, seed=0, epochs=1)["curve"] == run["curve"]
+
+
+def test_report_and_picture_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(asynchronous, "RATES", (0.1,))
+    records = [*asynchronous.measure(seeds=1, epochs=1)]
+    rows = [line for line in asynchronous.sections(records) if line.startswith("| ")]
+    assert len(rows) == 1 + 1 + 3 + len(RULES) * len(asynchronous.SETTINGS)  # a header, its rule, local 1
+    assert next(asynchronous.judge(records)).holds
+    pytest.importorskip("matplotlib")
+    asynchronous.picture(records, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size

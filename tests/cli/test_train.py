@@ -1,0 +1,273 @@
+"""`anybatch train` on a function of one's own and on recipes that are no LeNet-5: train, resume, evaluate."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+import torch
+
+from anybatch.cli.main import main
+from anybatch.core import parse_bytes
+from anybatch.core import torch_private as private
+from anybatch.engine import Observer
+from anybatch.testing import relative_error, tolerance
+from anybatch.train import checkpoint
+from tests.cli.test_main import run
+from tests.compiled import needs_compiler
+from tests.snapshots import same
+
+SOURCE = """
+import torch
+from torch import nn
+
+def rows(count=20):
+    x = torch.arange(3.0 * count).view(count, 3).sin()
+    return x, x.sum(1, keepdim=True)
+
+def make():
+    return nn.Linear(3, 1), nn.MSELoss(), rows()
+
+def held_out():
+    return *make(), rows(6)
+
+def wide():
+    return nn.Sequential(nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 1)), nn.MSELoss(), rows()
+
+def samples():
+    def collate(many):
+        x = torch.stack([torch.tensor(one) for one in many])
+        return x, x.sum(1, keepdim=True)
+    return *make()[:2], rows()[0].tolist(), collate
+
+def own_optimizer():
+    model, loss, batch = make()
+    return model, loss, batch, torch.optim.Adam(model.parameters(), lr=0.02)
+
+def loader():
+    model, loss, batch = make()
+    return model, loss, torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=5)
+
+def without_parameters():
+    return nn.Tanh(), nn.MSELoss(), rows()
+
+def pair():
+    return make()[:2]
+
+def five():
+    return *make(), rows(6), "more"
+
+def without_rows():
+    return nn.Linear(3, 1), nn.MSELoss(), 3
+"""
+FAST = ["--batch-size", "8", "--micro-batch", "3", "--quiet", "--device", "cpu"]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the current directory, by a name that nothing else has."""
+    name = f"trained_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    return name
+
+
+@pytest.mark.parametrize("function", ["make", "held_out", "samples", "own_optimizer"])
+def test_a_function_is_trained_resumed_and_evaluated(
+    here: str, function: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*FAST, "--validation", "0.2"] if function != "held_out" else [*FAST, "--optimizer", "sgd"]
+    command = ["train", f"{here}:{function}", *options]
+    assert run(capsys, *command, "--epochs", 3, "--out", "whole")[0] == 0
+    assert run(capsys, *command, "--epochs", 1, "--out", "parts")[0] == 0
+    code, printed, error = run(capsys, "train", "--resume", "parts", "--epochs", 3, "--json")
+    assert (code, json.loads(printed)["updates"]) == (0, 3 * (3 if function == "held_out" else 2)), error
+    whole, parts = (checkpoint.load(Path(name, "last.safetensors")) for name in ("whole", "parts"))
+    assert same(whole.model, parts.model)
+    kinds = {"held_out": "SGD", "own_optimizer": "Adam"}
+    assert json.loads(Path("parts/settings.json").read_text())["recipe"] == f"{here}:{function}"
+    _, printed, _ = run(capsys, "eval", "whole", "--json")
+    assert json.loads(printed)["rows"] == (6 if function == "held_out" else 20)
+    assert whole.progress["config"].get("optimizer") == {"SGD": None, "Adam": None}.get(
+        kinds.get(function, ""), "adamw"
+    )
+
+
+def flows(folder: str) -> dict[int, dict[str, list[float]]]:
+    """The gradient flow in the log of a run, by update."""
+    events = map(json.loads, Path(folder, "log.jsonl").read_text().splitlines())
+    found = {one["step"]: one.get("observed", {}).get("flow") for one in events if one["event"] == "step"}
+    return {step: record for step, record in found.items() if record}
+
+
+def test_a_run_records_its_gradient_flow_within_the_budget_and_shows_it(
+    here: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tenth update, also after a resume; weights are copied only where the budget has room."""
+    command = ["train", f"{here}:make", *FAST, "--memory", "1MB"]
+    run(capsys, *command, "--epochs", 8, "--out", "whole")
+    run(capsys, *command, "--epochs", 5, "--out", "parts")
+    run(capsys, "train", "--resume", "parts", "--epochs", 8, "--quiet")
+    whole, parts = flows("whole"), flows("parts")
+    assert [*whole] == [*parts] == [1, 11, 21]
+    assert {name: parts[21][name] for name in whole[21]} == whole[21]
+    assert min(whole[21]["ratio"]) > 0
+    assert (
+        run(capsys, *command[:1], f"{here}:loader", *command[2:], "--epochs", 1)[0] == 0
+    )  # needs no rows first
+    run(capsys, "report", "whole")
+    assert '<figure id="flow"' in Path("whole/report.html").read_text()
+    for memory, has_ratio in (("2MB", False), ("4MB", True)):  # weights of 363 kB
+        run(capsys, "train", f"{here}:wide", *FAST, "--memory", memory, "--epochs", 1, "--out", memory)
+        assert (flows(memory)[1]["ratio"][1] is not None) is has_ratio
+    monkeypatch.setattr("anybatch.cli.train.GradientFlow", lambda model, ratio: Observer())
+    run(capsys, *command, "--epochs", 8, "--out", "without")
+    ends = [checkpoint.load(Path(name, "last.safetensors")).model for name in ("whole", "parts", "without")]
+    assert same(ends[0], ends[1])
+    assert same(ends[0], ends[2])
+
+
+def test_a_function_learns_and_its_validation_rows_are_told(
+    here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*FAST, "--epochs", 60, "--lr", 0.05, "--json"]
+    code, printed, _ = run(capsys, "train", f"{here}:held_out", *options)
+    told = json.loads(printed)
+    assert (code, Path(told["checkpoint"]).parent) == (0, Path(f"runs/{here}.held_out"))
+    assert told["loss"] < 0.05
+    assert "accuracy" not in told
+    code, printed, _ = run(capsys, "eval", f"runs/{here}.held_out")  # the best of them, at least as good
+    assert float(printed.rpartition(" ")[2]) <= told["loss"] + 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{}:pair"], "['Linear', 'MSELoss']"),
+        (["{}:five"], "'tuple', 'str'"),
+        (["{}:without_rows"], "got"),
+        (["{}:nothing"], "'nothing'"),
+        (["{}:loader", "--validation", "0.2"], "counted to hold some out, got DataLoader"),
+        (["{}:without_parameters"], "got Tanh with none"),
+        (["no.such:function"], "no.such"),
+        (["{}:make", "--data", "digits"], "no options of recipes"),
+        (["{}:make", "--width", "3"], "got width"),
+        (["{}:own_optimizer", "--lr", "0.1"], "which makes its own, got lr"),
+        (["gpt", "--data", "{}.txt"], "{}.txt"),
+        (["gpt", "--data", "{}.py", "--block-size", "300"], "ten blocks of 300"),
+        (["bert", "--data", "{}.py"], "label<TAB>text"),
+        (["resnet18", "--norm", "whole", "--micro-batch", "9"], "BatchNorm"),
+        (["clip", "--norm", "whole"], "options of clip (--image-size), got --norm"),
+    ],
+)
+def test_refusals_are_one_message(
+    here: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [argument.format(here) for argument in arguments]
+    code, printed, error = run(capsys, "train", *options, "--epochs", 1, "--quiet", "--device", "cpu")
+    assert (code, printed) == (1, "")
+    assert words.format(here) in error
+    assert "Traceback" not in error
+
+
+def test_a_text_model_is_evaluated_on_its_own_text(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("one.txt").write_text("abcd efgh " * 60)
+    Path("two.txt").write_text("abcd efgx " * 60)
+    options = ["--block-size", 8, *FAST, "--batch-size", 32, "--epochs", 2, "--out", "run", "--json"]
+    code, printed, _ = run(capsys, "train", "gpt", "--data", "one.txt", *options)
+    told = json.loads(printed)
+    code, printed, _ = run(capsys, "eval", "run", "--data", "one.txt", "--json")
+    assert (code, json.loads(printed)["accuracy"]) == (0, told["accuracy"])
+    code, _, error = run(capsys, "eval", "run", "--data", "two.txt")
+    assert (code, "with another vocabulary. Name that text" in error) == (1, True)
+
+
+@pytest.mark.parametrize("name", ["check", "plan"])
+def test_options_of_recipes_hold_for_check_and_plan_too(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--memory", "none"] if name == "plan" else ["--rows", 4]
+    assert run(capsys, name, "resnet18", "--width", 4, "--norm", "frozen", *options)[0] == 0
+    code, _, error = run(capsys, name, "resnet18", "--size", "tiny", *options)
+    assert (code, "got --size" in error) == (2 if name == "check" else 1, True)
+
+
+def test_a_run_that_cannot_begin_leaves_no_folder(here: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--width", 4, "--norm", "whole", "--micro-batch", 16, "--out", "run"]
+    code, _, error = run(capsys, "train", "resnet18", *options)
+    assert (code, "BatchNorm" in error, Path("run").exists()) == (1, True, False)
+
+
+def test_a_recipe_is_planned_with_its_own_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks: list[int] = []
+    for options in ([], ["--optimizer", "sgd"], ["--optimizer", "adamw"]):
+        _, printed, _ = run(capsys, "plan", "lenet5", "--memory", "none", "--json", *options)
+        peaks.append(json.loads(printed)["peak"])
+    assert peaks[0] == peaks[1] < peaks[2]
+
+
+LEARNED = 0.1  # of the first loss at least is gone at the end; a budget may cost a tenth of what was learned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "options", "more", "budget"), [
+    ("resnet18", ["--width", 4, "--batch-size", 128], ["--epochs", 4, "--lr", 0.02], "18MiB"),
+    ("bert", ["--batch-size", 64, "--block-size", 32], ["--epochs", 3], "20MiB"),
+    ("gpt", ["--batch-size", 64, "--block-size", 32], ["--epochs", 1], "36MiB"),
+])  # fmt: skip
+def test_within_half_of_its_peak_a_recipe_learns_as_without_a_budget(
+    here: str,
+    recipe: str,
+    options: list[Any],
+    more: list[Any],
+    budget: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if recipe == "bert":
+        pytest.importorskip("transformers")
+    _, printed, _ = run(capsys, "plan", recipe, *options, "--memory", "none", "--json")
+    assert parse_bytes(budget) < json.loads(printed)["peak"] / 2
+    losses: list[float] = []
+    for name, memory in (("plain", []), ("within", ["--memory", budget])):
+        said = [*options, *more, *memory, "--out", name, "--quiet", "--json"]
+        code, printed, error = run(capsys, "train", recipe, *said)
+        assert code == 0, error
+        losses.append(json.loads(printed)["loss"])
+    steps = [json.loads(line) for line in Path("plain", "log.jsonl").read_text().splitlines()]
+    first = next(step["loss"] for step in steps if step["event"] == "step")
+    assert losses[0] < (1 - LEARNED) * first
+    assert losses[1] - losses[0] < LEARNED * (first - losses[0])
+    assert run(capsys, "report", "within")[0] == 0
+    assert "budget of a step" in Path("within", "report.html").read_text()
+
+
+def test_compile_without_a_compiler_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(private, "has_cpp_compiler", lambda: False)
+    assert main(["train", "lenet5", "--compile", "--out", str(tmp_path / "run")]) == 1
+    assert "Expected a C++ compiler for --compile" in capsys.readouterr().err
+    assert main(["train", "bert", "--compile", "--out", str(tmp_path / "run")]) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_compiled_run_gives_the_numbers_of_a_plain_one_and_goes_on_as_such(tmp_path: Path) -> None:
+    """In a process of its own: torch's compiler leaves threads and variables behind."""
+    asked = ["train", "lenet5", "--batch-size", "100", "--micro-batch", "32", "--epochs", "1", "--quiet"]
+    ours, plain = tmp_path / "compiled", tmp_path / "plain"
+    code = (
+        "from torch._dynamo.utils import counters; from anybatch.cli.main import main; "
+        f"assert main({[*asked, '--compile', '--out', str(ours)]}) == 0; "
+        "assert counters['stats']['unique_graphs'] == 2"  # for training and for evaluation
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert main([*asked, "--out", str(plain)]) == 0
+    ends = [checkpoint.load(folder / "last.safetensors").model for folder in (ours, plain)]
+    assert relative_error(*ends) <= tolerance(torch.float32, 10**4)
+    assert main(["train", "--resume", str(ours), "--no-compile", "--epochs", "2", "--quiet"]) == 0

@@ -1,0 +1,313 @@
+"""Gradient flow: figures equal those of a plain loop in any cut; nothing is changed; what stands out."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core.errors import NonFiniteLossError, PlanError
+from anybatch.observe import GradientNoise
+from anybatch.observe.flow_figures import Flow, find_marks
+from anybatch.observe.flow_picture import draw
+from tests.snapshots import same, same_as_before
+
+EXACT = 1e-12
+FIGURES = ("mean", "largest", "norm", "zeros", "ratio")
+
+
+class Net(nn.Module):
+    """Its own parameter, shared weights, a frozen and an unused layer, gradients that are exactly zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(3))
+        self.first = nn.Linear(3, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.again = nn.Linear(3, 4)
+        self.again.weight = self.first.weight
+        self.unused = nn.Linear(2, 2)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        return self.last(self.frozen(self.first(x).relu() + self.again(x)))
+
+
+LAYERS = ("(model)", "first", "again", "unused", "last")
+
+
+def rows_of(rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    both = torch.randn(rows, 5, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return both[:, :3], both[:, 3:]
+
+
+def make_net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    with torch.no_grad():
+        net.first.bias[0] = -100  # a unit that no row switches on
+    return net
+
+
+def make_step(model: nn.Module, loss: object = None, **options: Any) -> ab.Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return ab.Step(model, nn.MSELoss() if loss is None else loss, optimizer, **options)
+
+
+def plain_figures(model: nn.Module, batch: tuple[Tensor, Tensor], update: Callable[[], object]) -> list[Any]:
+    """By name of layer: what hooks see in a plain loop over the whole batch; and the weights compared."""
+    found: dict[str, list[Tensor]] = {}
+    weights: dict[str, list[Tensor]] = {}
+    owner: dict[Tensor, str] = {}
+
+    def note(layer: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        found.setdefault(layer, []).append(parameter.grad.flatten().clone())
+
+    for name, parameter in model.named_parameters():
+        layer = name.rpartition(".")[0] or "(model)"
+        owner[parameter] = layer
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(note, layer))
+    nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+    before = {p: p.detach().clone() for p in model.parameters()}
+    update()
+    for parameter, value in before.items():
+        if parameter.grad is not None:
+            weights.setdefault(owner[parameter], []).append(
+                torch.stack([parameter.detach(), value]).flatten(1)
+            )
+    figures: list[Any] = []
+    for layer in LAYERS:
+        if layer not in found:
+            figures.append((None,) * 5)
+            continue
+        g, (after, was) = torch.cat(found[layer]), torch.cat(weights[layer], 1)
+        ratio = (after - was).norm() / was.norm()
+        figures.append((g.abs().mean(), g.abs().max(), g.norm(), (g == 0).double().mean(), ratio))
+    return figures
+
+
+class Scarce(Net):
+    """Memory runs out in micro-batches of more than two rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cut", [None, 7, 3, 1, "window", "scarce"])
+def test_figures_equal_those_of_a_plain_loop_on_the_whole_batch(cut: int | str | None) -> None:
+    batch, other = rows_of(7), make_net()
+    optimizer = torch.optim.AdamW(other.parameters(), lr=0.01)
+    expected = plain_figures(other, batch, optimizer.step)
+
+    model = make_net()
+    if cut == "scarce":
+        model.__class__ = Scarce
+    flow = ab.GradientFlow(model)
+    step = make_step(model, micro_batch=5 if cut == "scarce" else cut if isinstance(cut, int) else None)
+    step = make_step(model, micro_batch=step.micro_batch, observers=[flow], check=False)
+    if cut == "window":
+        window = step.window()
+        for start in (0, 3, 5):
+            window.add(tuple(part[start:][: (3, 2, 2)[(0, 3, 5).index(start)]] for part in batch))
+        report = window.close()
+    else:
+        report = step(batch)
+    assert (report.redone > 0) == (cut == "scarce")
+    (found,) = flow.history
+    assert found.layers == LAYERS
+    for index, figures in enumerate(expected):
+        for name, value in zip(FIGURES, figures, strict=True):
+            got = getattr(found, name)[index]
+            assert (got is None) == (value is None), (found.layers[index], name)
+            assert value is None or math.isclose(got, value.item(), rel_tol=EXACT), (index, name)
+    assert found.zeros[1] is not None
+    assert found.zeros[1] > 0
+    assert found.marks[3] == "unused"
+
+
+@pytest.mark.parametrize("cut", [None, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_the_same_to_the_bit_with_and_without_observers(
+    cut: int | None, dtype: torch.dtype
+) -> None:
+    def train(*, is_watched: bool) -> list[Tensor]:
+        model = make_net(dtype)
+        observers = [ab.GradientFlow(model, every=2), GradientNoise(every=2)] if is_watched else []
+        step = make_step(model, micro_batch=cut, observers=observers)
+        for _ in range(5):
+            step(rows_of(7, dtype))
+        return [p.detach() for p in model.parameters()]
+
+    assert same(train(is_watched=True), train(is_watched=False))
+
+
+class Busy(nn.Module):
+    """Keeps statistics, draws, and writes to its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.out = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1e-3 * torch.randn(x.shape)
+        return self.out(nn.functional.dropout(self.norm(self.linear(x))))
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch": 2}, {"memory": "1GB"}, {"micro_batch": 3}])
+def test_one_call_shows_the_whole_gradient_and_touches_nothing(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    model, batch = Busy(), rows_of(6, torch.float32)
+    step, untouched = make_step(model), [part.clone() for part in batch]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with same_as_before(step):
+        flow = ab.gradient_flow(
+            model, nn.MSELoss(), batch, path=tmp_path / "a.png", batch_norm="micro", **options
+        )
+    assert same(untouched, [*batch])
+    assert (flow.layers, flow.ratio, flow.update) == (("linear", "norm", "out"), (None,) * 3, 0)
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    plain, exact = make_net(), rows_of(6)
+    whole = plain_figures(plain, exact, lambda: None)
+    found = ab.gradient_flow(make_net(), nn.MSELoss(), exact, micro_batch=options.get("micro_batch"))
+    for norm, figures in zip(found.norm, whole, strict=True):
+        assert norm is None or abs(norm - figures[2]) < EXACT * norm
+
+
+def test_samples_with_a_collate_and_losses_with_parameters() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, model: nn.Module, micro: tuple[Tensor, Tensor]) -> ab.Total:
+            errors = self.scale * (model(micro[0]) - micro[1]) ** 2
+            return ab.Total(errors.sum(), errors.numel())
+
+    samples = [*zip(*rows_of(6), strict=True)]
+
+    def collate(rows: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+    found = ab.gradient_flow(make_net(), ab.Terms(Scaled()), samples, micro_batch=4, collate=collate)
+    whole = ab.gradient_flow(make_net(), nn.MSELoss(), rows_of(6))
+    pairs: Any = zip(found.norm, whole.norm, strict=False)
+    assert all(one is None or abs(one - other) < EXACT * one for one, other in pairs)
+    assert found.layers == (*LAYERS, "(loss)")
+
+
+def test_sparse_complex_and_empty_parameters_have_figures() -> None:
+    class Odd(nn.Module):
+        def __init__(self, *, sparse: bool) -> None:
+            super().__init__()
+            self.words = nn.Embedding(50, 2, sparse=sparse)
+            self.turn = nn.ParameterList([nn.Parameter(torch.tensor([1 + 2j, 2 - 1j]))])
+            self.nothing = nn.ParameterList([nn.Parameter(torch.zeros(0))])
+            self.whole = nn.ParameterList([nn.Parameter(torch.arange(3), requires_grad=False)])
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return (self.words(tokens) * self.turn[0]).abs().sum(1, keepdim=True) + self.nothing[0].sum()
+
+    batch = torch.tensor([1, 1, 4]), torch.ones(3, 1)
+    found = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = Odd(sparse=sparse)
+        found.append(ab.gradient_flow(model, nn.MSELoss(), batch, micro_batch=2))
+        flow = ab.GradientFlow(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ab.Step(model, nn.MSELoss(), optimizer, micro_batch=1, observers=[flow])(batch)
+        assert all(ratio for ratio in flow.history[0].ratio[:2])
+    dense, sparse = found
+    assert dense.layers == ("words", "turn", "nothing")
+    assert math.isclose(dense.zeros[0] or 0, 0.96)
+    assert (dense.norm[2], dense.marks[2]) == (None, "unused")
+    for name in FIGURES[:4]:
+        pairs = zip(getattr(dense, name), getattr(sparse, name), strict=True)
+        assert all(one is other is None or math.isclose(one, other, rel_tol=1e-6) for one, other in pairs)
+
+
+def test_nan_is_marked_and_what_is_undone_is_not_kept() -> None:
+    model, (inputs, targets) = make_net(), rows_of(6)
+    flow = ab.GradientFlow(model, every=1)
+    step = make_step(model, micro_batch=3, observers=[flow], check=False)
+    assert flow.last is None
+    assert flow.record() == {}
+    with pytest.raises(NonFiniteLossError):
+        step((inputs, torch.full_like(targets, torch.inf)))
+    assert flow.last is not None
+    assert "not finite" in flow.last.marks
+    assert (flow.history, flow.updates, flow.record()) == ([], 0, {})
+    step((inputs, targets))
+    assert [one.update for one in flow.history] == [1]
+    assert set(flow.record()) == {"layers", *FIGURES}
+    assert ab.gradient_flow(model, nn.MSELoss(), (inputs * torch.nan, targets)).marks[-1] == "not finite"
+
+
+def test_history_covers_the_whole_training_in_bounded_memory() -> None:
+    model = nn.Linear(3, 2)
+    flow = ab.GradientFlow(model, every=2, limit=4)
+    step, batch = make_step(model, observers=[flow]), rows_of(2, torch.float32)
+    told: list[bool] = []
+    for _ in range(30):
+        step(batch)
+        told.append(bool(flow.record()))
+    assert told == [index % 2 == 0 for index in range(30)]
+    assert [one.update for one in flow.history] == [1, 9, 17, 25]
+
+
+def test_layers_stand_out_by_the_norms_at_the_end() -> None:
+    assert find_marks([1.01e-3, 0.99e-3, 69.0, 71.0, 0.0, None, math.nan, 1.0, 9.0, 0.5]) == (
+        *("", "vanishing", "", "exploding", "vanishing", "unused", "not finite"),
+        *("", "", ""),
+    )
+    assert find_marks([]) == ()
+    assert find_marks([None, 0.0]) == ("unused", "vanishing")
+    assert find_marks([1e-30, 1e-30]) == ("", "")  # whatever the scale of the loss
+
+
+def of_norms(count: int, update: int = 0) -> Flow:
+    norms = tuple([None if index == 7 else 10 ** (index / 30 - 9) for index in range(count)])
+    layers = tuple([f"blocks.{index // 4}.part{index % 4}" for index in range(count)])
+    zeros = tuple([index / count for index in range(count)])
+    return Flow(layers=layers, mean=norms, largest=norms, norm=norms, zeros=zeros, ratio=norms, update=update)
+
+
+def test_pictures_say_the_figures_too_and_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    flow = of_norms(300)
+    page = draw([of_norms(300, 1), of_norms(300, 11)], tmp_path / "a.html", title="<b>").read_text("utf-8")
+    assert "&lt;b&gt;" in page
+    assert "unused" in page
+    assert all(line in page for line in str(flow).splitlines())
+    empty = Flow(layers=(), mean=(), largest=(), norm=(), zeros=(), ratio=())
+    for shown in (empty, of_norms(1), of_norms(8)):
+        assert draw(shown, tmp_path / "a.png").stat().st_size > 1000
+    with pytest.raises(PlanError, match=r"got \[\]"):
+        draw([], tmp_path / "b.png")
+    frozen = nn.Linear(3, 2).requires_grad_(False)
+    with pytest.raises(PlanError, match="none of which requires"):
+        ab.gradient_flow(frozen, nn.MSELoss(), rows_of(2))
+    with pytest.raises(PlanError, match=r"\.jpg"):
+        ab.gradient_flow(make_net(), nn.MSELoss(), rows_of(2), path="a.jpg")
+    with pytest.raises(PlanError, match="got 0"):
+        ab.GradientFlow(frozen, every=0)
+
+
+def test_flow_of_another_model_is_refused_and_no_update_made() -> None:
+    model = nn.Linear(3, 2)
+    step = make_step(model, observers=[ab.GradientFlow(make_net())])
+    with same_as_before(step), pytest.raises(PlanError, match="that it does not have"):
+        step(rows_of(2, torch.float32))

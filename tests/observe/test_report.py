@@ -1,0 +1,173 @@
+"""The report of a run: what its page says of any log, whole, broken or hostile."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from anybatch.cli import main
+from anybatch.core import DataError
+from anybatch.observe import report_page
+from tests.observe.logs import NAMES, START, lines, step, write
+
+ALL = (
+    "loss terms metric-0 learning-rate gradient-norm noise observer-1 throughput micro-batch micro-batches "
+    "memory scale flow layer layer-zeros"
+)
+EMPTY = ("input", "meta", "link", "rect", "br")
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order; keeps the data and the text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+        assert self.open == []
+        found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+        assert found
+        self.data: Any = json.loads(found[1])
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not any(name.startswith("on") or name in ("src", "style") for name, _ in attrs)
+        self.open += [] if tag in EMPTY else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in EMPTY or self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if not {"script", "style"} & {*self.open} else ""
+
+
+def read(folder: Path) -> Page:
+    return Page(report_page(folder))
+
+
+def test_everything_in_the_log_is_on_the_page(tmp_path: Path) -> None:
+    page = read(write(tmp_path / "run", lines(40)))
+    assert " ".join(page.data["charts"]) == ALL
+    loss = page.data["charts"]["loss"]["series"]
+    assert loss[0]["y"] == [None if n == 7 else float(f"{5 / n:.6g}") for n in range(1, 41)]
+    assert (loss[1]["x"], loss[1]["y"]) == ([40], [0.25])
+    assert set(page.data["charts"]["throughput"]["series"][0]["y"]) == {128}
+    happened = {event["name"].split(" (")[0]: event["x"] for event in page.data["events"]}
+    told = {"micro-batches done again": [5], "loss scale lowered": [6], "loss scale raised": [7]}
+    assert happened == told | {"rows left out": [8], "no finite loss": [7], "no update made": [7]}
+    for text in ("GPT: run", "40 of 40 updates were made.", "anybatch train gpt --memory '2 GiB'", "1.0 MiB"):
+        assert text in page.text
+    assert "micro_batch 16 rows <" in page.text
+    assert page.data["flow"]["layers"] == NAMES
+    assert page.data["flow"]["marks"] == ["exploding", "", "", "unused", "vanishing"]
+
+
+def test_same_log_same_page_and_no_name_becomes_code(tmp_path: Path) -> None:
+    folder = write(tmp_path / "<b>run", [START | {"model": "</script><script>alert(1)</script>"}, step(1)])
+    (folder / "settings.json").write_text('{"recipe": "\\ud800\\"<i>", "lr": 0.1}')
+    page = report_page(folder)
+    assert page == report_page(folder)
+    assert page.count("<script") == page.count("</script") == 2
+    assert not re.search(r"<b>|https?://(?!www\.w3)", page)
+    assert "default-src 'none'" in page
+    assert '?"<i>' in read(folder).text
+    page.encode()
+
+
+def flow_of(page: Page, name: str, key: str) -> np.ndarray[Any, Any]:
+    flow = page.data["flow"]
+    part = next(one for one in flow["figures"] if one["name"] == name)
+    codes = np.frombuffer(base64.b64decode(part[key]), "<u2").reshape(-1, len(flow["layers"]))
+    values = part["least"] + (codes - 2.0) / 65_533 * (part["most"] - part["least"])
+    return np.where(codes == 0, np.nan, 10**values if part["log"] else values)
+
+
+def test_long_runs_keep_their_smallest_and_largest_values(tmp_path: Path) -> None:
+    steps = [step(number, loss=-9.0 if number == 777 else 1.0) for number in range(1, 1202)]
+    page = read(write(tmp_path, [START, *steps]))
+    loss = page.data["charts"]["loss"]["series"][0]
+    assert len(loss["y"]) == len(page.data["x"]) == 500
+    assert (min(loss["low"]), max(loss["high"])) == (-9.0, 1.0)
+    x = page.data["flow"]["x"]
+    assert 75 <= len(x) <= 200
+    for key, ends in (("low", x), ("high", [*(one - 1 for one in x[1:]), 1201])):
+        found = flow_of(page, "mean", key)
+        assert np.abs(found[:, 0] / ends - 1).max() < 1e-3
+        assert np.isnan(found[:, 3]).all()
+
+
+def test_a_run_that_went_on_has_each_update_once(tmp_path: Path) -> None:
+    again = START | {"done_updates": 3, "total_updates": 6}
+    steps = [step(n, loss=0.0) for n in (1, 2, 3, 4, 5)]
+    page = read(write(tmp_path, [START, *steps, again, *(step(n, loss=1.0) for n in (4, 5, 5, 6))]))
+    assert page.data["charts"]["loss"]["series"][0]["y"] == [0, 0, 0, 1, 1, 1]
+    assert page.data["flow"]["x"] == [1, 2, 3, 4, 5, 6]
+    assert [event["name"] for event in page.data["events"]][-1] == "the run went on"
+    assert "in the log already, left out: 1" in page.text
+
+
+@pytest.mark.parametrize(
+    ("records", "end", "told"),
+    [
+        ([START], "", "No update was made yet of 40."),
+        ([START, step(1), step(2)], '{"event": "step", "st', "2 of 40 updates were made. The log has no end"),
+        ([START, step(1)], "[1]\n{\n", "could not be read, or only in part: 2."),
+        ([{"event": "start"}, {"event": "step", "step": 3}], "", "3 updates were made."),
+        ([START, step(1, loss=None, grad_norm=None)], "", "no finite loss"),
+        ([START, step(1, loss=-1e308, rows=10**400, grad_norm=1e-320)], "", "1 of 40"),
+        ([START, step(1, observed={"flow": {"mean": ["a"]}}, terms=3, cut=["x"])], "", "in part: 1."),
+        ([START, step(-1), step(2**70), {"event": 3}], "", "in part: 3."),
+        (
+            [START, step(1), {"event": "epoch", "validation": []}, {"event": "plan", "bytes": 3}],
+            "",
+            "1 of 40",
+        ),
+        ([START | {"command": "x", "machine": 3, "done_updates": None}, step(1)], "", "1 of 40"),
+        ([START, step(1, observed={})], "", "1 of 40"),
+        (
+            [START, step(1), {"event": "stop"}],
+            "",
+            "1 of 40 updates were made. The run stopped before its end.",
+        ),
+        ([START, step(1), {"event": "stop", "reason": "<i>"}], "", "The run stopped before its end: <i>."),
+    ],
+)
+def test_any_log_gives_a_whole_page(tmp_path: Path, records: Any, end: str, told: str) -> None:
+    assert told in read(write(tmp_path, records, end)).text
+
+
+def test_what_is_no_log_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        "": "got an empty file",
+        "\x00\x01 no JSON\n": "got 1 lines that are none of a log",
+        '{"a": 1}\n' * 2: "got 2 lines that are none",
+        json.dumps(START | {"format": 99}): "expected a log of format 1 or 2, got format 99",
+    }
+    for text, told in cases.items():
+        (tmp_path / "log.jsonl").write_text(text)
+        with pytest.raises(DataError, match=told):
+            report_page(tmp_path)
+        assert main.main(["report", str(tmp_path)]) == 1
+        assert told in capsys.readouterr().err
+    for folder in (tmp_path / "gone", tmp_path / "log.jsonl"):
+        assert main.main(["report", str(folder)]) == 1
+        assert "expected the folder of a run, got no folder" in capsys.readouterr().err
+    (tmp_path / "log.jsonl").unlink()
+    assert main.main(["report", str(tmp_path)]) == 1
+    assert "No such file" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_the_command_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = write(tmp_path / "run", lines(9)) / "report.html"
+    assert main.main(["report", str(out.parent), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(out), "bytes": out.stat().st_size}
+    assert main.main(["report", str(out.parent), "--out", str(tmp_path / "a.html")]) == 0
+    assert (tmp_path / "a.html").read_bytes() == out.read_bytes()
+    assert main.main(["report", str(out.parent), "--out", str(tmp_path / "gone" / "a.html")]) == 1
+    assert "Name another with --out." in capsys.readouterr().err

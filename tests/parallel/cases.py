@@ -1,0 +1,272 @@
+"""Steps of several ranks on drawn rows, held against the whole batch in one process. Called on every rank."""
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import anybatch as ab
+from anybatch.core import tree
+from anybatch.engine import Agreed, Observer, tally
+from anybatch.parallel import DeepGradientCompression, Replicate
+from anybatch.testing import GradientRecorder, Perceptron
+from tests.faults import faulty
+from tests.laws.cases import Case
+from tests.laws.check import check, reference, samples, stack
+from tests.laws.draw import CLASSES, FEATURES, MASKS
+from tests.laws.losses import CASES
+from tests.laws.totals import TOTALS
+
+MOST_ROWS = 9
+WHOLE = Case(
+    name="whole batch",
+    forms={
+        "function": lambda: ab.WholeBatch(faulty.spread),
+        "rows": lambda: ab.WholeBatch(by_rows, loss_rows=2),
+    },
+    options={},
+    model=lambda: Perceptron(FEATURES, CLASSES),
+    batch=lambda draw: (draw.normal(FEATURES), torch.arange(draw.rows)),
+)
+ALL = [*[case for case in CASES if not case.is_per_row], *TOTALS, *[WHOLE] * 10]
+
+
+def by_rows(outputs: Tensor, targets: Tensor, *, rows: Tensor) -> ab.Total:
+    return ab.Total(F.cross_entropy((outputs @ outputs.T)[rows], targets[rows], reduction="sum"), len(rows))
+
+
+def share(batch: Any, sizes: Sequence[int], rank: int) -> Any:
+    """The rows of a rank."""
+    stops = [sum(sizes[:end]) for end in range(len(sizes) + 1)]
+    return tree.map_leaves(itemgetter(slice(*[*pairwise(stops)][rank])), batch)
+
+
+def draw_sizes(drawn: random.Random, rows: int, size: int) -> list[int]:
+    """Rows of each rank, often none."""
+    stops = sorted(drawn.choice([0, rows, drawn.randint(0, rows)]) for _ in range(size - 1))
+    return [stop - start for start, stop in pairwise([0, *stops, rows])]
+
+
+def one(rank: int, size: int, seed: int) -> str:
+    """One drawn case; a hash of the gradients of this rank."""
+    drawn = random.Random(seed)
+    case, rows = drawn.choice(ALL), drawn.randint(2, MOST_ROWS)
+    form = drawn.choice([*case.forms])
+    mask, sizes = drawn.choice(MASKS), draw_sizes(drawn, rows, size)
+    way = drawn.choice(["step", "step", "window", "collate"] if case is not WHOLE else ["step"])
+    is_wrapped, micro_batch = drawn.random() < 0.3, drawn.choice([None, 1, 2, 3])
+    torch.manual_seed(seed)  # of the model
+    problem = case.problem(form, rows, seed=seed, mask=mask)
+    whole = reference(problem)
+    recorder = GradientRecorder(problem.model, problem.loss)
+    has_weights = any(True for _ in problem.model.parameters())
+    model = DistributedDataParallel(problem.model) if is_wrapped and has_weights else problem.model
+    step = ab.Step(
+        model, problem.loss, recorder, micro_batch=micro_batch, collate=stack if way == "collate" else None
+    )
+    mine = share(problem.batch, sizes, rank)
+    if way == "window":
+        with step.window() as window:
+            for start in range(0, sizes[rank], micro_batch or rows):
+                window.add(tree.map_leaves(itemgetter(slice(start, start + (micro_batch or rows))), mine))
+            report = window.close()
+    else:
+        if sizes[rank]:
+            mine = samples(mine) if way == "collate" else mine
+        else:
+            mine = None if drawn.random() < 0.5 or way == "collate" else mine
+        report = step(mine)
+    try:
+        check((report, recorder.gradients), whole)
+        assert report.rows == rows
+    except AssertionError as error:
+        raise AssertionError(
+            f"seed {seed}: {case.name} {form}, {sizes} rows, {way}, {micro_batch}"
+        ) from error
+    return digest([report.loss, report.grad_norm, *[v for _, v in sorted(recorder.gradients.items())]])
+
+
+def several(rank: int, size: int, seed: int, count: int) -> list[str]:
+    """Drawn cases; in every other one nearly each parameter is a bucket of its own."""
+    found: list[str] = []
+    for index in range(count):
+        with mock.patch("anybatch.parallel.replicate._BUCKET", 64 if index % 2 else 8 << 20):
+            found.append(one(rank, size, seed + index))
+    return found
+
+
+def wrong(rank: int, size: int, seed: int, count: int, mutation: str) -> int:
+    """How many cases a mistake breaks on this rank."""
+    found = 0
+    with mutated(mutation):
+        for index in range(count):
+            try:
+                one(rank, size, seed + index)
+            except AssertionError:
+                found += 1
+    return found
+
+
+def digest(values: Sequence[Any]) -> str:
+    """The bits of values."""
+    plain = [value.tolist() if isinstance(value, Tensor) else value for value in values]
+    return hashlib.blake2b(repr(plain).encode()).hexdigest()
+
+
+def train(
+    rank: int, size: int, sizes: Sequence[int], options: dict[str, Any], mutation: str = ""
+) -> dict[str, Any]:
+    """Some updates of a small network in float64; the parameters, and what was reported."""
+    sizes = [*sizes]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(options.pop("dtype", torch.float64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    strategy = options.pop("strategy", "auto")
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, **options)
+    x, y = torch.randn(sum(sizes), 4, dtype=next(model.parameters()).dtype), torch.randint(3, (sum(sizes),))
+    reports, mine = [], (x, y) if strategy == "local" else share((x, y), sizes, rank)
+    with mutated(mutation), counted_collectives() as count:
+        for _ in range(4):
+            reports.append(step(mine))
+    return {
+        "parameters": [p.detach() for p in model.parameters()],
+        "bits": digest([*model.parameters(), *[r.loss for r in reports], *[r.grad_norm for r in reports]]),
+        "reports": [(r.loss, r.grad_norm, r.rows, r.dropped, r.scale, r.updated) for r in reports],
+        "collectives": count[0],
+    }
+
+
+class Refusing(Observer):
+    """Fails after gradients were sent, and before the update."""
+
+    refuses = False
+
+    def update(self, gradients: Any) -> None:
+        if self.refuses:
+            raise ValueError("no")
+
+
+def compressed(rank: int, size: int, make: Any, fails: bool) -> dict[str, Any]:
+    """Updates whose gradient is sent through a codec; the third may fail before and after it was sent."""
+    observer = Refusing()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    codec = make()
+    momentum = 0.0 if isinstance(codec, DeepGradientCompression) else 0.9
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+    strategy = Replicate(compression=codec)
+    step = ab.Step(
+        model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, strategy=strategy, observers=[observer]
+    )
+    x, y = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
+    mine = share((x, y), [7, 3] + [0] * (size - 2), rank)
+    for number in range(5):
+        if fails and number == 2:
+            with contextlib.suppress(RuntimeError):  # shapes that do not fit; on the others a RankError
+                step((x[:, :3], y) if rank == 1 else share((x, y), [10] + [0] * (size - 1), rank))
+            observer.refuses = True
+            with contextlib.suppress(ValueError):
+                step(mine)
+            observer.refuses = False
+        step(mine)
+    bytes_sent = step.strategy.bytes_sent
+    return {"parameters": [p.detach() for p in model.parameters()], "bytes": bytes_sent, "rank": rank}
+
+
+def whole_with_momentum() -> list[Tensor]:
+    """The same in one process, without a codec."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer)
+    batch = torch.randn(10, 4, dtype=torch.float64), torch.randint(3, (10,))
+    for _ in range(5):
+        step(batch)
+    return [p.detach() for p in model.parameters()]
+
+
+@contextmanager
+def counted_collectives() -> Any:
+    count = [0]
+
+    def counting(inner: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            count[0] += 1
+            return inner(*args, **options)
+
+        return call
+
+    with (
+        mock.patch.object(dist, "all_gather", counting(dist.all_gather)),
+        mock.patch.object(dist, "all_reduce", counting(dist.all_reduce)),
+    ):
+        yield count
+
+
+# ---- what must be found
+
+
+class Averaged(Replicate):
+    """Gradients are averaged over ranks."""
+
+    def reduce(self, gradients: Any) -> Any:
+        return {p: value / dist.get_world_size() for p, value in super().reduce(gradients).items()}
+
+
+class LocalWeight(Replicate):
+    """Each rank divides by its own weight."""
+
+    def close(self, sums: Any) -> Any:
+        super().close(sums)
+        return sums.weights()
+
+
+class ForgottenRank(Replicate):
+    """What rank 0 has no gradient for is left out."""
+
+    def reduce(self, gradients: Any) -> Any:
+        mine = {*gradients}
+        return {p: value for p, value in super().reduce(gradients).items() if dist.get_rank() or p in mine}
+
+
+class OwnScale(Replicate):
+    """Each rank keeps its own loss scale."""
+
+    def close(self, sums: Any) -> Any:
+        scale = sums.task.scale.state()
+        weights = super().close(sums)
+        sums.task.scale.load(scale)
+        return weights
+
+
+class OwnLoss(Replicate):
+    """Each rank reports the loss of its own rows."""
+
+    def close(self, sums: Any) -> Any:
+        weights, agreed = super().close(sums), sums.agreed
+        sums.agreed = Agreed(tally(sums).totals or agreed.totals, agreed.rows, agreed.dropped)
+        return weights
+
+
+MUTATIONS = {kind.__name__: kind for kind in (Averaged, LocalWeight, ForgottenRank, OwnScale, OwnLoss)}
+
+
+@contextmanager
+def mutated(name: str) -> Any:
+    if not name:
+        yield
+        return
+    kind = MUTATIONS[name]
+    with mock.patch("anybatch.parallel.wrappers.Replicate", kind):
+        yield

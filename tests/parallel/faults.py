@@ -1,0 +1,133 @@
+"""Faults on one rank of several, and what follows on all of them. Called on every rank."""
+
+import math
+import os
+import random
+import signal
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from anybatch.core.errors import RankError
+from anybatch.testing import tolerance
+from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, assert_as_unfaulted, build, make_batch, take
+from tests.parallel.cases import digest
+from tests.snapshots import DRAWN, changes, snapshot
+
+NO = ValueError("no")
+PLACES = ("forward", "mid", "end")
+WHATS = (NO_MEMORY, NO_MEMORY, math.inf, math.nan, NO, KeyboardInterrupt())
+HALVED = tolerance(torch.float32, 8)  # additions in another order
+
+
+def faulted(
+    rank: int,
+    size: int,
+    at_rank: int,
+    planted: tuple[str, int, Any],
+    way: str = "step",
+    kind: str = "dropout",
+    variant: str = "divided early",
+    **options: Any,
+) -> dict[str, Any]:
+    """A step with a fault on one rank, then one without; what came of both."""
+    options = VARIANTS[variant] | {"momentum": 0.5, "lr": 2.0**-6} | options
+    step, twin = (build(kind, warm=1, **options) for _ in range(2))
+    batch = make_batch(20 + rank)
+    place, at, what = planted
+    if rank == at_rank:
+        if place == "row":
+            batch[0][at, 0] = what
+        else:
+            step.model.fault.arm(place, at, what)
+    before, told = snapshot(step), {"error": "", "said": ""}
+    try:
+        report = take(step, way, batch)
+    except BaseException as error:
+        told |= {"error": type(error).__name__, "said": str(error)}
+        assert not changes(before, snapshot(step))
+    else:
+        told |= {"updated": report.updated, "dropped": report.dropped, "redone": report.redone}
+        if not report.updated:
+            assert not set(changes(before, snapshot(step))) - DRAWN - {"scale"}
+        elif not report.dropped:
+            is_same_bits = what is not NO_MEMORY and not math.isinf(what if isinstance(what, float) else 0)
+            assert_as_unfaulted(step, report, twin, batch, way=way, bound=0.0 if is_same_bits else HALVED)
+    step.model.fault.planted = []
+    again = take(step, "step", make_batch(30 + rank))
+    assert (again.updated, again.rows) == (True, ROWS * size)
+    return told | {"bits": digest([*step.model.parameters(), step.scale.state(), again.loss])}
+
+
+def drawn(rank: int, size: int, seed: int) -> dict[str, Any]:
+    """A drawn fault on a drawn rank; the same on all ranks."""
+    draws = random.Random(seed)
+    at_rank = draws.randrange(size)
+    what = draws.choice(WHATS)
+    place = "row" if what is math.nan else draws.choice(PLACES if what is not math.inf else ("mid", "end"))
+    at = draws.randrange(ROWS if place == "row" else ROWS // SIZE)
+    variant = draws.choice(["divided early", "divided late", "several terms", "whole batch", "clipped"])
+    way = draws.choice(["step", "step", "window"]) if variant != "whole batch" else "step"
+    options: dict[str, Any] = {"non_finite": draws.choice(["raise", "drop", "skip"])}
+    if draws.random() < 0.5:
+        options["precision"] = draws.choice(["bf16-mixed", "fp16-mixed"])
+    kind = draws.choice(["plain", "counting", "dropout"])
+    try:
+        return faulted(rank, size, at_rank, (place, at, what), way, kind, variant, **options)
+    except BaseException as error:
+        said = f"seed {seed}, rank {at_rank}: {place} {at} {what!r} {way} {kind} {variant} {options}"
+        raise AssertionError(said) from error
+
+
+def several(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
+    return [drawn(rank, size, seed + index) for index in range(count)]
+
+
+def assert_agreed(answers: list[dict[str, Any]]) -> None:
+    """All ranks made the same update or none did, and each of them raised or none did."""
+    assert len({one["bits"] for one in answers}) == 1, answers
+    assert len({bool(one["error"]) for one in answers}) == 1, answers
+    assert len({one.get("updated") for one in answers}) == 1, answers
+    assert len({one.get("dropped") for one in answers}) == 1, answers
+
+
+def ended(rank: int, size: int, at_rank: int) -> str:
+    """A rank that is killed in its forward; what the others say."""
+    step = build("plain")
+    if rank == at_rank:
+        step.model.fault.arm("forward", 1, NO)
+        try:
+            step._step(step._begun(), make_batch(rank))  # without telling the others
+        except ValueError:
+            os.kill(os.getpid(), signal.SIGKILL)
+    before = snapshot(step)
+    try:
+        step(make_batch(rank))
+    except RankError as error:
+        assert not changes(before, snapshot(step))
+        return str(error)
+    return "no error"
+
+
+def in_the_update(rank: int, size: int) -> list[str]:
+    """A scheduler that fails on rank 1; what each rank says at this step and at the next."""
+    fails = [rank == 1]
+
+    def factor(epoch: int) -> float:
+        if epoch and fails.pop():
+            raise NO
+        return 1.0
+
+    step, said = build("plain", scheduler=lambda optimizer: LambdaLR(optimizer, factor)), []
+    fails[:] = [rank == 1]
+    for _ in range(2):
+        try:
+            step(make_batch(rank))
+            said.append("")
+        except (ValueError, RankError) as error:
+            said.append(str(error))
+            if rank == 1:
+                break
+        fails[:] = [False]
+    return said

@@ -1,0 +1,131 @@
+"""A cluster in one process: calls run one by one, in a drawn order; processes end where a test says so."""
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from anybatch.parallel.scheduler import Ended, Lost
+
+
+class Reference:
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.is_there = False
+        self.error: BaseException | None = None
+
+
+class Process:
+    def __init__(self, number: int, kind: type) -> None:
+        self.number, self.kind, self.calls, self.has_ended = number, kind, [], False
+        self.made: Any = None
+
+
+class Inline:
+    """Args:
+    seed: of the order in which processes get on.
+    end: called before and after each call with (process, method, "before" or "after", how many such calls
+        there were); True to end the process there.
+    """
+
+    def __init__(self, seed: int = 0, end: Callable[..., bool] = lambda *_: False) -> None:
+        self.drawn, self.end = random.Random(seed), end
+        self.processes: list[Process] = []
+        self.numbers = itertools.count()
+        self.calls: list[tuple[str, str]] = []
+        self.is_closed = False
+        self.slow: set[int] = set()  # numbers of processes
+        self.time = 0.0  # calls so far
+
+    def put(self, value: Any) -> Any:
+        reference = Reference()
+        reference.value, reference.is_there = copy.deepcopy(value), True
+        return reference
+
+    def start(self, kind: type, *args: Any) -> Any:
+        process = Process(next(self.numbers), kind)
+        self.processes.append(process)
+        process.calls.append(("__init__", args, [Reference()]))
+        return process
+
+    def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
+        references = [Reference() for _ in range(returns)]
+        if process.has_ended:
+            self._fail(references)
+        else:
+            process.calls.append((method, args, references))
+        return references
+
+    def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
+        until = None if seconds is None else self.time + seconds
+        while True:
+            there = [one for one in references if one.is_there]
+            if there:
+                return self.drawn.choice(there)
+            if until is not None and self.time >= until:
+                return None
+            self._advance(until)
+
+    def clock(self) -> float:
+        return self.time
+
+    def get(self, reference: Any) -> Any:
+        while not reference.is_there:
+            self._advance()
+        if reference.error is not None:
+            raise reference.error
+        return copy.deepcopy(reference.value)
+
+    def kill(self, process: Any) -> None:
+        process.has_ended = True
+        for _, _, references in process.calls:
+            self._fail(references)
+        process.calls, process.made = [], None
+
+    def close(self) -> None:
+        self.is_closed = True
+        for process in self.processes:
+            self.kill(process)
+
+    def _fail(self, references: Sequence[Any], error: BaseException | None = None) -> None:
+        for one in references:
+            one.is_there, one.error = True, error or Ended("it was ended")
+
+    def _advance(self, until: float | None = None) -> None:
+        """One call of one process; a slow one gets on only where nothing else can happen."""
+        self.time += 1
+        calling = [one for one in self.processes if one.calls]
+        assert calling, "nothing is under way"
+        ready = [one for one in calling if one.number not in self.slow]
+        if not ready and until is not None:
+            self.time = until
+            return
+        ready = ready or calling
+        process = self.drawn.choice(ready)
+        method, args, references = process.calls.pop(0)
+        self.calls.append((process.kind.__name__, method))
+        if self.end(process, method, "before"):
+            process.calls.insert(0, (method, args, references))
+            self.kill(process)
+            return
+        try:
+            values = [self.get(one) if isinstance(one, Reference) else copy.deepcopy(one) for one in args]
+        except (Ended, Lost) as error:
+            self._fail(references, Lost(str(error)))
+            return
+        try:
+            if method == "__init__":
+                process.made, found = process.kind(*values), None
+            else:
+                found = getattr(process.made, method)(*values)
+        except Exception as error:
+            self._fail(references, error)
+            return
+        if self.end(process, method, "after"):
+            self._fail(references)
+            self.kill(process)
+            return
+        found = copy.deepcopy(found) if len(references) > 1 else [copy.deepcopy(found)]
+        for reference, value in zip(references, found, strict=True):
+            reference.value, reference.is_there = value, True

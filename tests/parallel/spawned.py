@@ -1,0 +1,107 @@
+"""Gloo ranks in child processes: one group runs many cases, and a watchdog ends only its own children."""
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = timedelta(seconds=20)  # after which a collective gives up
+
+
+class HangError(Exception):
+    """A rank has not answered in time."""
+
+
+def _serve(rank: int, size: int, store: str, calls: Connection) -> None:
+    """Carry out what comes: `(function, args)`, until None."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+    )
+    while (call := calls.recv()) is not None:
+        function, args = pickle.loads(call)
+        try:
+            answer = "value", function(rank, size, *args)
+        except BaseException:
+            answer = "error", traceback.format_exc()
+        calls.send(answer)
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """Child processes that are the ranks of one group."""
+
+    def __init__(self, size: int, folder: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size, self._calls = size, list[Connection]()
+        self.children = list[Any]()
+        for rank in range(size):
+            mine, theirs = context.Pipe()
+            child = context.Process(target=_serve, args=(rank, size, f"{folder}/store", theirs), daemon=True)
+            child.start()
+            theirs.close()  # so that the pipe ends with the child
+            self._calls.append(mine)
+            self.children.append(child)
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(rank, size, *args)` on all ranks; it belongs to a module that can be imported."""
+        call = pickle.dumps((function, args))
+        for calls in self._calls:
+            calls.send(call)
+
+    def answers(self, seconds: float = 60.0) -> list[tuple[str, Any]]:
+        """What each rank gave: ("value", it), ("error", traceback) or ("ended", exit code)."""
+        got: dict[int, tuple[str, Any]] = {}
+        end = time.monotonic() + seconds
+        while len(got) < self.size:
+            left = [calls for rank, calls in enumerate(self._calls) if rank not in got]
+            ready = wait(left, timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                raise HangError(
+                    f"ranks {sorted({*range(self.size)} - got.keys())} gave nothing in {seconds:g} s"
+                )
+            for one in ready:
+                rank = next(rank for rank, calls in enumerate(self._calls) if calls is one)
+                try:
+                    got[rank] = self._calls[rank].recv()
+                except EOFError:
+                    self.children[rank].join()
+                    got[rank] = "ended", self.children[rank].exitcode
+        return [got[rank] for rank in range(self.size)]
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
+        """What `function(rank, size, *args)` returned on each rank; AssertionError if one failed."""
+        self.start(function, *args)
+        answers = self.answers(seconds)
+        for rank, (kind, value) in enumerate(answers):
+            assert kind == "value", f"rank {rank} {kind}: {value}"
+        return [value for _, value in answers]
+
+
+@contextmanager
+def spawned(size: int) -> Iterator[Ranks]:
+    """Ranks of one group; at the end they are asked to end, or ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = Ranks(size, folder)
+        try:
+            yield ranks
+        finally:
+            for calls in ranks._calls:
+                with suppress(OSError):  # it has ended
+                    calls.send(None)
+            for child in ranks.children:
+                child.join(3.0)
+                if child.is_alive():
+                    child.kill()
+                    child.join()

@@ -1,0 +1,316 @@
+"""Codecs: what is sent and what waits add up to what came; same bytes, same bits; a failure loses nothing.
+
+Mutations, each of which fails here: v is not cleared where it was sent, or u where masking asks for it; u is
+cleared with masking off, or of a parameter that is sent whole; the clipping forgets ranks; what waits on a
+rank without rows stays; `undo` goes back twice, or not at all; an absent parameter is sent as zeros.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import CheckpointError, PlanError
+from anybatch.parallel import Cast, Codec, DeepGradientCompression
+from anybatch.testing import relative_error, tolerance
+
+LIKE = {
+    "conv.weight": torch.zeros(4, 3, 5, 5, dtype=torch.float64),
+    "conv.bias": torch.zeros(4, dtype=torch.float64),
+    "scale": torch.zeros((), dtype=torch.float64),
+    "empty": torch.zeros(0, 3, dtype=torch.float64),
+    "linear.weight": torch.zeros(7, 9, dtype=torch.float64),
+}
+UPDATES, RANKS = 10, 3
+CLOSE = tolerance(torch.float64, 10 * UPDATES * RANKS)
+
+Named = dict[str, Tensor]
+
+
+def drawn(seed: int, like: Named = LIKE) -> Named:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(one.shape, generator=generator, dtype=torch.float64).to(one.dtype)
+        for name, one in like.items()
+    }
+
+
+def dgc(sparsity: float = 0.9, momentum: float = 0.9, **options: Any) -> DeepGradientCompression:
+    return DeepGradientCompression(sparsity, momentum, **{"warmup_updates": 0} | options)
+
+
+def added(shares: Sequence[Named]) -> Named:
+    """The plain sum in rank order; absent is what no rank has."""
+    sums: Named = {}
+    for name, value in (pair for share in shares for pair in share.items()):
+        sums[name] = sums[name] + value if name in sums else value
+    return sums
+
+
+def exchanged(codecs: Sequence[Codec], shares: Sequence[Named], like: Named = LIKE) -> Named:
+    payloads = [codec.encode(share, like) for codec, share in zip(codecs, shares, strict=True)]
+    return codecs[0].decode(payloads, like)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[name], other[name]) for name in one)
+    return one == other
+
+
+CODECS = {
+    "fp16": lambda: Cast("fp16"),
+    "bf16": lambda: Cast("bf16"),
+    "dgc": dgc,
+    "dgc, all options": lambda: dgc(nesterov=True, clip_norm=1.0, ranks=RANKS, warmup_updates=4),
+    "dgc, nothing": lambda: dgc(0.9, 0.0, masking=False),
+}
+
+
+@pytest.fixture(params=CODECS)
+def make(request: pytest.FixtureRequest) -> Any:
+    return CODECS[request.param]
+
+
+# ---- every codec
+
+
+def test_bytes_are_counted_and_decode_to_the_same_bits_everywhere(make: Any) -> None:
+    codecs = [make() for _ in range(RANKS)]
+    for update in range(3):
+        payloads = [codec.encode(drawn(update + rank), LIKE) for rank, codec in enumerate(codecs)]
+        for codec, payload in zip(codecs, payloads, strict=True):
+            assert payload.dtype == torch.uint8
+            assert (codec.sent, codec.dense) == (payload.numel(), 4 * sum(map(Tensor.numel, LIKE.values())))
+        before = codecs[0].state()
+        sums = [codec.decode(payloads, LIKE) for codec in (*codecs, make())]
+        assert all(same(sums[0], one) for one in sums)
+        assert same(codecs[0].state(), before)
+        assert {name: one.shape for name, one in sums[0].items()} == {n: one.shape for n, one in LIKE.items()}
+
+
+def test_undo_is_as_if_never_encoded_and_a_saved_state_goes_on_to_the_bit(make: Any) -> None:
+    straight, undone, loaded = make(), make(), make()
+    for update in range(6):
+        before = undone.state()
+        undone.encode(drawn(100 + update), LIKE)
+        undone.undo()
+        undone.undo()
+        assert same(undone.state(), before)
+        for seed in (100, 200):
+            loaded.encode(drawn(seed), LIKE)
+        loaded.load(before)
+        loaded.undo()
+        wanted = straight.encode(drawn(update), LIKE)
+        assert torch.equal(undone.encode(drawn(update), LIKE), wanted)
+        assert torch.equal(loaded.encode(drawn(update), LIKE), wanted)
+        assert same(loaded.state(), straight.state())
+
+
+def test_an_encode_that_fails_changes_nothing_and_undo_goes_back_no_further() -> None:
+    codec = dgc()
+    codec.encode(drawn(0), LIKE)
+    before = codec.state()
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        codec.encode({**drawn(1), "linear.weight": torch.zeros(2, 2)}, LIKE)
+    assert same(codec.state(), before)
+    codec.undo()
+    assert same(codec.state(), before)
+
+
+def test_a_parameter_that_no_rank_had_a_gradient_for_is_absent(make: Any) -> None:
+    some = {name: one for name, one in drawn(0).items() if name != "linear.weight"}
+    sums = exchanged([make(), make(), make()], [some, {}, {"scale": torch.ones((), dtype=torch.float64)}])
+    assert [*sums] == [*some]
+    assert make().decode([make().encode({}, LIKE)], LIKE) == {}
+    assert make().decode([make().encode({}, {})], {}) == {}
+
+
+def test_a_state_of_another_codec_and_what_cannot_be_counted_are_refused(make: Any) -> None:
+    codec = make()
+    with pytest.raises(CheckpointError, match=r"got one with \['scale'\]"):
+        codec.load({"scale": 1.0})
+    codec.check([torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)])
+    with pytest.raises(PlanError, match=r"got one of torch\.complex64 and shape \(2,\)"):
+        codec.check([torch.optim.SGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)])
+    with pytest.raises(PlanError, match="2,147,483,647 elements"):
+        codec.check([torch.optim.SGD([nn.Parameter(torch.empty(2**31, device="meta"))], lr=0.1)])
+
+
+# ---- casts
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("parameters", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_cast_rounds_each_share_once_and_adds_up_wide(
+    name: Literal["fp16", "bf16"], dtype: torch.dtype, parameters: torch.dtype
+) -> None:
+    like = {key: one.to(parameters) for key, one in LIKE.items()}
+    wide = torch.promote_types(parameters, torch.float32)
+    shares = [{key: one.to(wide) for key, one in drawn(seed).items()} for seed in range(RANKS)]
+    codecs = [Cast(name) for _ in shares]
+    wanted = added([{key: one.to(dtype).to(wide) for key, one in share.items()} for share in shares])
+    assert same(exchanged(codecs, shares, like), wanted)
+    assert codecs[0].sent == codecs[0].dense // 2 + 4 * len(like)
+
+
+def test_beyond_its_range_fp16_is_infinite_and_bf16_is_not() -> None:
+    like = {"weight": torch.zeros(2)}
+    share = {"weight": torch.tensor([1e5, 1.0])}
+    assert exchanged([Cast("fp16")], [share], like)["weight"].isinf().tolist() == [True, False]
+    assert exchanged([Cast("bf16")], [share], like)["weight"].isfinite().all()
+
+
+# ---- deep gradient compression
+
+
+def test_without_sparsity_and_momentum_the_sum_is_the_plain_sum_to_the_bit() -> None:
+    codecs = [dgc(0.0, 0.0) for _ in range(RANKS)]
+    for update in range(3):
+        shares = [drawn(10 * update + rank) for rank in range(RANKS)]
+        assert same(exchanged(codecs, shares), added(shares))
+    for seed in range(3):
+        share = drawn(seed, {name: one.float() for name, one in LIKE.items()})
+        sparse = {name: one.to_sparse() if one.ndim == 2 else one for name, one in share.items()}
+        assert same(exchanged([dgc(0.0, 0.0)], [sparse], share), share)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_without_sparsity_the_updates_are_those_of_sgd_with_momentum(nesterov: bool) -> None:
+    names = [name for name in LIKE if name != "empty"]
+    like = {name: LIKE[name] for name in names}
+    ours, theirs = ([nn.Parameter(one.clone()) for one in like.values()] for _ in range(2))
+    plain = torch.optim.SGD(ours, lr=0.1)
+    momentum = torch.optim.SGD(theirs, lr=0.1, momentum=0.7, nesterov=nesterov)
+    codecs = [dgc(0.0, 0.7, nesterov=nesterov) for _ in range(RANKS)]
+    codecs[0].check([plain])
+    for update in range(UPDATES):
+        shares = [drawn(10 * update + rank, like) for rank in range(RANKS)]
+        shares[update % RANKS] = shares[update % RANKS] if update % 4 else {}  # without rows
+        for optimizer, sums in ((plain, exchanged(codecs, shares, like)), (momentum, added(shares))):
+            for parameter, name in zip(optimizer.param_groups[0]["params"], names, strict=True):
+                parameter.grad = sums[name]
+            optimizer.step()
+    assert all(relative_error({"": one}, {"": two}) <= CLOSE for one, two in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_was_sent_and_what_waits_are_the_corrected_gradients(momentum: float, nesterov: bool) -> None:
+    """Without masking the method is linear: all that was sent and what waits are the sum of velocities."""
+    codec = dgc(0.9, momentum, nesterov=nesterov and momentum > 0, masking=False, warmup_updates=4)
+    sent: list[Named] = []
+    velocity = {name: torch.zeros_like(one) for name, one in LIKE.items()}
+    corrected = {name: torch.zeros_like(one) for name, one in LIKE.items()}
+    for update in range(UPDATES):
+        share = drawn(update) if update % 3 else {}
+        for name in LIKE if update else ():
+            gradient = share.get(name, torch.zeros_like(LIKE[name]))
+            velocity[name] = momentum * velocity[name] + gradient
+            corrected[name] += gradient + momentum * velocity[name] if codec.nesterov else velocity[name]
+        sent.append(exchanged([codec], [share]))
+        if update:
+            residual = codec.state()["residual"]
+            waits = {name: residual[name].view(LIKE[name].shape) for name in residual}
+            assert {*waits} == {"conv.weight", "linear.weight"}
+            assert relative_error(added([*sent, waits]), corrected) <= CLOSE
+
+
+def test_only_the_largest_go_and_they_leave_nothing_behind_where_masked() -> None:
+    for masking in (True, False):
+        codec = dgc(0.9, 0.5, masking=masking)
+        for update in range(UPDATES):
+            old, share = codec.state(), drawn(update)
+            sent = exchanged([codec], [share])
+            new = codec.state()
+            for name in ("conv.weight", "linear.weight"):
+                velocity, wanted = share[name].flatten(), sent[name].flatten()
+                if update:
+                    velocity = 0.5 * old["velocity"][name] + velocity
+                waited = velocity + old["residual"][name] if update else velocity
+                places = wanted.nonzero().flatten()
+                assert len(places) == round(len(wanted) / 10)
+                assert torch.equal(wanted[places], waited[places])
+                rest = waited.index_fill(0, places, 0)
+                assert rest.abs().max() <= wanted[places].abs().min()
+                assert torch.equal(new["residual"][name], rest)
+                kept = velocity.index_fill(0, places, 0) if masking else velocity
+                assert torch.equal(new["velocity"][name], kept)
+
+
+def test_a_rank_without_rows_sends_what_has_waited_until_nothing_waits() -> None:
+    like = {"weight": torch.zeros(3, 2)}
+    codec = dgc(0.999, 0.0)
+    share = {"weight": torch.tensor([[1.0, -6.0], [2.0, 5.0], [-3.0, 4.0]])}
+    sums = [exchanged([codec], [share if not update else {}], like)["weight"] for update in range(6)]
+    assert [float(one.sum()) for one in sums] == [-6, 5, 4, -3, 2, 1]
+    assert all(one.count_nonzero() == 1 for one in sums)
+    assert not codec.state()["residual"]["weight"].any()
+    assert codec.state()["velocity"] == {}  # without momentum none is kept
+
+
+def test_a_rank_clips_by_the_norm_of_its_whole_gradient_and_the_number_of_ranks() -> None:
+    share = drawn(0)
+    norm = torch.cat([one.flatten() for one in share.values()]).norm()
+    for ranks in (1, 4):
+        clipped = exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=ranks)], [share])
+        wanted = {name: one / (norm * ranks**0.5) for name, one in share.items()}
+        assert relative_error(clipped, wanted) <= CLOSE
+    for options in ({"clip_norm": 2 * float(norm), "ranks": 4 - 1}, {}):
+        assert same(exchanged([dgc(0.0, 0.0, **options)], [share]), share)
+    zeros = {name: torch.zeros_like(one) for name, one in share.items()}
+    assert same(exchanged([dgc(0.0, 0.0, clip_norm=1.0, ranks=1)], [zeros]), zeros)
+
+
+def test_the_sparsity_rises_by_quarters_and_the_bytes_fall() -> None:
+    like = {"weight": torch.zeros(100, 100)}
+    codec = dgc(0.999, warmup_updates=8)
+    sent: list[int] = []
+    for update in range(10):
+        codec.encode(drawn(update, like), like)
+        sent.append((codec.sent - 4) // 8)
+    assert sent == [2500, 2500, 625, 625, 156, 156, 39, 39, 10, 10]
+    assert [dgc(0.9, warmup_updates=4).sparsity_at(update) for update in range(5)] == [
+        0.75,
+        0.9,
+        0.9,
+        0.9,
+        0.9,
+    ]
+    assert dgc(0.5, warmup_updates=4).sparsity_at(0) == 0.5
+
+
+def test_a_momentum_beside_the_codecs_own_is_refused() -> None:
+    parameters = nn.Linear(2, 2).parameters
+    heavy = torch.optim.SGD(parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    with pytest.raises(PlanError, match=r"got SGD with {'momentum': 0\.9, 'nesterov': True}"):
+        dgc().check([torch.optim.SGD(parameters(), lr=0.1), heavy])
+    dgc(momentum=0.0).check([heavy])
+    for momentum in (0.0, 0.9):
+        with pytest.raises(PlanError, match=r"got Adam with {'betas'"):
+            dgc(momentum=momentum).check([torch.optim.Adam(parameters())])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sparsity": 1.0}, "sparsity to be at least 0 and below 1, got 1.0"),
+        ({"momentum": -0.1}, "momentum to be at least 0 and below 1, got -0.1"),
+        ({"momentum": 0.0, "nesterov": True}, "momentum with nesterov, got 0.0"),
+        ({"warmup_updates": -1}, "at least 0, got -1"),
+        ({"clip_norm": 1.0}, "got 1.0 and ranks=None"),
+        ({"clip_norm": 0.0, "ranks": 2}, "got 0.0 and ranks=2"),
+    ],
+)
+def test_values_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        dgc(**options)
+
+
+def test_another_cast_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"Expected one of \('fp16', 'bf16'\), got 'fp8'"):
+        Cast("fp8")  # pyright: ignore[reportArgumentType]

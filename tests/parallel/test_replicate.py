@@ -1,0 +1,191 @@
+"""Data parallelism gives the update of the whole batch in one process, however rows fall on ranks."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from anybatch.parallel import Cast, DeepGradientCompression
+from anybatch.testing import relative_error, tolerance
+from tests.faults.faulty import NO_MEMORY
+from tests.parallel import cases, faults, refused
+from tests.parallel.spawned import Ranks, spawned
+
+FLOAT64 = tolerance(torch.float64, 4)
+ROWS = [[7, 3, 0, 2], [0, 12, 0, 0], [3, 3, 3, 3]]  # of each rank; the last one of fewer ranks takes the rest
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with spawned(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with spawned(4) as group:
+        yield group
+
+
+def test_any_split_over_two_ranks_is_the_whole_batch(two: Ranks) -> None:
+    hashes = two.run(cases.several, 0, 60)
+    assert all(one == hashes[0] for one in hashes)
+
+
+def test_any_split_over_four_ranks_is_the_whole_batch(four: Ranks) -> None:
+    hashes = four.run(cases.several, 1000, 40)
+    assert all(one == hashes[0] for one in hashes)
+
+
+@pytest.mark.parametrize("sizes", ROWS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0.1},
+        {"accumulate": torch.float64, "compensated": True},
+        {"non_finite": "drop", "micro_batch": 2},
+        {"dtype": torch.float32, "precision": "bf16-true", "micro_batch": 2},
+        {"dtype": torch.float32, "precision": "fp16-mixed", "micro_batch": 2},
+        {"memory": "80%"},
+    ],
+    ids=["clipped", "compensated", "drop", "bf16", "fp16", "budget"],
+)
+def test_parameters_are_equal_to_the_bit_and_those_of_one_process(
+    two: Ranks, options: dict[str, Any], sizes: list[int]
+) -> None:
+    sizes = [sizes[0], sum(sizes[1:])]
+    first, second = two.run(cases.train, sizes, options)
+    assert first["bits"] == second["bits"]
+    alone = cases.train(0, 1, [sum(sizes)], {**options, "strategy": "local"})
+    dtype = torch.float16 if "precision" in options else options.get("dtype", torch.float64)
+    assert relative_error(first["parameters"], alone["parameters"]) <= tolerance(dtype, 4)
+    assert [one[2] for one in first["reports"]] == [sum(sizes)] * 4
+
+
+def test_collectives_do_not_depend_on_the_number_of_micro_batches(two: Ranks) -> None:
+    counts = [two.run(cases.train, [8, 6], {"micro_batch": size})[0]["collectives"] for size in (1, 3, None)]
+    assert counts == [8] * 3  # of four steps: a message and a sum of gradients each
+
+
+@pytest.mark.parametrize("name", cases.MUTATIONS)
+def test_mistakes_are_found(two: Ranks, name: str) -> None:
+    if name == "OwnScale":
+        planted = ("mid", 1, math.inf)
+        call: Any = lambda: two.run(own_scale, planted)  # noqa: E731
+        assert len({one["bits"] for one in call()}) == 2
+        return
+    assert sum(two.run(cases.wrong, 0, 20, name))
+
+
+def own_scale(rank: int, size: int, planted: Any) -> Any:
+    with cases.mutated("OwnScale"):
+        return faults.faulted(rank, size, 1, planted, kind="plain", precision="fp16-mixed")
+
+
+CODECS = {
+    "all sent": (partial(DeepGradientCompression, 0.0, warmup_updates=0), FLOAT64),
+    "bf16": (partial(Cast, "bf16"), tolerance(torch.bfloat16, 4)),
+    "one in twenty": (partial(DeepGradientCompression, 0.95, warmup_updates=0), math.inf),
+}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "a failure between"])
+@pytest.mark.parametrize("name", CODECS)
+def test_compression(two: Ranks, name: str, fails: bool) -> None:
+    make, bound = CODECS[name]
+    first, second = two.run(cases.compressed, make, fails)
+    assert all(map(torch.equal, first["parameters"], second["parameters"]))
+    assert relative_error(first["parameters"], cases.whole_with_momentum()) <= bound
+    if fails:
+        again = two.run(cases.compressed, make, False)[0]
+        assert all(map(torch.equal, first["parameters"], again["parameters"]))
+    dense = 8 * sum(p.numel() for p in first["parameters"])
+    assert (first["bytes"] < dense) == (name != "all sent")
+
+
+# ---- when a rank fails: the last column of the design's fault table
+
+CELLS = {
+    "out of memory in forward": (("forward", 1, NO_MEMORY), {}, "updated"),
+    "out of memory in backward": (("end", 1, NO_MEMORY), {}, "updated"),
+    "out of memory after something reached .grad": (("mid", 1, NO_MEMORY), {}, "updated"),
+    "overflow at a loss scale": (("mid", 1, math.inf), {"precision": "fp16-mixed"}, "updated"),
+    "not finite, raise": (("row", 5, math.nan), {}, "NonFiniteLossError"),
+    "not finite, drop": (("row", 5, math.nan), {"non_finite": "drop"}, "dropped"),
+    "not finite, skip": (("row", 5, math.nan), {"non_finite": "skip"}, "skipped"),
+    "anything else": (("mid", 1, faults.NO), {}, "RankError"),
+    "Ctrl-C": (("forward", 1, KeyboardInterrupt()), {}, "RankError"),
+}
+
+
+@pytest.mark.parametrize("variant", ["divided early", "whole batch"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_fault_on_one_rank(two: Ranks, cell: str, variant: str) -> None:
+    planted, options, expected = CELLS[cell]
+    if (cell, variant) == ("not finite, drop", "whole batch"):
+        expected = "NonFiniteLossError"  # rows that meet in the loss cannot be left out
+    answers = two.run(faulted, planted, variant, options)
+    faults.assert_agreed(answers)
+    other = answers[0]
+    if expected == "RankError":
+        assert other["error"] == "RankError"
+        assert "on rank 1" in other["said"]
+        assert "No rank has made the update" in other["said"]
+    elif expected.endswith("Error"):
+        assert other["error"] == expected
+    else:
+        assert (other["updated"], bool(other["dropped"])) == (expected != "skipped", expected == "dropped")
+
+
+def faulted(rank: int, size: int, planted: Any, variant: str, options: dict[str, Any]) -> Any:
+    return faults.faulted(rank, size, 1, planted, kind="plain", variant=variant, **options)
+
+
+def test_drawn_faults_are_agreed_upon(four: Ranks) -> None:
+    for one in zip(*four.run(faults.several, 0, 16), strict=True):
+        faults.assert_agreed([*one])
+
+
+def test_a_failure_in_the_update_ends_the_others_at_their_next_step(two: Ranks) -> None:
+    first, second = two.run(faults.in_the_update)
+    assert first[0] == ""
+    assert "ValueError on rank 1" in first[1]
+    assert second == ["no"]
+
+
+def test_a_rank_that_dies_ends_all() -> None:
+    with spawned(2) as ranks:
+        ranks.start(faults.ended, 1)
+        (kind, said), (end, _) = ranks.answers()
+    assert (kind, end) == ("value", "ended")
+    assert "got none from at least one of them" in said
+
+
+# ---- what is refused
+
+
+def test_ranks_that_differ_are_told_in_what(two: Ranks) -> None:
+    for told in two.run(refused.different):
+        for part, said in told.items():
+            assert said.startswith(
+                f"PlanError: Expected the same {part} on all 2 ranks, got another on ranks [1]"
+            )
+
+
+def test_what_cannot_be_done_on_several_ranks(two: Ranks) -> None:
+    for told in two.run(refused.others):
+        assert "fp16_compress_hook" in told["hook"]
+        assert "DataParallel" in told["DataParallel"]
+        assert "weight" in told["found"]
+        assert "BatchNorm" in told["BatchNorm"]
+        assert "sparse" in told["sparse"]
+        assert "as many updates" in told["missed"]
+        assert "SyncBatchNorm" in told["sync"]
+        assert "lazy" in told["lazy"]
+        assert "no gradients before a step" in told["window"] or "on rank 0" in told["window"]
+        assert "\u6570" in told["foreign"]
+        assert "no update" in told["nothing"]
+        assert told["after"] == "no error"

@@ -1,0 +1,77 @@
+"""Recipes are found by name; LeNet-5 is the network of 1998, and it learns the digits."""
+
+from pathlib import Path
+
+import pytest
+import sklearn  # noqa: F401  (here, because its first import sets environment variables)
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from anybatch import Step
+from anybatch.core.errors import DataError
+from anybatch.recipes import find_recipe
+from anybatch.recipes.lenet5 import LeNet5
+
+# Weights and biases of each layer, counted from the paper: 5 x 5 maps, 120, 84, classes.
+SHAPES = {1: 61_706, 3: 62_006}
+
+
+def build(channels: int = 1, classes: int = 10, seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LeNet5(channels, classes)
+
+
+@pytest.mark.parametrize("channels", SHAPES)
+def test_size(channels: int) -> None:
+    model = build(channels)
+    assert sum(parameter.numel() for parameter in model.parameters()) == SHAPES[channels]
+    assert model(torch.zeros(5, channels, 32, 32)).shape == (5, 10)
+    assert build(channels, classes=3)(torch.zeros(2, channels, 32, 32)).shape == (2, 3)
+
+
+def test_the_forward_is_written_out() -> None:
+    """Against the same network from functions alone, its parameters taken in order."""
+    x = torch.randn(3, 1, 32, 32)
+    model = build()
+    w1, b1, w2, b2, w3, b3, w4, b4, w5, b5 = model.parameters()
+    expected = F.max_pool2d(F.conv2d(x, w1, b1).relu(), 2)
+    expected = F.max_pool2d(F.conv2d(expected, w2, b2).relu(), 2).reshape(3, 400)
+    expected = F.linear(F.linear(F.linear(expected, w3, b3).relu(), w4, b4).relu(), w5, b5)
+    assert torch.equal(model(x), expected)
+
+
+def test_the_start_is_uniform_within_one_over_the_root_of_the_inputs() -> None:
+    inputs = {"conv1": 25, "conv2": 150, "linear1": 400, "linear2": 120, "linear3": 84}
+    for name, parameter in build().named_parameters():
+        bound = inputs[name.partition(".")[0]] ** -0.5
+        values = parameter.detach() / bound
+        assert float(values.abs().max()) <= 1 + torch.finfo(torch.float32).eps, name
+        if parameter.numel() >= 100:
+            assert float(values.abs().max()) > 0.9, name
+            assert 0.25 < float(values.square().mean()) < 0.42, name  # 1/3 for uniform values
+
+
+def test_images_of_another_size_are_refused(tmp_path: Path) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            pillow.new("RGB", (24, 24)).save(tmp_path / name / f"{number}.png")
+    with pytest.raises(DataError, match=r"expected .*32.*got .*24"):
+        find_recipe("lenet5").prepare(str(tmp_path))
+
+
+def test_it_learns_the_digits() -> None:
+    """Three passes with the options of the demo; chance is 10 %, a network that learns has over 90 %."""
+    training = find_recipe("lenet5").prepare(label_smoothing=0.1)
+    optimizer = torch.optim.SGD(training.model.parameters(), lr=0.02, momentum=0.9)
+    step = Step(training.model, training.loss, optimizer, micro_batch=16)
+    inputs, targets = training.train
+    for _ in range(3):
+        for index in torch.randperm(len(targets)).split(32):
+            step((inputs[index], targets[index]))
+    with torch.no_grad():
+        right = training.model(training.test[0]).argmax(1) == training.test[1]
+    assert int(right.sum()) > 0.85 * len(right)

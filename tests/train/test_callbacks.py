@@ -1,0 +1,450 @@
+"""Callbacks and their state: resumed is unbroken; averages over updates; stops; checkpoints that are kept."""
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import anybatch as ab
+from anybatch.core.errors import AnybatchError, CheckpointError, LossError, PlanError, WindowError
+from anybatch.engine import Observer
+from anybatch.train import checkpoint, folder
+from anybatch.train.folder import BEST, LAST, numbered
+from anybatch.train.trainer import Trainer
+from tests.snapshots import changes, same
+from tests.train.runs import (
+    BATCH,
+    EPOCHS,
+    TRAIN,
+    UPDATES,
+    VALIDATION,
+    Diary,
+    make_rows,
+    make_step,
+    make_trainer,
+    state,
+    stopped,
+    timeless,
+)
+
+
+class Lines(IterableDataset[Any]):
+    """Rows one by one, in an order that depends on the epoch and on random numbers drawn while reading."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        x, y = make_rows(TRAIN)
+        for row in range(self.epoch, TRAIN + self.epoch):
+            yield x[row % TRAIN : row % TRAIN + 1] + 0.1 * torch.randn(3), y[row % TRAIN : row % TRAIN + 1]
+
+
+def of_loader() -> Any:
+    return DataLoader(TensorDataset(*make_rows(TRAIN)), batch_size=3, shuffle=True)
+
+
+FEEDS: dict[str, dict[str, Any]] = {
+    "a loader of whole batches": {"batch_size": None, "make": of_loader},
+    "a loader, gathered": {"batch_size": BATCH, "make": of_loader},
+    "an iterable": {"batch_size": BATCH, "make": Lines},
+    "rows in memory": {"batch_size": BATCH, "make": lambda: make_rows(TRAIN)},
+}
+
+
+def make(out: Path | None, feed: str = "a loader, gathered", **options: Any) -> Trainer:
+    """With averaged weights, early stopping in the third epoch or so, and validation from a loader."""
+    asked = dict(FEEDS[feed])
+    extra = options.pop("callbacks", [])
+    settings = {
+        "train": asked.pop("make")(),
+        "validation": DataLoader(TensorDataset(*make_rows(VALIDATION, seed=1)), batch_size=2),
+        "keep": 2 if out else 0,
+        "save_every": 1,
+        "callbacks": [ab.EMA(0.6), ab.EarlyStopping("accuracy", patience=1, larger_is_better=True), *extra],
+    }
+    return make_trainer(out, **settings | asked | options)
+
+
+def whole_state(trainer: Trainer) -> dict[str, Any]:
+    states = [dict(one.state_dict()) for one in trainer.callbacks if one.state_dict()]
+    return state(trainer) | {"callbacks": states, "stopped": trainer.stopped}
+
+
+# ---- resume
+
+
+@pytest.mark.parametrize("feed", FEEDS)
+def test_resumed_is_unbroken_wherever_it_was_stopped(feed: str, tmp_path: Path) -> None:
+    whole = make(None, feed)
+    reports = timeless(whole.fit(epochs=9))
+    assert whole.stopped.startswith("validation accuracy has not become better")
+    assert 1 < whole.epoch < 9
+    again, told, lives = make(tmp_path, feed, callbacks=[stopped(("update", 2), LossError("stopped"))]), [], 1
+    while True:
+        try:
+            told += timeless(again.fit(epochs=9))
+            break
+        except LossError:
+            told += reports[len(told) : again.epoch]
+        torch.manual_seed(lives)  # another process
+        lives += 1
+        error = stopped(("update", 2 + lives % 2), LossError("stopped"))
+        again = make(tmp_path, feed, callbacks=[error])
+        again.resume(tmp_path)
+        assert again.steps == numbered(tmp_path).popitem()[0] + 1 or len(numbered(tmp_path)) < 2
+    assert lives >= 3
+    assert changes(whole_state(whole), whole_state(again)) == []
+    assert same(told, reports)
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log if line["event"] == "step"] == list(range(1, whole.steps + 1))
+    assert [*numbered(tmp_path)] == [whole.steps, whole.steps - 1]
+    again = make(tmp_path, feed)
+    again.resume(tmp_path)
+    assert again.fit(epochs=9) == []  # it stays stopped
+
+
+@pytest.mark.parametrize("damage", [[LAST], [LAST, 0], [LAST, 0, 1]])
+def test_where_the_newest_is_damaged_an_earlier_one_comes_to_the_same_end(
+    damage: list[Any], tmp_path: Path
+) -> None:
+    whole = make(None)
+    whole.fit(epochs=EPOCHS)
+    make(tmp_path).fit(epochs=1)
+    paths = [LAST, *[path.name for path in numbered(tmp_path).values()], BEST]
+    for one in damage:
+        path = tmp_path / (paths[1 + one] if isinstance(one, int) else one)
+        data = path.read_bytes()
+        path.unlink()  # or its other name would be damaged, too
+        path.write_bytes(data[:-1])
+    again = make(tmp_path)
+    expected = paths[len(damage)]
+    with pytest.warns(UserWarning, match=rf"{LAST}: expected a whole.* Going on from .*{expected} instead"):
+        again.resume(tmp_path)
+    again.fit(epochs=EPOCHS)
+    assert changes(whole_state(whole), whole_state(again)) == []
+    assert [*numbered(tmp_path)] == [again.steps, again.steps - 1]
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=LAST):
+        again.resume(tmp_path)
+
+
+def test_checkpoints_of_steps_that_are_made_once_more_are_deleted(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / LAST, model=nn.Linear(1, 1))
+    for step, kept in ((8, [8]), (9, [9, 8]), (10, [10, 9]), (5, [5]), (6, [6, 5])):
+        folder.number(tmp_path, step, keep=2)
+        assert [*numbered(tmp_path)] == kept
+
+
+def test_callbacks_and_observers_are_found_by_class_and_order(tmp_path: Path) -> None:
+    class Counting(Observer):
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def update(self, gradients: Any) -> None:
+            self.seen += 1
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.seen = state["seen"]
+
+    def make(*callbacks: ab.Callback, observers: Any = ()) -> Trainer:
+        step = make_step(observers=observers)
+        return make_trainer(tmp_path, step=step, callbacks=callbacks)
+
+    make(ab.EMA(0.5), ab.EMA(0.9), observers=[Counting()]).fit(epochs=1)
+    emas, counting = (ab.EMA(0.5), ab.EMA(0.9)), Counting()
+    make(ab.LossMonitor(100), *emas, observers=[counting]).resume(tmp_path)
+    assert counting.seen == UPDATES
+    assert not torch.equal(emas[0].average["0.bias"], emas[1].average["0.bias"])
+    with pytest.warns(UserWarning, match="of the run's callbacks and observers") as told:
+        make(ab.EMA(0.5), ab.EarlyStopping()).resume(tmp_path)
+    texts = sorted(str(one.message) for one in told)
+    assert [text.partition("observers, ")[2] for text in texts] == [
+        "these are gone: EMA (1), Counting (1)",
+        "these begin anew: EarlyStopping (1)",
+    ]
+
+
+def test_an_open_window_is_kept_and_opened_again(tmp_path: Path) -> None:
+    def begin(trainer: Trainer) -> Trainer:
+        trainer.step.window().add(make_rows(3))
+        return trainer
+
+    one, other = begin(make_trainer(None)), make_trainer(None)
+    one.save(tmp_path / "a")
+    torch.manual_seed(99)
+    other.resume(tmp_path / "a")
+    reports = []
+    for trainer in (one, other):
+        checkpoint.load(tmp_path / "a")
+        window = trainer.step.open_window
+        assert window is not None
+        torch.manual_seed(4)
+        window.add(make_rows(4, seed=2))
+        reports.append(window.close())
+    assert same(*reports)
+    assert changes(state(one), state(other)) == []
+    with pytest.raises(WindowError, match="without an open window to resume, got one with 3 rows"):
+        begin(make_trainer(None)).resume(tmp_path / "a")
+
+
+# ---- averaged weights
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("micro_batch", [1, 4, None])
+def test_average_is_that_of_a_slow_reference_over_updates_in_any_cut(
+    micro_batch: int | None, buffers: bool
+) -> None:
+    """One of the steps makes no update."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=True), nn.Linear(4, 4)
+    ).double()
+    model[1].eval()
+    model[1].running_mean.fill_(0.25)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    x, y = make_rows(TRAIN)
+    x, y = x.double(), y.clamp(0)
+    x[4] = math.nan
+    step = ab.Step(
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        micro_batch=micro_batch,
+        non_finite="skip",
+        batch_norm="frozen",
+    )
+    ema = ab.EMA(0.7, buffers=buffers)
+    seen: list[dict[str, Tensor]] = []
+
+    class Look(ab.Callback):
+        def update(self, trainer: Trainer, report: ab.StepReport) -> None:
+            model[1].running_mean.add_(1)
+            if report.updated:
+                seen.append(copy.deepcopy(dict(model.state_dict())))
+
+    trainer = Trainer(step, (x, y), batch_size=6, callbacks=[Look(), ema], progress=False)
+    trainer.fit(epochs=2)
+    assert (ema.updates, trainer.updates, trainer.steps) == (4, 4, 6)
+    expected = seen[0]
+    for weights in seen[1:]:
+        expected = {
+            name: 0.7 * value + 0.3 * weights[name] if value.is_floating_point() else weights[name]
+            for name, value in expected.items()
+        }
+    before = copy.deepcopy(dict(model.state_dict()))
+    if not buffers:
+        expected |= {name: value for name, value in before.items() if "running" in name or "num" in name}
+    with ema.weights(step):
+        torch.testing.assert_close(dict(model.state_dict()), expected)
+    with pytest.raises(KeyError), ema.weights(step):
+        raise KeyError
+    assert same(dict(model.state_dict()), before)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16-true"])
+def test_exported_weights_are_a_plain_state_dict(precision: str, tmp_path: Path) -> None:
+    ema = ab.EMA(0.999)
+    trainer = make_trainer(None, step=make_step(precision=precision), callbacks=[ema], validation=None)
+    trainer.fit(epochs=2)
+    full = trainer.step.masters.state_dict(trainer.step.model)
+    for name in ("a.pt", "a.safetensors"):
+        for average in (None, ema):
+            trainer.export(tmp_path / name, average)
+            read = load_file if name.endswith("s") else torch.load
+            found: Any = read(tmp_path / name)
+            expected = dict(full) | (ema.average if average else {})
+            assert same(dict(found), expected)
+            model = make_step().model
+            model.load_state_dict(found)
+    assert ema.average["0.weight"].dtype == torch.float32
+    assert not torch.equal(ema.average["0.weight"], full["0.weight"])
+    tied = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    tied[1].weight = tied[0].weight
+    for name in ("b.pth", "b.safetensors"):
+        checkpoint.export(tied.state_dict(), tmp_path / name)
+    assert load_file(tmp_path / "b.safetensors").keys() == torch.load(tmp_path / "b.pth").keys()
+    for name, told in (("a.bin", "ends in .safetensors, .pt or .pth, got '.bin'"), ("no/a.pt", "be written")):
+        with pytest.raises(CheckpointError, match=told):
+            trainer.export(tmp_path / name)
+    with pytest.raises(CheckpointError, match="state dict of tensors, got int for 'x'"):
+        checkpoint.export({"x": 3}, tmp_path / "a.safetensors")
+
+
+def test_validation_uses_the_average_if_asked_and_training_does_not() -> None:
+    def losses(*callbacks: ab.Callback) -> list[float]:
+        return [one.validation["loss"] for one in make_trainer(None, callbacks=callbacks).fit(epochs=2)]
+
+    plain = losses()
+    assert losses(ab.EMA(0.0)) == plain == losses(ab.EMA(0.9, validate=False))
+    assert losses(ab.EMA(0.9)) != plain
+
+
+# ---- stops, errors, lines
+
+
+@pytest.mark.parametrize("at", [("update", 2), ("update", UPDATES), ("epoch", 1)])
+def test_a_callback_may_stop_the_training_and_it_goes_on_later(at: tuple[str, int], tmp_path: Path) -> None:
+    whole = make_trainer(None)
+    whole.fit(epochs=EPOCHS)
+    diary = Diary(at, lambda: first.stop("enough [of it]"))
+    first = make_trainer(tmp_path, callbacks=[diary])
+    reports = first.fit(epochs=EPOCHS)
+    assert first.stopped == "enough [of it]"
+    assert diary.events[-2:] == [at[0], "stop"]
+    assert diary.events.count(at[0]) == at[1]
+    assert len(reports) == (at[0] == "epoch")
+    assert (tmp_path / "log.jsonl").read_text().endswith('{"event": "stop", "reason": "enough [of it]"}\n')
+    again = make_trainer(tmp_path)
+    again.resume(tmp_path)
+    assert again.steps == first.steps
+    again.fit(epochs=EPOCHS)
+    assert changes(state(whole), state(again)) == []
+
+
+@pytest.mark.parametrize("at", [("update", 2), ("epoch", 1)])
+def test_what_a_callback_raises_costs_nothing_and_the_others_are_told(
+    at: tuple[str, int], tmp_path: Path
+) -> None:
+    whole = make(None)
+    whole.fit(epochs=EPOCHS)
+    after = Diary()
+    with pytest.raises(ZeroDivisionError):
+        make(tmp_path, save_every=0, callbacks=[stopped(at, ZeroDivisionError()), after]).fit(epochs=EPOCHS)
+    assert after.events.count(at[0]) == at[1]
+    again = make(tmp_path)
+    again.resume(tmp_path)
+    again.fit(epochs=EPOCHS)
+    assert changes(whole_state(whole), whole_state(again)) == []
+
+
+def test_an_error_of_the_data_costs_nothing(tmp_path: Path) -> None:
+    class Broken(Lines):
+        def __iter__(self) -> Iterator[Any]:
+            for number, row in enumerate(super().__iter__()):
+                if number == 2 * BATCH and self.epoch == 1:
+                    raise OSError("gone")
+                yield row
+
+    whole = make(None, "an iterable")
+    whole.fit(epochs=EPOCHS)
+    with pytest.raises(OSError, match="gone"):
+        make(tmp_path, "an iterable", train=Broken(), save_every=0).fit(epochs=EPOCHS)
+    again = make(tmp_path, "an iterable")
+    again.resume(tmp_path)
+    assert again.steps == UPDATES + 2
+    again.fit(epochs=EPOCHS)
+    assert changes(whole_state(whole), whole_state(again)) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: ab.EMA(1.0), r"decay from 0 to below 1, got 1\.0"),
+        (lambda: ab.EMA(math.nan), "got nan"),
+        (lambda: ab.EarlyStopping(patience=0), "patience.*at least 1, got 0"),
+        (lambda: ab.EarlyStopping(least_change=-1), "least_change.*at least 0, got -1"),
+        (lambda: ab.LossMonitor(1.5), "every.*at least 1, got 1.5"),  # pyright: ignore
+    ],
+)
+def test_bad_settings_are_refused(make: Any, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        make()
+
+
+def test_early_stopping_needs_a_value(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="trainer with validation rows"):
+        make_trainer(None, validation=None, callbacks=[ab.EarlyStopping()]).fit(epochs=1)
+    trainer = make_trainer(tmp_path, callbacks=[ab.EarlyStopping("acuracy")])
+    with pytest.raises(AnybatchError, match=r"got 'acuracy'\. Choose from \['accuracy', 'loss'\]"):
+        trainer.fit(epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([3, 2, 2, 2, 1], {"patience": 2}, 4),
+        ([3, 2.5, 2.1, 1.9, 1.8], {"patience": 1, "least_change": 0.45}, 3),
+        ([1, 2, math.nan, 2, 3], {"patience": 2, "larger_is_better": True}, 4),
+        ([math.nan, math.nan, 1], {"patience": 2}, 2),
+        ([3, 2, 1, 0, -1], {"patience": 1}, None),
+    ],
+)
+def test_early_stopping_waits_for_a_better_value(
+    values: list[float], options: dict[str, Any], epochs: int | None
+) -> None:
+    stopping, asked = ab.EarlyStopping(**options), list[str]()
+    trainer: Any = SimpleNamespace(stop=asked.append)
+    for number, value in enumerate(values, 1):
+        stopping.epoch(trainer, SimpleNamespace(validation={"loss": float(value)}))  # pyright: ignore
+        if asked:
+            assert number == epochs
+            return
+    assert epochs is None
+
+
+def test_monitor_prints_lines_and_checkpoints_are_saved_by_the_clock(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make_trainer(tmp_path, callbacks=[ab.LossMonitor(2)], save_minutes=1e-9, keep=10)
+    trainer.fit(epochs=2)
+    lines = capsys.readouterr().err.splitlines()
+    form = r"epoch (\d)  step (\d)  loss \d\.\d+  [\d.]+ ms an update  [\d,]+ rows/s"
+    found = [re.fullmatch(form, line) for line in lines]
+    assert [one and one.groups() for one in found] == [("1", "2"), ("2", "4"), ("2", "6")]
+    assert [*numbered(tmp_path)] == [6, 5, 4, 3, 2, 1]
+
+
+def test_samples_as_mappings_in_the_order_of_their_lengths() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 4)
+
+        def forward(self, words: Tensor, mask: Tensor) -> Tensor:
+            return (self.words(words) * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        longest = max(len(one["words"]) for one in samples)
+        pad = [one["words"] + [0] * (longest - len(one["words"])) for one in samples]
+        mask = [[1.0] * len(one["words"]) + [0.0] * (longest - len(one["words"])) for one in samples]
+        targets = torch.tensor([one["target"] for one in samples])
+        return {"words": torch.tensor(pad), "mask": torch.tensor(mask), "labels": targets}
+
+    def loss(model: nn.Module, micro: dict[str, Tensor]) -> ab.Total:
+        found = model(micro["words"], micro["mask"])
+        return ab.Total(nn.functional.cross_entropy(found, micro["labels"], reduction="sum"), len(found))
+
+    samples = [{"words": [1 + row % 8] * (1 + row * 5 % 7), "target": row % 4} for row in range(20)]
+    ends: list[dict[str, Any]] = []
+    for options in ({}, {"order": "length", "micro_batch": 3}):
+        torch.manual_seed(0)
+        model = Scores().double()
+        step = ab.Step(
+            model,
+            loss,
+            torch.optim.SGD(model.parameters(), lr=0.5),
+            collate=collate,
+            **options,  # pyright: ignore
+        )
+        reports = Trainer(step, samples, samples, batch_size=8, progress=False).fit(epochs=2)
+        ends.append({"loss": torch.tensor(reports[-1].loss).double(), **model.state_dict()})
+    torch.testing.assert_close(*ends)

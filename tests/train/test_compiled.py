@@ -1,0 +1,98 @@
+"""Training with a compiled model: one compilation more for validation, and checkpoints for either model."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import anybatch as ab
+from anybatch.testing import relative_error, tolerance
+from anybatch.train import checkpoint
+from tests.compiled import Counting
+
+ROWS = 43  # batches of 20, 20 and 3; validation of 16 and 9
+
+
+def make(counting: Counting | None = None, *, dropout: float = 0.0, **options: Any) -> ab.Trainer:
+    torch.manual_seed(0)
+    rows = torch.randn(ROWS, 4), torch.randint(3, (ROWS,))
+    block = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout))
+    model = nn.Sequential(block, nn.Linear(8, 3))
+    if counting is not None:
+        model = counting.compile(model)
+    step = ab.Step(
+        model,
+        nn.CrossEntropyLoss(),
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        micro_batch=None if dropout else 16,
+        observers=[ab.GradientFlow(model)],
+    )
+    validation = rows[0][:25], rows[1][:25]
+    metrics = {"accuracy": ab.accuracy}
+    return ab.Trainer(step, rows, validation, batch_size=20, metrics=metrics, progress=False, **options)
+
+
+def weights(trainer: ab.Trainer) -> dict[str, Any]:
+    return {name.replace("_orig_mod.", ""): one for name, one in trainer.step.model.state_dict().items()}
+
+
+def test_a_training_compiles_once_and_once_more_for_validation() -> None:
+    counting = Counting()
+    ours, plain = make(counting), make()
+    for report, expected in zip(ours.fit(epochs=3), plain.fit(epochs=3), strict=True):
+        assert report.validation == pytest.approx(expected.validation, rel=tolerance(torch.float32, ROWS))
+    assert (counting.graphs, set(counting.rows)) == (2, {16})
+    assert relative_error(weights(ours), weights(plain)) <= tolerance(torch.float32, 100 * ROWS)
+
+
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_either_model_goes_on_from_the_others_checkpoint(is_compiled: bool, tmp_path: Path) -> None:
+    def one(is_first: bool) -> ab.Trainer:
+        counting = Counting() if is_compiled == is_first else None
+        return make(counting, callbacks=[ab.EMA(0.9)])
+
+    first = one(True)
+    first.fit(epochs=1)
+    first.save(tmp_path / "a.safetensors")
+    second = one(False)
+    second.resume(tmp_path / "a.safetensors")
+    for name, value in weights(first).items():
+        assert torch.equal(weights(second)[name], value)
+    ema = second.callbacks[-1]
+    assert isinstance(ema, ab.EMA)
+    assert ema.average.keys() == weights(first).keys()
+    second.fit(epochs=2)
+    assert set(checkpoint.load(tmp_path / "a.safetensors").model) == set(weights(first))
+    first.export(tmp_path / "ours.pt")
+    plain = copy.deepcopy(make().step.model)
+    plain.load_state_dict(torch.load(tmp_path / "ours.pt", weights_only=True))
+
+
+def test_a_resumed_run_fills_up_the_same_rows(tmp_path: Path) -> None:
+    """Dropout draws for all rows that go through, so the last three rows must go through as 20 again."""
+    whole = make(Counting(), dropout=0.5)
+    whole.fit(epochs=2)
+    first = make(Counting(), dropout=0.5, out=tmp_path, save_every=2)
+    first.callbacks = (StopAfter(2),)
+    first.fit(epochs=2)
+    counting = Counting()
+    second = make(counting, dropout=0.5)
+    second.resume(tmp_path)
+    second.fit(epochs=2)
+    assert counting.rows[0] == 20
+    for name, value in weights(whole).items():
+        assert torch.equal(weights(second)[name], value)
+
+
+class StopAfter(ab.Callback):
+    """Stops a training after so many updates."""
+
+    def __init__(self, updates: int) -> None:
+        self.updates = updates
+
+    def update(self, trainer: ab.Trainer, report: ab.StepReport) -> None:
+        if trainer.updates == self.updates:
+            trainer.stop("as asked")
