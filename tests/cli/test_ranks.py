@@ -102,9 +102,7 @@ def test_a_killed_rank_ends_all_with_one_sentence_and_the_run_goes_on(tmp_path: 
         one.send_signal(signal.SIGINT)
         _, err = one.communicate(timeout=WAIT)
     assert one.returncode == 130
-    # Gloo's threads may say that they were terminated while a rank ends.
-    assert err.endswith(f"anybatch train: interrupted. {go_on}")
-    assert "Traceback" not in err
+    assert err == f"anybatch train: interrupted. {go_on}"
     epochs = str(load(tmp_path / "run" / "last.safetensors").progress["epoch"] + 2)
     assert run(tmp_path, "--resume", "run", *options, epochs)[0] == 0  # on two ranks, as it was started
     assert run(tmp_path, "own:task", "--batch-size", "6", "--out", "alone", *options, epochs)[0] == 0

@@ -1,6 +1,9 @@
 """Data parallelism gives the update of the whole batch in one process, however rows fall on ranks."""
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -189,3 +192,28 @@ def test_what_cannot_be_done_on_several_ranks(two: Ranks) -> None:
         assert "\u6570" in told["foreign"]
         assert "no update" in told["nothing"]
         assert told["after"] == "no error"
+
+
+ENDS = """
+import atexit
+import weakref
+import torch
+import torch.distributed as dist
+from anybatch.parallel import exchange, start_under_torchrun
+
+start_under_torchrun()
+exchange({})
+group = weakref.ref(dist.group.WORLD)
+weight = torch.ones(2, requires_grad=True)
+weight.sum().backward()
+torch.optim.SGD([weight]).step()  # imports what keeps the group
+atexit._run_exitfuncs()
+assert group() is None
+"""
+
+
+def test_the_group_is_gone_before_the_interpreter() -> None:
+    """Else gloo's threads abort the process at its end, now and then."""
+    alone = {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **alone, "TORCHELASTIC_RUN_ID": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    subprocess.run([sys.executable, "-c", ENDS], check=True, env=environment)

@@ -1,10 +1,10 @@
 """The process group: started under torchrun, and messages of one fixed size from every rank to every rank"""
 
 import atexit
+import importlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ def start_under_torchrun() -> None:
     """
     if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
         return
+    # Its functions keep the group that is there when it is imported, and torch imports it in an optimizer's
+    # first step. A group that is kept cannot end before the interpreter does, and then gloo's threads abort.
+    importlib.import_module("torch.distributed.nn.functional")
     is_on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo")
     atexit.register(_end)
@@ -88,12 +91,7 @@ def answered() -> Generator[None]:
 
 def device_for_messages() -> torch.device:
     """The CPU if the group has a backend for it; else the current CUDA device."""
-    return _device_of(dist.group.WORLD)
-
-
-@lru_cache(maxsize=4)
-def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else "cuda")
 
 
 def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
