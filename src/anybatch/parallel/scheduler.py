@@ -21,8 +21,14 @@ class Ended(Exception):  # noqa: N818
     """The process that was called has ended."""
 
 
-class Lost(Exception):  # noqa: N818
+class Lost(RankError):  # noqa: N818
     """A value is gone with the machine that held it."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(
+            f"Expected a cluster that keeps what it is given, got a value that is gone ({said}). No update "
+            "was made. Go on from the last checkpoint."
+        )
 
 
 class Cluster(Protocol):
@@ -154,8 +160,8 @@ class Scheduler:
             self._load(index)
         self._is_torn, self._accepted = False, [[] for _ in self.shards]
 
-    def _load(self, index: int) -> None:
-        self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])
+    def _load(self, index: int) -> Any:
+        return self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])[0]
 
     def _revive(self, index: int, done: Sequence[tuple[Any, ...]]) -> None:
         """A new server in place of one that ended: from the snapshot, and the pushes accepted since."""
@@ -168,7 +174,10 @@ class Scheduler:
             )
         self.cluster.kill(self.shards[index])
         self.shards[index] = self._start_shard(index)
-        self._load(index)
+        try:
+            self.cluster.get(self._load(index))
+        except Ended:
+            return  # the next call finds out
         for call in done:
             self.cluster.call(self.shards[index], *call)
 
