@@ -6,6 +6,7 @@ from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total, w
 from anybatch.engine import Plan
 from anybatch.losses import ModelLoss, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
+from anybatch.parallel import ParameterServer
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision
 from anybatch.step import Step, Window, plan
@@ -24,6 +25,7 @@ __all__ = [
     "GradientFlow",
     "LossMonitor",
     "ModelLoss",
+    "ParameterServer",
     "Plan",
     "PlanReport",
     "Precision",

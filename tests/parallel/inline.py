@@ -20,6 +20,7 @@ class Process:
     def __init__(self, number: int, kind: type) -> None:
         self.number, self.kind, self.calls, self.has_ended = number, kind, [], False
         self.made: Any = None
+        self.given: list[Reference] = []  # what it has returned
 
 
 class Inline:
@@ -83,6 +84,11 @@ class Inline:
             self._fail(references)
         process.calls, process.made = [], None
 
+    def lose(self, process: Any) -> None:
+        """A machine is gone, with all that its process has returned."""
+        self.kill(process)
+        self._fail(process.given, Lost("it was on another machine"))
+
     def close(self) -> None:
         self.is_closed = True
         for process in self.processes:
@@ -129,3 +135,4 @@ class Inline:
         found = copy.deepcopy(found) if len(references) > 1 else [copy.deepcopy(found)]
         for reference, value in zip(references, found, strict=True):
             reference.value, reference.is_there = value, True
+        process.given += references

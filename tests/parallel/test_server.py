@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core import tree
+from anybatch.core import RankError, tree
 from anybatch.parallel import ParameterServer
 from anybatch.parallel.server import COUNTED, NOT_FINITE, Layout, Shard
 from anybatch.testing import reference_step, relative_error, tolerance
@@ -191,6 +191,17 @@ def test_many_that_end(seed: int) -> None:
     cluster.end = end
     assert same_bits(updates(5, cluster=cluster), updates(5, cluster=Inline(99))), ended
     assert ended
+
+
+def test_a_machine_that_is_lost_with_the_state_of_a_server_is_reported() -> None:
+    cluster = Inline()
+
+    def lose(number: int, _: ParameterServer) -> None:
+        if number == 2:
+            cluster.lose(next(one for one in cluster.processes if one.kind is Shard))
+
+    with pytest.raises(RankError, match=r"gone .* Go on from the last checkpoint"):
+        updates(cluster=cluster, between=lose)
 
 
 def test_a_worker_that_ends_again_and_again_is_reported() -> None:

@@ -2,7 +2,6 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +13,7 @@ from anybatch.state import rng
 
 _TRIES = 3  # workers that may end with one unit
 _SLOW = 3  # times as long as usual, and a unit is given to a second worker
+_QUEUED = 2  # units that a worker has: the rows of the second arrive while it computes the first
 _REVIVED = 20  # servers that may end in one update
 
 
@@ -21,8 +21,14 @@ class Ended(Exception):  # noqa: N818
     """The process that was called has ended."""
 
 
-class Lost(Exception):  # noqa: N818
+class Lost(RankError):  # noqa: N818
     """A value is gone with the machine that held it."""
+
+    def __init__(self, said: str) -> None:
+        super().__init__(
+            f"Expected a cluster that keeps what it is given, got a value that is gone ({said}). No update "
+            "was made. Go on from the last checkpoint."
+        )
 
 
 class Cluster(Protocol):
@@ -103,7 +109,6 @@ class Scheduler:
         self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
         self._layout = self._of_worker[1]
         self.shards = [self._start_shard(index) for index in range(len(layout.pieces))]
-        self._idle: deque[Any] = deque()
         self.clocks: dict[Any, int] = {}  # units that each worker has done, since it came
         self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
         self._round = self.version = self._revived = 0
@@ -112,6 +117,7 @@ class Scheduler:
         self._accepted: list[list[tuple[Any, ...]]] = []  # pushes to each shard since the snapshots
         self.counts: Counter[str] = Counter()
         self._usual: deque[float] = deque(maxlen=16)  # seconds that the last units took
+        self._last: dict[Any, float] = {}  # when each worker finished a unit
         for _ in range(workers):
             self.add_worker()
 
@@ -124,19 +130,17 @@ class Scheduler:
         """A worker joins, at any time."""
         worker = self.cluster.start(Worker, *self._of_worker)
         self.clocks[worker] = min(self.clocks.values(), default=0)
-        self._idle.append(worker)
 
     def remove_worker(self) -> None:
         """A worker leaves, at any time; what it had goes to others. At least one stays."""
         if len(self.clocks) > 1:
-            worker = self._idle.popleft() if self._idle else [*self.clocks][-1]
+            worker = min(self.clocks, key=self._held().__getitem__)
             self.cluster.kill(worker)
-            self._forget(worker)
+            del self.clocks[worker]  # or all would wait for it
 
-    def _forget(self, worker: Any) -> None:
-        self.clocks.pop(worker, None)  # or all would wait for it
-        with suppress(ValueError):
-            self._idle.remove(worker)
+    def _held(self) -> Counter[Any]:
+        """How many units each worker has."""
+        return Counter(one.worker for one in self._leases.values())
 
     # ---- what the servers hold
 
@@ -156,8 +160,8 @@ class Scheduler:
             self._load(index)
         self._is_torn, self._accepted = False, [[] for _ in self.shards]
 
-    def _load(self, index: int) -> None:
-        self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])
+    def _load(self, index: int) -> Any:
+        return self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])[0]
 
     def _revive(self, index: int, done: Sequence[tuple[Any, ...]]) -> None:
         """A new server in place of one that ended: from the snapshot, and the pushes accepted since."""
@@ -170,7 +174,10 @@ class Scheduler:
             )
         self.cluster.kill(self.shards[index])
         self.shards[index] = self._start_shard(index)
-        self._load(index)
+        try:
+            self.cluster.get(self._load(index))
+        except Ended:
+            return  # the next call finds out
         for call in done:
             self.cluster.call(self.shards[index], *call)
 
@@ -209,7 +216,7 @@ class Scheduler:
             self._hand_out(
                 lambda unit: ("fold", self.version, rng.derive_seed(seed, unit), units[unit], *values)
             )
-            is_idle = self._backup and self._idle and self._usual
+            is_idle = self._backup and self._usual and len(self._held()) < len(self.clocks)
             seconds = _SLOW * median(self._usual) if is_idle else None
             reference = self.cluster.wait([*self._leases, *pushes], seconds)
             if reference is None:  # time for a back-up
@@ -230,22 +237,24 @@ class Scheduler:
         self._tries: Counter[int] = Counter()
 
     def _hand_out(self, call: Callable[[int], tuple[Any, ...]], bound: int | None = None) -> None:
-        """Give units to workers that have nothing to do; at most `bound` clocks ahead of the slowest."""
-        for _ in range(len(self._idle)):
-            worker = self._idle.popleft()
-            unit = self._next(worker, bound)
-            if unit is None:
-                self._idle.append(worker)
-                continue
-            folded, *parts = self.cluster.call(worker, *call(unit), returns=1 + len(self.shards))
-            self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
+        """Give units to workers; with a bound, one each, to those at most so far ahead of the slowest."""
+        slowest = min(self.clocks.values())
+        for queued in range(_QUEUED if bound is None else 1):
+            held = self._held()
+            for worker, clock in self.clocks.items():
+                if held[worker] > queued or (bound is not None and clock - slowest > bound):
+                    continue
+                unit = self._todo.popleft() if self._todo else None
+                if unit is None and not held[worker] and bound is None:
+                    unit = self._late()
+                if unit is None:
+                    return
+                folded, *parts = self.cluster.call(worker, *call(unit), returns=1 + len(self.shards))
+                self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
 
-    def _next(self, worker: Any, bound: int | None) -> int | None:
-        if bound is not None and self.clocks[worker] - min(self.clocks.values()) > bound:
-            return None
-        if self._todo:
-            return self._todo.popleft()
-        if self._backup and self._usual and bound is None:
+    def _late(self) -> int | None:
+        """A unit that takes long and that no second worker has."""
+        if self._backup and self._usual:
             late = self.cluster.clock() - _SLOW * median(self._usual)
             held = [one for one in self._leases.values() if one.round == self._round]
             counts = Counter(one.unit for one in held)
@@ -265,7 +274,7 @@ class Scheduler:
             if lease.worker in self.clocks:
                 self.counts["workers replaced"] += 1
                 self.cluster.kill(lease.worker)
-                self._forget(lease.worker)
+                del self.clocks[lease.worker]
                 self.add_worker()
             if is_current:
                 self._again(lease.unit, str(error))
@@ -276,7 +285,9 @@ class Scheduler:
                 raise
             return None
         self._free(lease.worker)
-        self._usual.append(self.cluster.clock() - lease.began)
+        now = self.cluster.clock()
+        self._usual.append(now - max(lease.began, self._last.get(lease.worker, 0.0)))
+        self._last[lease.worker] = now
         if not is_current or lease.unit in self._done:
             self.counts["units repeated"] += 1
             return None
@@ -286,7 +297,6 @@ class Scheduler:
     def _free(self, worker: Any) -> None:
         if worker in self.clocks:
             self.clocks[worker] += 1
-            self._idle.append(worker)
 
     def _again(self, unit: int, said: str) -> None:
         """A unit was lost: somebody else does it, unless a back-up is at it."""
