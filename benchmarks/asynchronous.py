@@ -78,11 +78,14 @@ class World:
             self.left = torch.cat([self.left, torch.randperm(len(targets), generator=self.order)])
         taken, self.left = self.left.tensor_split([updates * rows])
         self.rows += len(taken)
+        first, bias, last, last_bias = self.parameters  # a third faster than modules and `parameter.data`
+        values = [parameter.data for parameter in self.parameters]
         for some in taken.split(rows):
-            loss = F.cross_entropy(self.model(inputs[some]), targets[some])
+            hidden = torch.tanh(F.linear(inputs[some], first, bias))
+            loss = F.cross_entropy(F.linear(hidden, last, last_bias), targets[some])
             gradients = torch.autograd.grad(loss, self.parameters)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.data.add_(gradient, alpha=-self.rate)
+            for value, gradient in zip(values, gradients, strict=True):
+                value.add_(gradient, alpha=-self.rate)
         return flat
 
     @torch.no_grad()

@@ -246,7 +246,7 @@ def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
     told = [step(batch(number)).counts for number in range(3)]
     server.stop()
     assert [one["pushes"] for one in told] == [16] * 3
-    assert [one.get("workers replaced", 0) for one in told] == [0, 1, 0]
+    assert sum(one.get("workers replaced", 0) for one in told) == 1
     assert server.counts["pushes"] == 48
     assert server.counts["workers replaced"] == 1
     stale, most = ([one.get(name, 0) for one in told] for name in ("staleness", "largest staleness"))
