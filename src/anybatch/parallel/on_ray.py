@@ -12,7 +12,6 @@ from torch import Tensor
 
 from anybatch.core import PlanError, RankError
 from anybatch.parallel.scheduler import Ended, Lost
-from anybatch.parallel.server import tensor_of
 
 _LOCAL = "127.0.0.1"
 
@@ -145,7 +144,9 @@ def _from_bytes(sent: tuple[Any, ...]) -> Tensor:
     if len(sent) == 1:
         return torch.load(BytesIO(sent[0]), weights_only=True)
     flat, shape, dtype = sent
-    return tensor_of(flat).view(dtype).view(shape)
+    value = torch.empty(shape, dtype=dtype)
+    value.view(-1).view(torch.uint8).numpy()[...] = flat
+    return value
 
 
 def _first(error: BaseException) -> str:
