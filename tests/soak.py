@@ -6,6 +6,7 @@ draws other cases; the same seed and round draw the same ones. It ends with 1 wh
 
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from tests.conftest import TORCH_RANDOM
 from tests.faults.test_kill import assert_same_end, draw_scenarios, played
 from tests.laws.drawn import LAWS, run
 from tests.parallel import cases, faults
+from tests.parallel.deadly import AGENTS_S, stay
 from tests.parallel.spawned import spawned
 
 EXAMPLES = 10  # of a law in a round, times its share
@@ -58,9 +60,13 @@ def fault(seed: int) -> int:
 
 def serve(seed: int) -> Counter[str]:
     """A training by servers and workers on Ray; how many of them, and of its drivers, ended."""
-    command = [sys.executable, "-m", "tests.parallel.deadly", str(seed), str(DEATHS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tests.parallel.deadly", str(seed), str(DEATHS), "1"]
+    mark = f"ANYBATCH_SOAK={seed} {os.getpid()}"
+    environment = os.environ | dict([mark.split("=")])
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert not done.returncode, done.stderr
+    left = stay(mark, AGENTS_S)
+    assert not left, f"after {AGENTS_S} s there are {left}"
     return Counter(json.loads(done.stdout.splitlines()[-1])["ended"])
 
 

@@ -60,13 +60,19 @@ class RayCluster:
             else:
                 _reach(address)
                 ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            OSError,
+            ray.exceptions.AuthenticationError,
+        ) as error:
             ray.shutdown()
             raise RankError(
                 f"Expected a Ray cluster at {address or _LOCAL}, got none "
                 f"({str(error).splitlines()[0][:200]}). "
-                "Nothing is left running. Start one with ray start --head, give this process its token "
-                "(RAY_AUTH_TOKEN, or ~/.ray/auth_token), or leave the address out."
+                "Nothing is left running. Start one with ray start --head, set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN if it has a token, or leave the address out."
             ) from None
         self._actors: list[Any] = []
 
