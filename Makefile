@@ -17,7 +17,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
 
-env: .venv/.with-digits .venv/.with-plot .venv/.with-dev .venv/.with-transformers ## make .venv with everything needed to work on anybatch
+env: .venv/.with-digits .venv/.with-plot .venv/.with-dev .venv/.with-transformers .venv/.with-server ## make .venv with everything needed to work on anybatch
 	@echo "env: ready in .venv"
 
 demo: .venv/.with-digits ## train LeNet-5 on real handwritten digits and say where the files are

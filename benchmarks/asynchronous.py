@@ -1,7 +1,8 @@
 """Rules of an asynchronous parameter server on digits, in virtual time: uneven workers, many learning rates.
 
 `python -m benchmarks.asynchronous [--quick] [--picture FILE]`: worker k takes about `slowness[k]` for a
-micro-batch and 1 to push and pull. Nothing depends on the machine but the seconds of the study.
+micro-batch and 1 to push and pull. In one setting the staleness has a bound, as in `ParameterServer`. Nothing
+depends on the machine but the seconds of the study.
 """
 
 import random
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import cache
-from heapq import heapify, heapreplace
+from heapq import heappop, heappush, heapreplace
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -28,9 +29,11 @@ from benchmarks.memory_report import Raw, Record, Study
 from benchmarks.report import table
 from benchmarks.thresholds import Verdict
 
-Run = tuple[str, int, int]  # rule, workers, micro-batches of each worker between a pull and the push
+# Rule, workers, micro-batches of each between pull and push, units that one may be ahead of the slowest.
+Run = tuple[str, int, int] | tuple[str, int, int, int]
 RULES = ("accumulate", "normalize", "dynsgd", "synchronous")
 SETTINGS = [*product((4, 10), (5, 10, 20))]
+BOUNDED: list[Run] = [(rule, 10, 10, bound) for rule, bound in product(RULES[:3], (0, 2))]
 ALONE: Run = ("synchronous", 1, 1)  # plain SGD in one process
 RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 PACKAGES = ("scikit-learn",)
@@ -50,7 +53,8 @@ class World:
     """An MLP with its parameters in one flat tensor, the order of the rows, and the workers' clocks."""
 
     def __init__(self, run: Run, rate: float, seed: int, epochs: int) -> None:
-        _, self.workers, self.local = run
+        _, self.workers, self.local, *bound = run
+        self.bound = bound[0] if bound else inf
         self.rate, self.draw = rate, random.Random(seed)
         spread = SPREAD if self.workers > 1 else 0
         self.slowness = [self.draw.lognormvariate(0, spread) for _ in range(self.workers)]
@@ -74,11 +78,14 @@ class World:
             self.left = torch.cat([self.left, torch.randperm(len(targets), generator=self.order)])
         taken, self.left = self.left.tensor_split([updates * rows])
         self.rows += len(taken)
+        first, bias, last, last_bias = self.parameters  # a third faster than modules and `parameter.data`
+        values = [parameter.data for parameter in self.parameters]
         for some in taken.split(rows):
-            loss = F.cross_entropy(self.model(inputs[some]), targets[some])
+            hidden = torch.tanh(F.linear(inputs[some], first, bias))
+            loss = F.cross_entropy(F.linear(hidden, last, last_bias), targets[some])
             gradients = torch.autograd.grad(loss, self.parameters)
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.data.add_(gradient, alpha=-self.rate)
+            for value, gradient in zip(values, gradients, strict=True):
+                value.add_(gradient, alpha=-self.rate)
         return flat
 
     @torch.no_grad()
@@ -95,13 +102,18 @@ class World:
 
 
 def asynchronous(world: World, name: str) -> Iterator[int]:
-    """Each worker pulls, makes local updates, pushes, and waits for nobody; the staleness, -1 if refused."""
-    rule, version = make_rule(name), 0  # type: ignore[arg-type]
-    pulled = [(world.flat.clone(), version)] * world.workers
-    events = [(world.time_for(worker, world.local) + 1, worker) for worker in range(world.workers)]
-    heapify(events)
-    while world.until(events[0][0]):
-        now, worker = events[0]
+    """Each worker pulls, makes local updates and pushes, within its bound; the staleness, -1 if refused."""
+    rule, version, now = make_rule(name), 0, 0.0  # type: ignore[arg-type]
+    clocks, idle = [0] * world.workers, [*range(world.workers)]
+    pulled, events = dict[int, tuple[Tensor, int]](), list[tuple[float, int]]()
+    while True:
+        for worker in [one for one in idle if clocks[one] - min(clocks) <= world.bound]:
+            idle.remove(worker)
+            pulled[worker] = world.flat.clone(), version
+            heappush(events, (now + world.time_for(worker, world.local) + 1, worker))
+        now, worker = heappop(events)
+        if not world.until(now):
+            return
         start, seen = pulled[worker]
         pushed = world.descend(start, world.local, ROWS) - start
         try:
@@ -110,8 +122,8 @@ def asynchronous(world: World, name: str) -> Iterator[int]:
             version += 1
         except PlanError:  # NaN or infinity; the worker pulls and goes on
             yield -1
-        pulled[worker] = world.flat.clone(), version
-        heapreplace(events, (now + world.time_for(worker, world.local) + 1, worker))
+        clocks[worker] += 1
+        idle.append(worker)
 
 
 def synchronous(world: World) -> Iterator[int]:
@@ -146,7 +158,7 @@ def simulate(run: Run, rate: float, seed: int, epochs: int) -> Record:
 def measure(*, seeds: int, epochs: int) -> Iterator[Record]:
     """Every rule in every setting; and in the end the first run again, to show that it repeats."""
     runs = [ALONE, *(("synchronous", workers, 1) for workers in (4, 10))]
-    for run in [*runs, *((rule, *setting) for rule, setting in product(RULES, SETTINGS))]:
+    for run in [*runs, *((rule, *setting) for rule, setting in product(RULES, SETTINGS)), *BOUNDED]:
         yield from (simulate(run, rate, seed, epochs) for rate, seed in product(RATES, range(seeds)))
         print(*run, "done", flush=True)
     yield simulate(ALONE, RATES[0], 0, epochs)
@@ -191,7 +203,8 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
         refused = sum(one["refused"] for runs in rates.values() for one in runs)
         figures = (f"{means[0]:.1f}", f"{means[1]:,.0f}", f"{means[2]:,.0f}", str(refused))
         accuracies = ("{:.1f} ({:.1f} to {:.1f})".format(*end) for end in ends)
-        lines.append((run[0], str(run[1]), str(run[2]), f"{best:g}", *accuracies, *figures))
+        setting = (*map(str, run), *["none"] * (4 - len(run)))
+        lines.append((*setting, f"{best:g}", *accuracies, *figures))
     yield from (
         "",
         "## Who wins: settings in which the median at the end is the highest, ties on both sides",
@@ -203,10 +216,11 @@ def sections(records: Sequence[Record]) -> Iterator[str]:
         wins = (sum(three[index] == max(three) for three in ends) for index in range(3))
         counts = ", ".join(f"{rule} {count}" for rule, count in zip(RULES, wins, strict=False))
         yield f"- {title}: {counts} of {len(ends)}"
-    header = ("rule", "workers", "local", "best rate", "accuracy at best rate, %", f"at {shared:g}, %")
+    header = ("rule", "workers", "local", "bound", "best rate", "accuracy at best rate, %")
     yield from ("", "## Test accuracy at the end", "")
-    yield from (*table((*header, "staleness", "updates", "rows", "refused"), lines), "")
+    yield from (*table((*header, f"at {shared:g}, %", "staleness", "updates", "rows", "refused"), lines), "")
     yield "Medians and ranges over the seeds. Local: micro-batches of 4 rows between a pull and the push."
+    yield "Bound: units that a worker may be ahead of the slowest; with more it waits."
     yield f"Best rate: of {', '.join(map('{:g}'.format, RATES))}, by a fifth of the training rows, held out."
     yield f"{shared:g} is the best rate of one process. Refused: pushes that are not finite, at all rates."
 

@@ -5,8 +5,11 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import hypothesis
@@ -104,3 +107,18 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(cache, "choose", noted)
     return asked
+
+
+@pytest.fixture(scope="session")
+def ray() -> None:
+    """Skip where Ray is not there, or where this machine cannot start it: tried once, without anybatch."""
+    if find_spec("ray") is None:
+        pytest.skip("needs Ray: anybatch[server]")
+    start = "ray.init('local', include_dashboard=False, num_cpus=1, log_to_driver=False)"
+    code = f"import ray; {start}; assert ray.get(ray.remote(lambda: 7).remote()) == 7; ray.shutdown()"
+    try:
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        pytest.skip("this machine cannot start Ray within 120 s")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine cannot start Ray: {error.stderr[-500:]}")

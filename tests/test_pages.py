@@ -74,6 +74,7 @@ def read_blocks(page: str, text: str) -> Iterator[Block]:
 
 BLOCKS = [block for page in PAGES for block in read_blocks(page, (ROOT / page).read_text())]
 PYTHON = [block for block in BLOCKS if block.kind == "python"]
+SERVED = [block for block in PYTHON if NEEDS["ray"] in block.text]
 SHELL = [block for block in BLOCKS if block.kind == "sh"]
 FILES = {
     (block.page, name[1]): block.text for block in PYTHON if (name := re.match(r"# (\w+)\.py\b", block.text))
@@ -93,7 +94,7 @@ def agrees(said: str, printed: str) -> bool:
     return doctest.OutputChecker().check_output(said, printed, options)
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
+@pytest.mark.parametrize("block", [block for block in PYTHON if block not in SERVED], ids=str)
 def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
     needed = [name for name, sign in NEEDS.items() if sign in block.text]
     for name in needed:
@@ -101,12 +102,20 @@ def test_python_block_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture
             pytest.skip(f"{name} is not installed")
     if {*needed} & ALONE:
         Path("block.py").write_text(block.text)
-        subprocess.run([sys.executable, "block.py"], check=True, capture_output=True)
-        return
-    code = compile("\n" * block.line + block.text, block.page, "exec")
-    exec(code, {"__name__": "__main__"})
-    printed = capsys.readouterr().out
+        done = subprocess.run([sys.executable, "block.py"], check=True, capture_output=True, text=True)
+        printed = done.stdout
+    else:
+        code = compile("\n" * block.line + block.text, block.page, "exec")
+        exec(code, {"__name__": "__main__"})
+        printed = capsys.readouterr().out
     assert block.output is None or agrees(block.output, printed), f"{block} printed\n{printed}"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("ray")
+@pytest.mark.parametrize("block", SERVED, ids=str)
+def test_block_with_servers_runs_as_pasted(block: Block, capsys: pytest.CaptureFixture[str]) -> None:
+    test_python_block_runs_as_pasted(block, capsys)
 
 
 def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> None:

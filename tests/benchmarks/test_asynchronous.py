@@ -40,6 +40,21 @@ def test_two_workers_of_one_speed_take_turns(monkeypatch: pytest.MonkeyPatch) ->
     assert sum(stale) == len(stale) - 1
 
 
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_no_push_is_staler_than_its_bound_allows(monkeypatch: pytest.MonkeyPatch, bound: int) -> None:
+    """Each other worker is ahead by at most the bound, before and after; with 0 all start together.
+
+    Mutation: waiting workers pull at their push.
+    """
+    monkeypatch.setattr(asynchronous, "SPREAD", 2.0)
+    world = World(("accumulate", 4, 1, bound), 0.01, seed=1, epochs=1)
+    stale = [*asynchronous.asynchronous(world, "accumulate")]
+    assert max(stale) <= 3 * (2 * bound + 1)
+    assert bound or stale[: len(stale) // 4 * 4] == [0, 1, 2, 3] * (len(stale) // 4)
+    free = World(("accumulate", 4, 1), 0.01, seed=1, epochs=1)
+    assert len([*asynchronous.asynchronous(free, "accumulate")]) > len(stale)
+
+
 def test_synchronous_is_one_update_of_all_rows() -> None:
     run = simulate(("synchronous", 2, 3), 0.1, seed=0, epochs=1)
     assert run["rows"] == run["updates"] * 2 * 3 * asynchronous.ROWS
@@ -50,7 +65,8 @@ def test_report_and_picture_are_whole(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(asynchronous, "RATES", (0.1,))
     records = [*asynchronous.measure(seeds=1, epochs=1)]
     rows = [line for line in asynchronous.sections(records) if line.startswith("| ")]
-    assert len(rows) == 1 + 1 + 3 + len(RULES) * len(asynchronous.SETTINGS)  # a header, its rule, local 1
+    settings = 3 + len(RULES) * len(asynchronous.SETTINGS) + len(asynchronous.BOUNDED)
+    assert len(rows) == 1 + 1 + settings  # a header, its rule
     assert next(asynchronous.judge(records)).holds
     pytest.importorskip("matplotlib")
     asynchronous.picture(records, tmp_path / "picture.png")

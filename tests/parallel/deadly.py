@@ -1,38 +1,58 @@
-"""Servers and workers on Ray that end by `os._exit` at drawn places; the parameters of a small training."""
+"""Servers, workers and drivers on Ray that end at drawn places: `python -m tests.parallel.deadly SEED N`.
 
-import hashlib
+A training goes on in one process after the other, each from the last checkpoint. The first N end at a drawn
+place by `os._exit`, and meanwhile workers and servers do. The end is to be that of a training
+without Ray in which nothing ended, and no process is to stay. How many ended is JSON on standard output.
+"""
+
 import json
 import os
 import random
 import sys
 import tempfile
+import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-import anybatch as ab
-from anybatch.parallel import ParameterServer
+from anybatch.parallel import ParameterServer, parameter_server
 from anybatch.parallel.on_ray import RayCluster
+from anybatch.parallel.scheduler import Scheduler
 from anybatch.parallel.server import Shard
 from anybatch.parallel.worker import Worker
+from anybatch.train.folder import LAST
+from tests.faults.mortal import REPLACE, born, make
+from tests.faults.test_kill import assert_same_end
 from tests.parallel.inline import Inline
+from tests.train.runs import EPOCHS, make_step
 
-PLACES = [
-    *[(f"Worker.{method}", when) for method in ("__init__", "fold") for when in ("before", "after")],
-    *[
-        (f"Shard.{method}", when)
-        for method in ("load", "push", "seal", "commit")
-        for when in ("before", "after")
-    ],
-]
+METHODS: dict[type, list[str]] = {
+    Worker: ["__init__", "fold"],
+    Shard: ["load", "push", "seal", "commit", "_made", "snapshot"],
+    Scheduler: ["fold", "seal", "commit"],
+    ParameterServer: ["_take"],  # parameters written into the model of the driver
+}
+BOTH = "before", "after"
+WORKERS, SERVERS, SCHEDULER, WRITTEN = (
+    [f"{kind.__name__}.{name} {when}" for name in names for when in BOTH] for kind, names in METHODS.items()
+)
+WORKERS += ["Worker.forward before"] * 2
+DRIVERS = [*SCHEDULER, *WRITTEN, *(f"checkpoint {when}" for when in BOTH)]
+KINDS = {"workers": WORKERS, "servers": SERVERS, "drivers": DRIVERS}
+ENDED = 3  # exit code
+GONE_S = 20  # in which processes end after their driver, but for two:
+AGENTS = b"agent", b"Agent"  # of Ray, which try for a minute to tell a server that is gone
+AGENTS_S = 90
 
 
-def at(folder: str, name: str, when: str) -> None:
+def at(folder: str, place: str) -> None:
     """End here if it was drawn: a file names the place, and holds how often it is to be passed before."""
-    path = Path(folder, f"{name}.{when}")
+    path = Path(folder, place)
     try:
         left = int(path.read_text())
     except (FileNotFoundError, ValueError):
@@ -41,26 +61,36 @@ def at(folder: str, name: str, when: str) -> None:
         path.write_text(str(left - 1))
         return
     try:
-        path.rename(f"{path}.done")  # only one can
+        path.rename(f"{path}, {uuid.uuid4()}")  # only one can
     except FileNotFoundError:
         return
-    os._exit(1)
+    os._exit(ENDED)
 
 
-def deadly(kind: type, folder: str) -> type:
-    """The class, whose methods may end the process before or after they are done."""
+def passing(folder: str, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, but the process may end before or after it."""
 
-    def passing(name: str) -> Callable[..., Any]:
-        def method(self: Any, *args: Any) -> Any:
-            at(folder, f"{kind.__name__}.{name}", "before")
-            found = getattr(kind, name)(self, *args)
-            at(folder, f"{kind.__name__}.{name}", "after")
-            return found
+    def method(first: Any, *args: Any, **options: Any) -> Any:  # Ray wants a name for self
+        at(folder, f"{place} before")
+        found = call(first, *args, **options)
+        at(folder, f"{place} after")
+        return found
 
-        return method
+    return method
 
-    names = [place.partition(".")[2] for place, _ in PLACES if place.startswith(kind.__name__)]
-    return type(kind.__name__, (kind,), {name: passing(name) for name in names})
+
+def deadly(kind: Any, folder: str) -> Any:
+    """The class, whose methods may end the process."""
+
+    def hooked(self: Any, *args: Any) -> None:
+        kind.__init__(self, *args)
+        self._step.model.register_forward_pre_hook(lambda *_: at(folder, "Worker.forward before"))
+
+    calls = {name: getattr(kind, name) for name in METHODS[kind]}
+    if kind is Worker:
+        calls["__init__"] = hooked
+    methods = {name: passing(folder, f"{kind.__name__}.{name}", call) for name, call in calls.items()}
+    return type(kind.__name__, (kind,), methods)
 
 
 class Deadly(RayCluster):
@@ -74,34 +104,83 @@ class Deadly(RayCluster):
         return super().start(self.kinds[kind], *args)
 
 
-def train(cluster: Any, updates: int, folder: str | None = None, seed: int = 0) -> tuple[str, dict[str, int]]:
-    """A hash of parameters and losses after some updates; places are drawn in each if there is a folder."""
-    drawn = random.Random(seed)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 5)).double()
-    adam = torch.optim.AdamW(model.parameters(), lr=0.01)
-    server = ParameterServer(2, 2, cluster=cluster, units=4)
-    step = ab.Step(model, nn.CrossEntropyLoss(), adam, micro_batch=4, clip_norm=1.0, strategy=server)
-    seen: list[Any] = []
-    for _ in range(updates):
-        if folder is not None:
-            name, when = drawn.choice(PLACES)
-            Path(folder, f"{name}.{when}").write_text(str(drawn.randint(0, 3)))
-        report = step((torch.randn(37, 8).double(), torch.randint(5, (37,))))
-        seen += [report.loss, report.grad_norm, report.rows]
-    counts = server.counts
+def train(out: Path, server: ParameterServer) -> None:
+    """To the end, from where the last one came to."""
+    step = make_step("AdamW", batch_norm="frozen", micro_batch=1, strategy=server)
+    trainer = make(out, step=step)
+    if (out / LAST).exists():
+        trainer.resume(out)
+    trainer.fit(epochs=EPOCHS)
     server.stop()
-    seen += [p.tolist() for p in model.parameters()]
-    return hashlib.blake2b(repr(seen).encode()).hexdigest(), counts
 
 
-def main(updates: int, seed: int) -> None:
-    """Print what became of a training with kills, and of one without, in one process."""
-    with tempfile.TemporaryDirectory() as folder:
-        found, counts = train(Deadly(folder), updates, folder, seed)
-        killed = len([*Path(folder).glob("*.done")])
-    expected, _ = train(Inline(seed), updates)
-    print(json.dumps({"same": found == expected, "killed": killed, "counts": counts}))
+def live(out: Path, folder: str, seed: str, mark: str, is_mortal: bool) -> None:
+    """A training in which workers and servers end, and the driver, if it is mortal."""
+    os.environ.update([mark.split("=")])
+    draw = random.Random(seed)
+
+    def plant(kind: str, most: int) -> None:
+        Path(folder, draw.choice(KINDS[kind])).write_text(str(draw.randint(0, most)))
+
+    class Drawn(deadly(ParameterServer, folder)):
+        def carry_out(self, *args: Any) -> Any:
+            plant("workers", 3)
+            plant("servers", 1)
+            return super().carry_out(*args)
+
+    if is_mortal:
+        plant("drivers", 4)
+    parameter_server.Scheduler = deadly(Scheduler, folder)
+    os.replace = passing(folder, "checkpoint", REPLACE)
+    train(out, Drawn(2, 2, cluster=Deadly(folder), units=4))
+
+
+def having(mark: str) -> dict[int, bytes]:
+    """Processes with this in their environment, and their commands."""
+    found: dict[int, bytes] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found[int(entry.name)] = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+def stay(mark: str, seconds: float, but: tuple[bytes, ...] = ()) -> dict[int, bytes]:
+    """Processes with this in their environment after so long, but for some; none as soon as there is none."""
+    until = time.monotonic() + seconds
+    while True:
+        left = {pid: command for pid, command in having(mark).items() if not any(x in command for x in but)}
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def main(seed: int, deaths: int) -> None:
+    """Print how many processes ended; fails where that changed anything, or where one stays."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as places:
+        folder = Path(name)
+        train(folder / "undisturbed", ParameterServer(2, 2, cluster=Inline(seed), units=4))
+        slowest, codes, marks = 0.0, [], []
+        while not codes or codes[-1]:
+            marks.append(f"ANYBATCH_LIFE={uuid.uuid4()}")
+            is_mortal = len(codes) < deaths
+            life = partial(live, folder / "served", places, f"{seed} {len(codes)}", marks[-1], is_mortal)
+            codes.append(born(life))
+            began = time.monotonic()
+            left = stay(marks[-1], GONE_S, AGENTS)
+            slowest = max(slowest, time.monotonic() - began)
+            assert not left, f"after {GONE_S} s there are {left}"
+            assert codes[-1] in ((0, ENDED) if is_mortal else (0,)), codes
+        assert_same_end(folder, "served")
+        ended = Counter(one.name.split(",")[0] for one in Path(places).iterdir() if "," in one.name)
+    left = [stay(mark, AGENTS_S) for mark in marks]
+    assert not any(left), f"after {AGENTS_S} s there are {left}"
+    counts = {kind: sum(ended[place] for place in drawn) for kind, drawn in KINDS.items()}
+    assert counts["drivers"] == len(codes) - 1, (counts, codes)
+    print(json.dumps({"ended": counts, "places": ended, "slowest": slowest}))
 
 
 if __name__ == "__main__":

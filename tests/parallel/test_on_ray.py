@@ -1,11 +1,12 @@
-"""Parameter servers on Ray itself: processes that end, the command, and the driver killed."""
+"""Parameter servers on Ray itself: processes that end, and the command, on this machine and on a cluster."""
 
-import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,76 +16,111 @@ import pytest
 import anybatch as ab
 from anybatch.cli import main
 from anybatch.parallel.on_ray import RayCluster
-from anybatch.train import load_newest
+from tests.parallel.deadly import GONE_S, having, stay
 
-needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: anybatch[server]")
 TRIES = 600  # looks at what another process does, with a tenth of a second between them
+TOKEN = "0123456789abcdef" * 4
+PORT = "36379"
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def marked() -> Iterator[dict[str, str]]:
+def marked(ray: None) -> Iterator[dict[str, str]]:
     """An environment for processes, none of which may stay."""
     mark = f"ANYBATCH_TEST={uuid.uuid4()}"
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     yield os.environ | dict([mark.split("=")]) | {"PYTHONPATH": path}
-    for _ in range(TRIES):
-        if not (left := having(mark)):
-            return
-        subprocess.run(["sleep", "0.1"], check=True)
+    left = stay(mark, GONE_S)
     for process in left:
         os.kill(process, signal.SIGKILL)
-    raise AssertionError(f"processes stay: {left}")
+    assert not left, f"processes stay: {left}"
 
 
-def having(mark: str) -> list[int]:
-    """Processes with this in their environment."""
-    found: list[int] = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except (OSError, ValueError):
-            continue
-    return found
-
-
-@needs_ray
 @pytest.mark.slow
-def test_processes_that_end_on_ray_change_nothing(marked: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "tests.parallel.deadly", "6", "3"]
-    done = subprocess.run(command, env=marked, capture_output=True, text=True, check=True, cwd=ROOT)
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["same"], found
-    assert found["killed"], found
+def test_workers_servers_and_the_driver_end_and_nothing_is_lost(marked: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "tests.parallel.deadly", "3", "1"]
+    done = subprocess.run(command, env=marked, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    ended = json.loads(done.stdout.splitlines()[-1])["ended"]
+    assert all(ended.values()), ended
 
 
-@needs_ray
+@pytest.fixture
+def cluster(marked: dict[str, str], tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A cluster with a token, started as docs/server.md says; an environment that has the token."""
+    variables = marked | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "CLUSTER": str(tmp_path)}
+    start = ["start", "--head", "--port", PORT, "--include-dashboard=false", "--disable-usage-stats"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", *start]
+    subprocess.run(command, env=variables, check=True, capture_output=True)
+    yield marked | {"RAY_AUTH_TOKEN": TOKEN}
+    for process in having(f"CLUSTER={tmp_path}"):
+        os.kill(process, signal.SIGKILL)
+
+
+def run(options: list[str], folder: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "anybatch", "train", *options, "--quiet"]
+    return subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, check=False)
+
+
+SERVED = [
+    "lenet5",
+    "--servers",
+    "1",
+    "--workers",
+    "2",
+    "--epochs",
+    "1",
+    "--batch-size",
+    "512",
+    "--out",
+    "run",
+]
+
+
 @pytest.mark.slow
-def test_the_driver_is_killed_and_the_command_goes_on(marked: dict[str, str], tmp_path: Path) -> None:
-    def command(*more: str) -> list[str]:
-        return [sys.executable, "-m", "anybatch", "train", *more, "--quiet"]
-
-    def started(*more: str) -> subprocess.Popen[bytes]:
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        return subprocess.Popen(command(*more), env=marked, cwd=tmp_path, **quiet)
-
-    options = ("lenet5", "--servers", "1", "--workers", "2", "--epochs", "2", "--save-minutes", "1e-9")
-    killed = started(*options, "--out", "killed")
-    log = tmp_path / "killed" / "log.jsonl"
+def test_the_command_on_a_cluster_goes_on_and_the_cluster_stays(
+    cluster: dict[str, str], tmp_path: Path
+) -> None:
+    options = [*SERVED, "--cluster", f"127.0.0.1:{PORT}"]
+    done = run(options, tmp_path, cluster)
+    assert done.returncode == 0, done.stderr
+    assert run(["--resume", "run", "--epochs", "2"], tmp_path, cluster).returncode == 0
     for _ in range(TRIES):
-        if log.is_file() and len(log.read_text().splitlines()) > 5:
+        there = b" ".join(having(f"CLUSTER={tmp_path}").values())
+        if b"ray::Worker" not in there and b"ray::Shard" not in there:
             break
-        assert killed.poll() is None, "it ended by itself"
         subprocess.run(["sleep", "0.1"], check=True)
-    killed.kill()
-    killed.wait()
-    assert json.loads(log.read_text().splitlines()[-1]).get("epoch") != 2
-    assert started("--resume", "killed").wait() == 0
-    assert started(*options, "--out", "whole").wait() == 0
-    one, other = (load_newest(tmp_path / name / "last.safetensors") for name in ("killed", "whole"))
-    assert one.progress["updates"] == other.progress["updates"]
-    assert all(one.model[name].equal(value) for name, value in other.model.items())
+    else:
+        raise AssertionError(there)
+    assert b"raylet" in there
+    assert b"gcs_server" in there
+    refused = run(
+        [*options[:-3], "other", *options[-2:]], tmp_path, cluster | {"RAY_AUTH_TOKEN": TOKEN[::-1]}
+    )
+    assert refused.returncode == 1
+    assert "give this process its token" in refused.stderr
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answer", "match"), [(None, "Connection refused"), (b"HTTP/1.0 400", "something else")]
+)
+def test_an_address_where_there_is_no_ray(
+    answer: bytes | None, match: str, marked: dict[str, str], tmp_path: Path
+) -> None:
+    with socket.socket() as peer:
+        peer.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{peer.getsockname()[1]}"
+        if answer is not None:
+            peer.listen()
+            thread = threading.Thread(target=lambda: peer.accept()[0].sendall(answer))
+            thread.start()
+        done = run([*SERVED, "--cluster", address], tmp_path, marked)
+    assert done.returncode == 1
+    assert f"Expected a Ray cluster at {address}, got none" in done.stderr
+    assert match in done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +136,9 @@ def test_without_ray_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyP
         (["--servers", "1", "--workers", "0"], "Expected workers of at least 1, got 0"),
         (["--servers", "1", "--ranks", "2"], "Expected --ranks to be 1 with --servers, got 2"),
         (["--workers", "2"], "Expected --servers with --workers, got none"),
+        (["--local-steps", "2"], "Expected --servers with --local-steps, got none"),
+        (["--servers", "1", "--local-steps", "2"], "Expected a rule with steps=2 and staleness=0, got none"),
+        (["--servers", "1", "--rule", "dynsgd", "--staleness", "-1"], "Expected staleness of at least 0"),
     ],
 )
 def test_the_command_refuses(
@@ -107,15 +146,4 @@ def test_the_command_refuses(
 ) -> None:
     assert main.main(["train", "lenet5", "--out", str(tmp_path / "run"), *options]) == 1
     assert match in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-@needs_ray
-@pytest.mark.slow
-def test_an_address_that_nobody_answers(marked: dict[str, str], tmp_path: Path) -> None:
-    command = ["train", "lenet5", "--servers", "1", "--cluster", "127.0.0.1:9", "--out", "run"]
-    run = [sys.executable, "-m", "anybatch", *command]
-    done = subprocess.run(run, env=marked, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 1
-    assert "Expected a Ray cluster at 127.0.0.1:9, got none" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -237,6 +237,24 @@ def test_a_slow_worker_holds_nobody_up() -> None:
     assert counts[3]["back-ups"] > counts[2]["back-ups"]
 
 
+@pytest.mark.parametrize("rule", [None, "dynsgd"])
+def test_what_happens_in_each_step_adds_up(rule: Any) -> None:
+    """Mutation: a step tells what earlier ones did as well."""
+    end = EndAt("Worker", "run" if rule else "fold", "after", 10)
+    model, server = network(), ParameterServer(2, 3, cluster=Inline(1, end), rule=rule)
+    step = ab.Step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=server)
+    told = [step(batch(number)).counts for number in range(3)]
+    server.stop()
+    assert [one["pushes"] for one in told] == [16] * 3
+    assert sum(one.get("workers replaced", 0) for one in told) == 1
+    assert server.counts["pushes"] == 48
+    assert server.counts["workers replaced"] == 1
+    stale, most = ([one.get(name, 0) for one in told] for name in ("staleness", "largest staleness"))
+    assert (server.counts["staleness"], server.counts["largest staleness"]) == (sum(stale), max(most))
+    assert all(a <= 16 * b for a, b in zip(stale, most, strict=True))
+    assert (sum(stale) > 0) is (rule is not None)
+
+
 def test_more_workers_than_rows_wait() -> None:
     model = network()
     server = ParameterServer(1, 6, cluster=Inline(0))

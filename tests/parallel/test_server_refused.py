@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import anybatch as ab
+from anybatch.engine import Observer
 from anybatch.parallel import ParameterServer
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import batch, network
@@ -35,6 +36,7 @@ def test_bad_options(options: dict[str, Any], match: str) -> None:
         ({"model": network().bfloat16()}, "got \\['bfloat16'\\]"),
         ({"non_finite": "skip"}, "non_finite='skip'"),
         ({"precision": "fp16-mixed"}, "a loss scale"),
+        ({"observers": [Observer()]}, "got observers=, which look at gradients .* Leave it out"),
         ({"model": nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()}, "BatchNorm"),
     ],
 )

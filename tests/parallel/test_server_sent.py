@@ -95,7 +95,7 @@ def test_what_overflows_in_fp16_is_refused_and_changes_nothing() -> None:
     with pytest.raises(NonFiniteLossError, match=r"got NaN or infinity from unit .* No update .* 65,504"):
         step((x, torch.full((ROWS, 3), 1e5, dtype=torch.float64)))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert server.counts["refused"] == 1
+    assert server.counts["pushes refused"] == 1
     assert step((x, torch.zeros(ROWS, 3, dtype=torch.float64))).updated
 
 

@@ -51,20 +51,10 @@ from anybatch.train import (
 
 SETTINGS = "settings.json"  # in the folder of a run: the options it was started with
 _NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
-_MAY_CHANGE = (
-    "epochs",
-    "data",
-    "compile",
-    "micro_batch",
-    "memory",
-    "device",
-    "keep",
-    "save_minutes",
-    "ranks",
-    "servers",
-    "workers",
-    "cluster",
-)  # the trainer looks at the rows themselves
+_WHERE = ("device", "ranks", "servers", "workers", "cluster")
+# The trainer looks at the rows themselves.
+_MAY_CHANGE = ("epochs", "data", "compile", "micro_batch", "memory", "keep", "save_minutes", *_WHERE)
+_OF_SERVERS = ("workers", "cluster", "rule", "local_steps", "staleness")
 
 
 #: Of `anybatch train`.
@@ -106,6 +96,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         "peak_bytes": peak_bytes(device),
         "checkpoint": str(out / LAST),
         "log": str(out / "log.jsonl"),
+        **({"servers": dict(strategy.counts)} if isinstance(strategy, ParameterServer) else {}),
     }
     return result, _summary(result, out, trainer)
 
@@ -313,12 +304,17 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
 def _servers(options: argparse.Namespace) -> ParameterServer | None:
     """The parameter servers that are asked for; None for one process."""
     if options.servers is None:
-        given = [name for name in ("workers", "cluster") if getattr(options, name) is not None]
-        if given:
+        if given := [name.replace("_", "-") for name in _OF_SERVERS if getattr(options, name) is not None]:
             raise PlanError(f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well.")
         return None
-    workers = 2 if options.workers is None else options.workers
-    return ParameterServer(options.servers, workers, cluster=options.cluster)
+    return ParameterServer(
+        options.servers,
+        2 if options.workers is None else options.workers,
+        cluster=options.cluster,
+        rule=options.rule,
+        steps=1 if options.local_steps is None else options.local_steps,
+        staleness=options.staleness or 0,
+    )
 
 
 def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
@@ -385,6 +381,9 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
     best = f"stopped     {trainer.stopped}\n" if trainer.stopped else ""
     if trainer.best is not None:
         best += f"best        {out / BEST}  (validation accuracy {trainer.best:.4f})\n"
+    told = {name: many for name, many in result.get("servers", {}).items() if many and name != "staleness"}
+    if told:
+        best += f"servers     {', '.join(f'{name} {many:,}' for name, many in told.items())}\n"
     return (
         f"trained     {format_count(result['updates'])} updates in {format_seconds(result['seconds'])}, "
         f"{format_count(result['samples_per_second'])} samples/s, peak memory "

@@ -46,6 +46,8 @@ class StepReport:
             none.
         dropped: rows of micro-batches that were left out, because they were not finite.
         scale: the loss scale after the step.
+        counts: of parameter servers, what happened in the step: pushes and their staleness, units repeated,
+            workers and servers replaced. Left out in a comparison, too.
         update: how many updates this `Step` has made so far, this one included.
         learning_rate: of the first optimizer's first group of parameters, in this update.
         seconds: wall time of the step; of a window, that of its calls of `add` and of the update.
@@ -63,6 +65,7 @@ class StepReport:
     too_large: int = 0
     dropped: int = 0
     scale: float = 1.0
+    counts: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
     update: int = field(default=0, compare=False)
     learning_rate: float = field(default=math.nan, compare=False)
     seconds: float = field(default=0.0, compare=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from anybatch.core import format_bytes
 from anybatch.observe.flow_figures import find_marks
 from anybatch.observe.run_log import FIGURES, FlowLog, Numbers, RunLog, evenly, mapping, number, whole
 
@@ -19,6 +20,9 @@ MARK_RULE = (
     "layers with a gradient. Below a thousandth of it, or 0, a layer is called vanishing, above 70 times it "
     "exploding, without any gradient unused."
 )
+
+_OF_PUSHES = ("pushes", "staleness", "largest staleness")
+_SERVED = ("pushes refused", "workers replaced", "servers replaced")  # of servers, seldom
 
 Chart = dict[str, Any]  # id, title, unit, log, label, series; as JSON
 
@@ -44,6 +48,7 @@ def charts(run: RunLog) -> list[Chart]:
     loss = [*_curve(values, loss="training"), *_epochs(run, "validation", "loss")]
     terms = {name: name.removeprefix("terms.") for name in values if name.startswith("terms.")}
     speed, seconds = _throughput(run)
+    pushed = {name: name.removeprefix("counts.") for name in values if name.startswith("counts.bytes")}
     found = [
         _chart("loss", "Loss", loss),
         _chart("terms", "Terms of the loss", [*_curve(values, **terms)] if len(terms) > 1 else []),
@@ -55,6 +60,10 @@ def charts(run: RunLog) -> list[Chart]:
         _chart("gradient-norm", "Gradient norm, before clipping", [*_curve(values, grad_norm="2-norm")]),
         *_observed(run),
         _chart("throughput", "Throughput", [*_curve(speed, seconds, rows="training")], "rows/s"),
+        _chart(
+            "staleness", "Staleness of pushes", [*_curve(_staleness(run), mean="mean", largest="largest")]
+        ),
+        _chart("pushed", "Bytes pushed to servers", [*_curve(values, **pushed)], "bytes"),
         _chart("micro-batch", "Rows of a micro-batch", [*_curve(values, micro_batch="the largest")], "rows"),
         _chart("micro-batches", "Micro-batches of an update", [*_curve(values, micro_batches="number")]),
         _chart("memory", "Peak memory so far", [*_curve(values, memory="peak")], "bytes"),
@@ -81,6 +90,27 @@ def _observed(run: RunLog) -> Iterable[Chart]:
         title = "Gradient noise scale" if observer == "noise" else f"Observer {observer}"
         place = "noise" if observer == "noise" else f"observer-{index}"
         yield _chart(place, title, series[:MOST_SERIES])
+
+
+def _staleness(run: RunLog) -> dict[str, Numbers]:
+    """Mean and largest of the pushes of each update."""
+    none = np.full(len(run.steps), math.nan)
+    pushes, stale, largest = (run.values.get(f"counts.{name}", none) for name in _OF_PUSHES)
+    with np.errstate(all="ignore"):
+        return {"mean": stale / pushes, "largest": largest}
+
+
+def served(run: RunLog) -> dict[str, int | float | str]:
+    """What happened on parameter servers, in all updates together."""
+    told: dict[str, int | float | str] = {}
+    columns = {name[7:]: one for name, one in run.values.items() if name.startswith("counts.")}
+    for name, one in columns.items():
+        total = np.nanmax(one, initial=0) if name == _OF_PUSHES[2] else np.nansum(one)
+        if name == "staleness" and told.get("pushes"):
+            told["mean staleness"] = total / np.nansum(columns["pushes"])
+        else:
+            told[name] = format_bytes(total) if name.startswith("bytes") else int(total)
+    return told
 
 
 def _throughput(run: RunLog) -> tuple[dict[str, Numbers], Numbers | None]:
@@ -176,7 +206,7 @@ def events(run: RunLog) -> list[RunEvent]:
         "rows left out": dropped,
         "no finite loss": ~np.isfinite(run.values.get("loss", none)),
         "no update made": run.values.get("updated", none + 1) == 0,
-    }
+    } | {name: np.nan_to_num(run.values.get(f"counts.{name}", none)) for name in _SERVED}
     found = [event for kind, amounts in happened.items() for event in _in_a_row(kind, amounts, run.steps)]
     again = [whole(one.get("done_updates")) or 0 for one in run.starts[1:]]
     plans = [step for one in run.plans[1:] if (step := whole(one.get("step"))) is not None]

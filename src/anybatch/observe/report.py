@@ -24,6 +24,7 @@ from anybatch.observe.charts import (
     marks_on_axis,
     pack_flow,
     points,
+    served,
 )
 from anybatch.observe.memory import COLOURS
 from anybatch.observe.run_log import FIGURES, FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
@@ -70,6 +71,7 @@ def report_page(folder: str | Path) -> str:
         _section("Over the updates", _hint(run, found) + _grid(drawn)) if drawn else "",
         _flow(run.flow, flow, layers),
         _section("Memory by owner", _memory(run.plans)),
+        _section("Servers and workers", _pairs(served(run))),
         _section("Events", _table(("what", "updates", "how many"), map(_event, found))),
         _section("Epochs", _epochs(run)),
         _section("Plan", _plans(run.plans)),
@@ -186,7 +188,7 @@ def _hint(run: RunLog, found: Sequence[RunEvent]) -> str:
             "from the smallest to the largest value."
         )
     kinds = [
-        f'<i class="event e{index}"></i>{_text(one)}'
+        f'<span><i class="event e{index}"></i> {_text(one)}</span>'
         for index, one in enumerate(dict.fromkeys(event.kind for event in found))
     ]
     legend = f'<p class="legend">Events, at the bottom of each chart: {" ".join(kinds)}</p>' if kinds else ""

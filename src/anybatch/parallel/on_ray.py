@@ -12,7 +12,6 @@ from torch import Tensor
 
 from anybatch.core import PlanError, RankError
 from anybatch.parallel.scheduler import Ended, Lost
-from anybatch.parallel.server import tensor_of
 from anybatch.parallel.worker import Worker
 
 _LOCAL = "127.0.0.1"
@@ -21,9 +20,9 @@ _LOCAL = "127.0.0.1"
 class RayCluster:
     """Actors on this machine, or on an existing Ray cluster.
 
-    On this machine Ray runs without dashboard and usage statistics, with the token that it asks for by
-    default, and ends with `close`. On an existing cluster `close` ends the actors only. Ray 2.60 listens on
-    all interfaces of a machine, also where it is given 127.0.0.1: whoever has the token can run code.
+    On this machine Ray runs without dashboard and usage statistics, with a token, and ends with `close`. On
+    an existing cluster `close` ends the actors only. Ray 2.60 listens on all interfaces of a machine, also
+    where it is given 127.0.0.1: whoever has the token can run code.
 
     Args:
         address: of a cluster. None for this machine.
@@ -68,7 +67,8 @@ class RayCluster:
             raise RankError(
                 f"Expected a Ray cluster at {address or _LOCAL}, got none "
                 f"({str(error).splitlines()[0][:200]}). "
-                "Nothing is left running. Start one with ray start --head, or leave the address out."
+                "Nothing is left running. Start one with ray start --head, give this process its token "
+                "(RAY_AUTH_TOKEN, or ~/.ray/auth_token), or leave the address out."
             ) from None
         self._actors: dict[Any, int] = {}  # and their GPUs
         self._gpus = gpus
@@ -156,7 +156,9 @@ def _from_bytes(sent: tuple[Any, ...]) -> Tensor:
     if len(sent) == 1:
         return torch.load(BytesIO(sent[0]), weights_only=True)
     flat, shape, dtype = sent
-    return tensor_of(flat).view(dtype).view(shape)
+    value = torch.empty(shape, dtype=dtype)
+    value.view(-1).view(torch.uint8).numpy()[...] = flat
+    return value
 
 
 def _first(error: BaseException) -> str:
@@ -165,10 +167,13 @@ def _first(error: BaseException) -> str:
 
 
 def _reach(address: str) -> None:
-    """Ray itself looks for a minute for an address that nobody answers."""
+    """Ray itself tries for minutes where nobody answers, or somebody who does not speak gRPC."""
     import socket
 
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(f"expected host:port, got {address!r}")
-    socket.create_connection((host, int(port)), timeout=5).close()
+    with socket.create_connection((host, int(port)), timeout=5) as peer:
+        peer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+        if peer.recv(4)[3:] != b"\4":  # HTTP/2 begins with settings
+            raise ConnectionError("something else listens there")

@@ -4,6 +4,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import fsum
@@ -59,7 +60,9 @@ class ParameterServer:
         device: of workers: "cpu" or "cuda". None for that of the model here. With "cuda" each has one GPU.
 
     Attributes:
-        counts: pushes so far, their bytes, pushes refused, staleness, workers and servers replaced.
+        counts: what has happened so far: pushes to each server, bytes pushed, pushes refused, staleness (of
+            all pushes together), units given to a second worker as well (back-ups) and done twice (units
+            repeated), workers and servers replaced. Those of one step are in its report.
 
     Raises:
         PlanError: a number out of range, another rule, a compression with a state without a rule,
@@ -112,6 +115,7 @@ class ParameterServer:
         self._where, self._units, self._backup = cluster, units, backup
         self._rule: RuleName | None = rule
         self._steps, self._staleness = steps, staleness
+        self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
         self._cluster: Cluster | None = None
         self._known: list[int] = []  # versions of the driver's parameters after the last update
@@ -126,11 +130,6 @@ class ParameterServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    @property
-    def counts(self) -> Counter[str]:
-        """What has happened so far."""
-        return Counter() if self._scheduler is None else self._scheduler.counts.copy()
 
     # ---- what a step calls
 
@@ -154,7 +153,7 @@ class ParameterServer:
             'batch_norm="micro", whose statistics would differ between workers': bool(task.batch_norms)
             and settings.batch_norm == "micro",
             "a compiled model": task.is_static,
-            "observers, which read gradients here": bool(task.observers),
+            "observers=, which look at gradients that only workers have": bool(task.observers),
             "gradients from before the step": any(p.grad is not None for p in task.parameters),
         }
         for what, is_there in odd.items():
@@ -191,10 +190,24 @@ class ParameterServer:
             )
         state = rng.capture()
         try:
-            return self._carry_out(task, batch, settings, remote)
+            report = self._carry_out(task, batch, settings, remote)
         except BaseException:
             rng.restore(state)
             raise
+        finally:
+            counts = self._counted()
+        return replace(report, counts=counts)
+
+    def _counted(self) -> Counter[str]:
+        """What happened in this step."""
+        found: Counter[str] = Counter()
+        if self._scheduler is not None:
+            found, self._scheduler.counts = self._scheduler.counts, found
+        largest = (self.counts | found)["largest staleness"]
+        self.counts = self.counts + found  # what a caller keeps of before stays
+        if largest:
+            self.counts["largest staleness"] = largest
+        return found
 
     def _carry_out(
         self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]
@@ -280,7 +293,7 @@ class ParameterServer:
             self.bring_state()
             self.stop()
         device = self._device or task.parameters[0].device.type
-        self._cluster = _cluster(self._where, gpus=int(device == "cuda"))
+        self._cluster = _cluster(self._where, int(device == "cuda"))
         try:
             scheduler = Scheduler(
                 self._cluster,

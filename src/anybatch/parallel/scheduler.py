@@ -91,7 +91,8 @@ class Scheduler:
 
     Attributes:
         version: updates made since the parameters were loaded.
-        counts: pushes, bytes of them, pushes refused, units done again, who was replaced, staleness.
+        counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
+            of all pushes.
     """
 
     def __init__(
@@ -289,7 +290,7 @@ class Scheduler:
         self._usual.append(now - max(lease.began, self._last.get(lease.worker, 0.0)))
         self._last[lease.worker] = now
         if not is_current or lease.unit in self._done:
-            self.counts["repeated"] += 1
+            self.counts["units repeated"] += 1
             return None
         self._done[lease.unit] = folded, lease.parts
         return lease
@@ -335,7 +336,7 @@ class Scheduler:
             again = {self._push(index, other): (index, other) for other in self._done}
             return {one: at for one, at in pushes.items() if at[0] != index} | again
         if refused and refused != COUNTED:
-            self.counts["refused"] += 1
+            self.counts["pushes refused"] += 1
             if refused == NOT_FINITE:
                 raise NonFiniteLossError(
                     f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was made. "
@@ -419,14 +420,13 @@ class Scheduler:
             if lease is None:
                 continue
             folded = self._done[lease.unit][0]
-            stale = 0
             for index, part in enumerate(lease.parts):
                 self._count_push(folded, index)
                 call = "apply", folded.pulled[index], part, rule, folded.steps
                 stale = self.cluster.get(self._ask(index, self._accepted[index], *call)[0])
                 self._accepted[index].append(call)
-            self.counts["staleness"] += stale
-            self.counts["largest staleness"] = max(self.counts["largest staleness"], stale)
+                self.counts["staleness"] += stale
+                self.counts["largest staleness"] = max(self.counts["largest staleness"], stale)
         self.snapshots = [
             tuple(self._ask(i, self._accepted[i], "snapshot", returns=2)) for i in range(len(self.shards))
         ]

@@ -27,7 +27,7 @@ FORMAT = 2  # of `JsonLog`; the first had no number
 
 
 _FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated", "learning_rate")
-_TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0}  # told only where they are something else
+_TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0, "counts": {}}  # told only where they are something else
 
 
 class JsonLog(Callback):
