@@ -152,7 +152,7 @@ def test_a_served_run_tells_what_servers_did(
 ) -> None:
     """Gradient flow, which only workers could see, is left out."""
     end = EndAt("Worker", "run" if rule else "fold", "after", 3)
-    monkeypatch.setattr("anybatch.parallel.parameter_server._cluster", lambda _: Inline(1, end))
+    monkeypatch.setattr("anybatch.parallel.parameter_server._cluster", lambda *_: Inline(1, end))
     command = ["train", f"{here}:make", *FAST, "--servers", "1", *rule]
     code, printed, _ = run(capsys, *command, "--epochs", 1, "--out", "run")
     assert code == 0

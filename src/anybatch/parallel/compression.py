@@ -303,12 +303,16 @@ def _sum(payloads: Sequence[Tensor], like: Tensors, wire: torch.dtype | None) ->
                 sums[name] = _flat({}, name, parameter)
             values, rest = _take(rest, count, wire or sums[name].dtype)
             sums[name][places] += values.to(sums[name])
+        if len(rest):
+            raise ValueError(f"{len(rest)} of {len(payload)} bytes are too many")
     return {name: sums[name].view(parameter.shape) for name, parameter in like.items() if name in sums}
 
 
 def _take(payload: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The first values of a payload, and what comes after them."""
     end = count * dtype.itemsize
+    if end > len(payload):
+        raise ValueError(f"{end} bytes are said to come, and {len(payload)} are there")
     return payload[:end].clone().view(dtype), payload[end:]  # a copy: what is viewed must be aligned
 
 

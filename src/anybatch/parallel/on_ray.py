@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anybatch.core import PlanError, RankError
 from anybatch.parallel.scheduler import Ended, Lost
+from anybatch.parallel.worker import Worker
 
 _LOCAL = "127.0.0.1"
 
@@ -25,13 +26,14 @@ class RayCluster:
 
     Args:
         address: of a cluster. None for this machine.
+        gpus: of each worker.
 
     Raises:
         PlanError: Ray is not installed, or is in use in this process already.
         RankError: nobody answers at the address.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str | None = None, gpus: int = 0) -> None:
         try:
             ray: Any = import_module("ray")
         except ImportError as error:
@@ -74,16 +76,25 @@ class RayCluster:
                 "Nothing is left running. Start one with ray start --head, set RAY_AUTH_MODE=token and "
                 "RAY_AUTH_TOKEN if it has a token, or leave the address out."
             ) from None
-        self._actors: list[Any] = []
+        self._actors: dict[Any, int] = {}  # and their GPUs
+        self._gpus = gpus
 
     def put(self, value: Any) -> Any:
         """Store a value."""
         return self._ray.put(value)
 
     def start(self, kind: type, *args: Any) -> Any:
-        """A new actor."""
-        actor = self._ray.remote(kind).options(num_cpus=0, max_restarts=0, max_task_retries=0).remote(*args)
-        self._actors.append(actor)
+        """A new actor. Raises PlanError: there is no GPU for it, and Ray would wait for one for ever."""
+        gpus = self._gpus if issubclass(kind, Worker) else 0
+        needed = sum(self._actors.values()) + gpus
+        if gpus and needed > (there := self._ray.cluster_resources().get("GPU", 0)):
+            raise PlanError(
+                f"Expected a GPU for each worker, got {there:g} for {needed} workers. Ask for fewer workers, "
+                'or for workers on the CPU: ParameterServer(device="cpu").'
+            )
+        options = {"num_cpus": 0, "num_gpus": gpus, "max_restarts": 0, "max_task_retries": 0}
+        actor = self._ray.remote(kind).options(**options).remote(*args)
+        self._actors[actor] = gpus
         return actor
 
     def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
@@ -126,13 +137,13 @@ class RayCluster:
     def kill(self, process: Any) -> None:
         """End an actor."""
         self._ray.kill(process)
-        self._actors = [one for one in self._actors if one is not process]
+        self._actors.pop(process, None)
 
     def close(self) -> None:
         """End all actors, and Ray if it was started here."""
         for actor in self._actors:
             self._ray.kill(actor)
-        self._actors = []
+        self._actors = {}
         self._ray.shutdown()
 
 

@@ -18,6 +18,7 @@ from anybatch.core import Batch, NonFiniteLossError, PlanError, SampleBatch, Ste
 from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 from anybatch.losses import WholeBatch
+from anybatch.parallel.compression import Codec
 from anybatch.parallel.rules import RuleName, make_rule
 from anybatch.parallel.scheduler import Cluster, Scheduler
 from anybatch.parallel.server import Layout, options_of
@@ -54,14 +55,18 @@ class ParameterServer:
             "dynsgd" (`anybatch.parallel.make_rule`). This changes the result.
         steps: with a rule, updates that a worker makes with a unit before it pushes.
         staleness: with a rule, units that a worker may be ahead of the slowest.
+        compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`, or with a rule
+            `DeepGradientCompression(...)`, too, which keeps a part of each push on its worker.
+        device: of workers: "cpu" or "cuda". None for that of the model here. With "cuda" each has one GPU.
 
     Attributes:
-        counts: what has happened so far: pushes to each server, pushes refused, staleness (of all pushes
-            together), units given to a second worker as well (back-ups) and done twice (units repeated),
-            workers and servers replaced. Those of one step are in its report.
+        counts: what has happened so far: pushes to each server, bytes pushed, pushes refused, staleness (of
+            all pushes together), units given to a second worker as well (back-ups) and done twice (units
+            repeated), workers and servers replaced. Those of one step are in its report.
 
     Raises:
-        PlanError: a number out of range, another rule, or Ray is not installed.
+        PlanError: a number out of range, another rule, a compression with a state without a rule,
+            no GPUs for all workers, or Ray is not installed.
 
     Example:
         >>> ParameterServer(servers=1, workers=2)
@@ -81,6 +86,8 @@ class ParameterServer:
         rule: RuleName | None = None,
         steps: int = 1,
         staleness: int = 0,
+        compression: Codec | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
         for name, value, least in (
             ("servers", servers, 1),
@@ -98,7 +105,13 @@ class ParameterServer:
                 f"Expected a rule with steps={steps} and staleness={staleness}, got none. Without one "
                 'workers wait for each other: choose one, such as rule="normalize", or leave both out.'
             )
-        self.servers, self.workers = servers, workers
+        if rule is None and compression is not None and compression.state():
+            raise PlanError(
+                f"Expected a compression without a state, got {type(compression).__name__}: what waits on a "
+                "worker would make the update depend on who computes which rows. Choose Cast, or a rule."
+            )
+        self._device = None if device is None else torch.device(device).type
+        self.servers, self.workers, self._compression = servers, workers, compression
         self._where, self._units, self._backup = cluster, units, backup
         self._rule: RuleName | None = rule
         self._steps, self._staleness = steps, staleness
@@ -162,14 +175,14 @@ class ParameterServer:
     def abandon(self, error: BaseException) -> None:
         """Nobody waits."""
 
-    def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[], Any]) -> StepReport:
+    def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
         """One update with all rows.
 
         Args:
             task: what is trained.
             batch: the rows.
             settings: of the step.
-            remote: makes what makes the step of a worker.
+            remote: makes what makes the step of a worker, on a device of this type.
         """
         if not batch.rows:
             raise PlanError(
@@ -196,7 +209,9 @@ class ParameterServer:
             self.counts["largest staleness"] = largest
         return found
 
-    def _carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[], Any]) -> StepReport:
+    def _carry_out(
+        self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]
+    ) -> StepReport:
         began = time.perf_counter()
         scheduler = self._prepared(task, settings, remote)
         # From the driver's stream, which a checkpoint keeps.
@@ -244,12 +259,12 @@ class ParameterServer:
 
     # ---- driver and servers
 
-    def _prepared(self, task: Task, settings: Plan, remote: Callable[[], Any]) -> Scheduler:
+    def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         """Servers that hold what the driver has."""
         buffers = [one for module in task.modules for one in module.buffers(recurse=False)]
         made_of = [*map(id, task.parameters), *map(id, task.optimizers), *private.versions(buffers)]
         if self._scheduler is None or made_of != self._made_of:
-            self._scheduler = self._started(task, settings, remote())
+            self._scheduler = self._started(task, settings, remote)
             self._made_of, self._is_loaded, self._known = made_of, False, []
             for optimizer in task.optimizers:
                 optimizer.register_state_dict_pre_hook(partial(_bring_state, self))
@@ -268,16 +283,21 @@ class ParameterServer:
             self._known = private.versions(task.parameters)
         return self._scheduler
 
-    def _started(self, task: Task, settings: Plan, remote: Any) -> Scheduler:
-        layout = Layout.of(task.parameters, task.optimizers, self.servers, settings.accumulation_dtype)
+    def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
+        if self._compression is not None:
+            self._compression.check(task.optimizers)
+        layout = Layout.of(
+            task.parameters, task.optimizers, self.servers, settings.accumulation_dtype, self._compression
+        )
         if self._scheduler is not None:
             self.bring_state()
             self.stop()
-        self._cluster = _cluster(self._where)
+        device = self._device or task.parameters[0].device.type
+        self._cluster = _cluster(self._where, int(device == "cuda"))
         try:
             scheduler = Scheduler(
                 self._cluster,
-                remote,
+                remote(device),
                 layout,
                 identity(task),
                 workers=self.workers,
@@ -347,12 +367,12 @@ def _forget_state(server: ParameterServer, optimizer: Optimizer) -> None:
     server.forget_state()
 
 
-def _cluster(where: str | Cluster | None) -> Cluster:
+def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
     if where is not None and not isinstance(where, str):
         return where
     from anybatch.parallel.on_ray import RayCluster
 
-    return RayCluster(where)
+    return RayCluster(where, gpus)
 
 
 def _ranges(rows: int, parts: int, start: int = 0) -> list[range]:

@@ -91,7 +91,8 @@ class Scheduler:
 
     Attributes:
         version: updates made since the parameters were loaded.
-        counts: pushes, pushes refused, units repeated, workers and servers replaced; staleness of all pushes.
+        counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
+            of all pushes.
     """
 
     def __init__(
@@ -313,10 +314,13 @@ class Scheduler:
         self._todo.appendleft(unit)
 
     def _push(self, index: int, unit: int) -> Any:
+        folded, parts = self._done[unit]
+        self._count_push(folded, index)
+        return self.cluster.call(self.shards[index], "push", self.version, unit, parts[index])[0]
+
+    def _count_push(self, folded: Folded, index: int) -> None:
         self.counts["pushes"] += 1
-        return self.cluster.call(self.shards[index], "push", self.version, unit, self._done[unit][1][index])[
-            0
-        ]
+        self.counts["bytes pushed"] += folded.sent[index]
 
     def _pushed(self, reference: Any, pushes: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
         """A shard has answered, or has ended; the pushes still under way."""
@@ -336,7 +340,8 @@ class Scheduler:
             if refused == NOT_FINITE:
                 raise NonFiniteLossError(
                     f"Expected finite gradients, got NaN or infinity from unit {unit}. No update was made. "
-                    "Look for bad data in its rows, or too high a learning rate."
+                    "Look for bad data in its rows, too high a learning rate, or sums beyond 65,504 in "
+                    'Cast("fp16").'
                 )
             raise RankError(
                 f"Expected a push that fits, got one that shard {index} refuses: {refused}. No update was "
@@ -416,7 +421,7 @@ class Scheduler:
                 continue
             folded = self._done[lease.unit][0]
             for index, part in enumerate(lease.parts):
-                self.counts["pushes"] += 1
+                self._count_push(folded, index)
                 call = "apply", folded.pulled[index], part, rule, folded.steps
                 stale = self.cluster.get(self._ask(index, self._accepted[index], *call)[0])
                 self._accepted[index].append(call)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from anybatch.core import OptimizerError, PlanError
+from anybatch.parallel.compression import Codec
 from anybatch.parallel.rules import RuleName, make_rule
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -35,6 +36,12 @@ class Piece:
     at: int  # its first element in the shard
     optimizer: int
     group: int
+    is_matrix: bool  # whether the parameter has more than one dimension
+
+    @property
+    def there(self) -> slice:
+        """Its elements in the shard."""
+        return slice(self.at, self.at + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,7 @@ class Layout:
         pieces: of each shard.
         dtype, sum_dtype: of the parameters, and of gradient sums; names of NumPy.
         optimizers: their classes.
+        codec: of pushes; None to send them as they are.
     """
 
     bounds: tuple[int, ...]
@@ -53,6 +61,7 @@ class Layout:
     dtype: str
     sum_dtype: str
     optimizers: tuple[type[Optimizer], ...]
+    codec: Codec | None = None
 
     @staticmethod
     def of(
@@ -60,6 +69,7 @@ class Layout:
         optimizers: Sequence[Optimizer],
         servers: int,
         accumulate: torch.dtype | None,
+        codec: Codec | None = None,
     ) -> "Layout":
         """Cut the trained parameters into shards.
 
@@ -103,6 +113,7 @@ class Layout:
             dtype=str(dtype).removeprefix("torch."),
             sum_dtype=str(wide).removeprefix("torch."),
             optimizers=tuple(type(one) for one in optimizers),
+            codec=codec,
         )
 
     def flat(self, values: Sequence[Tensor | None], shard: int, dtype: str) -> Array:
@@ -113,14 +124,48 @@ class Layout:
             value = values[piece.parameter]
             if value is not None:
                 there = value.detach().reshape(-1)[piece.start : piece.stop]
-                whole[piece.at : piece.at + len(there)].copy_(there)
+                whole[piece.there].copy_(there)
         return out
+
+    def encode(self, codec: Codec, rows: Array, shard: int) -> Array:
+        """Elements of a shard, `(rows, elements)`, as bytes."""
+        like = self._like(shard, str(rows.dtype))
+        names = dict(zip(like, self.pieces[shard], strict=True))
+        return np.stack(
+            [
+                codec.encode({name: row[piece.there] for name, piece in names.items()}, like).numpy()
+                for row in torch.from_numpy(rows)
+            ]
+        )
+
+    def decode(self, rows: Array, shard: int, dtype: str) -> Array:
+        """The inverse of `encode`; nothing to do without a codec. Raises ValueError where it is no such."""
+        if self.codec is None:
+            return rows
+        if rows.dtype != np.uint8 or rows.ndim != 2:
+            raise ValueError(f"{rows.dtype} of shape {rows.shape}, where bytes are expected")
+        like, found = self._like(shard, dtype), np.zeros((len(rows), np.diff(self.bounds)[shard]), dtype)
+        try:
+            for row, values in zip(rows, found, strict=True):
+                decoded = self.codec.decode([tensor_of(row)], like)
+                for name, piece in zip(like, self.pieces[shard], strict=True):
+                    if name in decoded:
+                        values[piece.there] = decoded[name].reshape(-1).numpy()
+        except (IndexError, RuntimeError, ValueError) as error:
+            raise ValueError(f"bytes that {self.codec.name} has not made ({error})") from None
+        return found
+
+    def _like(self, shard: int, dtype: str) -> dict[str, Tensor]:
+        """The pieces of a shard as parameters of their own, for a codec, which may send vectors whole."""
+        one = torch.empty((), dtype=getattr(torch, dtype))
+        sizes = [(piece.is_matrix, piece.stop - piece.start) for piece in self.pieces[shard]]
+        return {str(i): one.expand((1, n) if matrix else (n,)) for i, (matrix, n) in enumerate(sizes)}
 
     def write(self, parts: Sequence[Array], parameters: Sequence[Tensor]) -> None:
         """Write the elements of all shards into the parameters."""
         for pieces, part in zip(self.pieces, parts, strict=True):
             for piece in pieces:
-                values = tensor_of(part[piece.at : piece.at + piece.stop - piece.start])
+                values = tensor_of(part[piece.there])
                 with torch.no_grad():
                     target = parameters[piece.parameter]
                     if target.is_contiguous():
@@ -180,12 +225,10 @@ class Shard:
     """
 
     def __init__(self, layout: Layout, index: int) -> None:
-        self._layout, self._pieces = layout, layout.pieces[index]
+        self._layout, self._index, self._pieces = layout, index, layout.pieces[index]
         self._size = layout.bounds[index + 1] - layout.bounds[index]
         self._flat = torch.zeros(self._size, dtype=getattr(torch, layout.dtype))
-        self._parameters = [
-            nn.Parameter(self._flat[piece.at : piece.at + piece.stop - piece.start]) for piece in self._pieces
-        ]
+        self._parameters = [nn.Parameter(self._flat[piece.there]) for piece in self._pieces]
         self._optimizers: list[Optimizer | None] = []
         self.version = -1
         self._forget()
@@ -214,13 +257,17 @@ class Shard:
         Args:
             version: of the parameters that they were computed with.
             unit: its position in the batch.
-            part: sums, `(terms, elements of this shard)`.
+            part: sums, `(terms, elements of this shard)`, or what a codec makes of them.
 
         Returns:
             Why it is refused; empty if it is counted.
         """
         if version != self.version:
             return f"version {version} of the parameters, where {self.version} is the newest"
+        try:
+            part = self._layout.decode(part, self._index, self._layout.sum_dtype)
+        except ValueError as error:
+            return str(error)
         if part.ndim != 2 or part.shape[1] != self._size or str(part.dtype) != self._layout.sum_dtype:
             return (
                 f"{part.dtype} of shape {part.shape}, where {self._layout.sum_dtype} of shape "
@@ -290,7 +337,7 @@ class Shard:
             assert self._gradient is not None  # noqa: S101 - `seal` has made it
             gradient = (self._gradient if scale == 1.0 else self._gradient * scale).to(self._flat.dtype)
             for piece, parameter in zip(self._pieces, self._parameters, strict=True):
-                there = gradient[piece.at : piece.at + piece.stop - piece.start]
+                there = gradient[piece.there]
                 parameter.grad = there if piece.parameter in used else None
             for optimizer in self._made(options):
                 optimizer.step()
@@ -324,7 +371,14 @@ class Shard:
             How many pushes of others came in between.
         """
         staleness = self.version - pulled
-        make_rule(rule).apply(self._flat, torch.from_numpy(np.array(part)), staleness=staleness, steps=steps)
+        try:
+            pushed = tensor_of(self._layout.decode(part, self._index, self._layout.dtype)).reshape(-1)
+        except ValueError as error:
+            raise PlanError(
+                f"Expected a push that fits, got {error}. Start workers and servers with the same model and "
+                "version of anybatch."
+            ) from None
+        make_rule(rule).apply(self._flat, pushed, staleness=staleness, steps=steps)
         self.version += 1
         return staleness
 
@@ -385,7 +439,8 @@ def _pieces(
         last = first + parameter.numel()
         begin, end = max(first, start), min(last, stop)
         if begin < end:
-            pieces.append(Piece(index, begin - first, end - first, begin - start, *place[parameter]))
+            there = index, begin - first, end - first, begin - start
+            pieces.append(Piece(*there, *place[parameter], parameter.ndim > 1))
         first = last
     return tuple(pieces)
 

@@ -1,16 +1,17 @@
 """A worker of a parameter server: pulls parameters, folds the rows of a unit exactly, returns the sums"""
 
+import copy
 import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import PlanError
+from anybatch.core import PlanError, tree
 from anybatch.engine import Plan, Single, Task, tally, undivided
 from anybatch.parallel.fingerprint import fingerprint
 from anybatch.parallel.server import Array, Layout
@@ -28,6 +29,7 @@ class Folded:
         used: positions of the parameters that have a gradient.
         pulled: the version of each shard that a unit of an asynchronous round began with.
         steps: local updates.
+        sent: bytes that go to each shard.
     """
 
     weights: dict[str, float]
@@ -39,6 +41,7 @@ class Folded:
     used: frozenset[int] = frozenset()
     pulled: tuple[int, ...] = ()
     steps: int = 1
+    sent: tuple[int, ...] = ()
 
 
 class HandOver(Single):
@@ -85,6 +88,7 @@ class Worker:
         self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
     ) -> None:
         self._layout, self._hand = layout, HandOver()
+        self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # what waits is of one shard
         self._version = -1
         self._failed: Exception | None = (
             None  # raised when there is something to do: who makes it does not wait
@@ -107,6 +111,11 @@ class Worker:
             raise self._failed
         return self._step.task()
 
+    def _here(self, rows: Any, task: Task) -> Any:
+        """Tensors on the device of the model; samples are for `collate` to bring there."""
+        device = task.parameters[0].device
+        return rows if self._step.collate else tree.map_leaves(lambda leaf: leaf.to(device), rows)
+
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
         """Fold the rows of a unit.
 
@@ -117,14 +126,14 @@ class Worker:
             values: the parameters, shard by shard.
 
         Returns:
-            A `Folded`, and the sums for each shard, `(terms, elements)`.
+            A `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
         """
         task = self._task()
         if version != self._version:
             self._layout.write(values, task.parameters)
             self._version = version
         with _seeded(seed):
-            self._step.fold(rows)
+            self._step.fold(self._here(rows, task))
         folded, banks = self._hand.folded, self._hand.banks
         self._hand.folded, self._hand.banks = None, []
         terms = banks or [[None] * len(task.parameters)]
@@ -132,7 +141,7 @@ class Worker:
             np.stack([self._layout.flat(bank, shard, self._layout.sum_dtype) for bank in terms])
             for shard in range(len(self._layout.pieces))
         ]
-        return folded, *sums
+        return self._pushed(folded, sums)
 
     def run(
         self, seed: int, parts: Sequence[Any], options: Any, *pulled: tuple[int, Array]
@@ -146,7 +155,7 @@ class Worker:
             pulled: version and parameters of each shard.
 
         Returns:
-            A `Folded`, and how far each shard's parameters have moved.
+            A `Folded`, and how far each shard's parameters have moved, as one term of sums.
         """
         task = self._task()
         self._layout.write([values for _, values in pulled], task.parameters)
@@ -154,7 +163,7 @@ class Worker:
             for group, given in zip(optimizer.param_groups, groups, strict=True):
                 group.update(given)
         with _seeded(seed):
-            reports = [self._step(part) for part in parts]
+            reports = [self._step(self._here(part, task)) for part in parts]
         weights: dict[str, float] = {}
         totals: dict[str, float] = {}
         for report in reports:
@@ -170,10 +179,18 @@ class Worker:
             steps=max(1, sum(report.updated for report in reports)),
         )
         moved = [
-            self._layout.flat(task.parameters, shard, self._layout.dtype) - values
+            (self._layout.flat(task.parameters, shard, self._layout.dtype) - values)[np.newaxis]
             for shard, (_, values) in enumerate(pulled)
         ]
-        return folded, *moved
+        return self._pushed(folded, moved)
+
+    def _pushed(self, folded: Folded | None, parts: list[Array]) -> tuple[Any, ...]:
+        """What goes to the driver and to each shard, through the codec, if there is one."""
+        assert folded is not None  # noqa: S101 - a fold without an error has made it
+        for shard, codec in enumerate(self._codecs):
+            if codec is not None:
+                parts[shard] = self._layout.encode(codec, parts[shard], shard)
+        return replace(folded, sent=tuple(part.nbytes for part in parts)), *parts
 
 
 def identity(task: Task) -> dict[str, str]:

@@ -1,8 +1,11 @@
 """A step for the workers of a parameter server: all that it is made of, to be sent to another process"""
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from anybatch.losses import module_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,13 +16,15 @@ class Remote:
     model: Any
     loss: Any
     optimizers: Any
+    device: str = "cpu"
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @staticmethod
-    def of(step: Any) -> "Remote":
+    def of(step: Any, device: str = "cpu") -> "Remote":
         """What makes steps like this one, without what the driver alone does: listeners, schedulers."""
         settings, planning = step.planning.settings, step.planning
-        return Remote(
+        made = Remote(
+            device=device,
             kind=type(step),
             model=step.model,
             loss=step.loss,
@@ -38,7 +43,18 @@ class Remote:
                 "check": step.guard.checks,
             },
         )
+        is_ready = all(p.device.type == "cpu" for p in step.model.parameters())
+        return made if is_ready else copy.deepcopy(made)._on("cpu")  # where it goes may be no such device
+
+    def _on(self, device: str) -> "Remote":
+        for module in (self.model, module_of(self.loss)):
+            module.to(device)
+        for optimizer in self.optimizers:
+            optimizer.load_state_dict(optimizer.state_dict())  # which follows the parameters
+        return self
 
     def __call__(self, strategy: Any) -> Any:
-        """The step."""
+        """The step, on the device."""
+        if self.device != "cpu":
+            self._on(self.device)
         return self.kind(self.model, self.loss, self.optimizers, strategy=strategy, **self.options)

@@ -223,7 +223,9 @@ class Step:
         logical = admit(batch, task, self.collate)
         if isinstance(self.strategy, ParameterServer):
             self.guard.refuse_meetings(task)
-            return self.strategy.carry_out(task, logical, self.planning.settings, lambda: Remote.of(self))
+            return self.strategy.carry_out(
+                task, logical, self.planning.settings, lambda to: Remote.of(self, to)
+            )
         if not logical.rows:
             return carry_out(self.planning.settings, task, logical)
         rows = ordered(self.order, task, logical)

@@ -1,0 +1,313 @@
+"""Parameter servers: what is sent. Compressed pushes, rows that workers read, workers on another device."""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core import NonFiniteLossError, PlanError
+from anybatch.parallel import Cast, DeepGradientCompression, ParameterServer, fingerprint
+from anybatch.parallel.on_ray import RayCluster
+from anybatch.parallel.server import NOT_FINITE, Layout, Shard
+from anybatch.parallel.worker import Worker
+from anybatch.testing import relative_error
+from tests.parallel.inline import Inline
+from tests.parallel.test_server import EXACT, PLACES, ROWS, EndAt, batch, network
+
+UNITS = 8
+
+
+def train(
+    cluster: Inline, *, count: int = 3, optimizer: Any = torch.optim.SGD, servers: int = 2, **options: Any
+) -> tuple[list[Tensor], Counter[str], list[float]]:
+    """Parameters, counts and norms after some updates."""
+    model = network(0.5)
+    made = optimizer(model.parameters(), lr=0.1)
+    server = ParameterServer(servers, options.pop("workers", 3), cluster=cluster, **options)
+    step = ab.Step(model, nn.CrossEntropyLoss(), made, micro_batch=4, strategy=server)
+    torch.manual_seed(7)
+    norms = [step(batch(number)).grad_norm for number in range(count)]
+    return [p.detach().clone() for p in model.parameters()], server.counts, norms
+
+
+def layout(servers: int, codec: Any) -> tuple[Layout, list[nn.Parameter]]:
+    parameters = [*network().parameters()]
+    return Layout.of(parameters, [torch.optim.SGD(parameters, lr=1.0)], servers, None, codec), parameters
+
+
+# ---- compression
+
+
+def test_servers_add_what_is_left_of_the_sums_of_each_unit() -> None:
+    """In the dtype of the sums: an addition in 16 bits would show."""
+    model = network()
+    x, y = batch()
+    expected = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for start in range(UNITS):
+        rows = slice(ROWS * start // UNITS, ROWS * (start + 1) // UNITS)
+        loss = nn.functional.cross_entropy(model(x[rows]), y[rows], reduction="sum")
+        for name, gradient in zip(expected, torch.autograd.grad(loss, [*model.parameters()]), strict=True):
+            expected[name] += gradient.bfloat16().double() / ROWS
+    before = copy.deepcopy(model.state_dict())
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    server = ParameterServer(2, 3, cluster=Inline(0), compression=Cast("bf16"))
+    ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=server)(batch())
+    found = {name: before[name] - p.detach() for name, p in model.named_parameters()}
+    assert relative_error(found, expected) < EXACT
+
+
+@pytest.mark.parametrize("place", [*PLACES[:4], *PLACES[6:8]], ids=".".join)
+@pytest.mark.parametrize("workers", [1, 4])
+def test_bits_of_compressed_updates_depend_on_no_worker_and_no_end(
+    place: tuple[str, str, str], workers: int
+) -> None:
+    end = EndAt(*place, 1)
+    codec = Cast("bf16")
+    found, _, norms = train(Inline(workers, end), workers=workers, compression=codec)
+    expected, _, expected_norms = train(Inline(99), compression=codec)
+    assert end.count
+    assert norms == expected_norms
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("rule", [None, "accumulate"])
+def test_bytes_are_counted(rule: Any) -> None:
+    made, parameters = layout(2, None)
+    elements, pieces = sum(p.numel() for p in parameters), sum(map(len, made.pieces))
+    pushes = 3 * UNITS
+    assert train(Inline(0), rule=rule)[1]["bytes pushed"] == pushes * 8 * elements
+    short = train(Inline(0), rule=rule, compression=Cast("fp16"))[1]
+    assert short["bytes pushed"] == pushes * (2 * elements + 4 * pieces)
+
+
+def test_what_overflows_in_fp16_is_refused_and_changes_nothing() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    server = ParameterServer(2, 3, cluster=Inline(0), compression=Cast("fp16"))
+    step = ab.Step(model, nn.MSELoss(reduction="sum"), sgd, strategy=server)
+    x, _ = batch()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(NonFiniteLossError, match=r"got NaN or infinity from unit .* No update .* 65,504"):
+        step((x, torch.full((ROWS, 3), 1e5, dtype=torch.float64)))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert server.counts["pushes refused"] == 1
+    assert step((x, torch.zeros(ROWS, 3, dtype=torch.float64))).updated
+
+
+def test_a_codec_with_a_state_is_refused_where_workers_wait_for_each_other() -> None:
+    with pytest.raises(PlanError, match="without a state, got DeepGradientCompression: what waits"):
+        ParameterServer(compression=DeepGradientCompression(warmup_updates=0))
+
+
+def test_the_codec_refuses_optimizers_of_workers() -> None:
+    codec = DeepGradientCompression(warmup_updates=0)
+    with pytest.raises(PlanError, match="without momentum, got Adam"):
+        train(Inline(0), optimizer=torch.optim.Adam, rule="accumulate", compression=codec)
+
+
+def test_a_worker_that_keeps_nothing_pushes_what_it_has_moved() -> None:
+    """So the bits are those without a codec: the same units, and each adds to the same parameters."""
+    codec = DeepGradientCompression(sparsity=0.0, momentum=0.0, warmup_updates=0)
+    found, counts, _ = train(Inline(5), rule="dynsgd", steps=2, compression=codec)
+    expected, dense, _ = train(Inline(5), rule="dynsgd", steps=2)
+    assert counts["bytes pushed"] > dense["bytes pushed"]
+    assert counts["largest staleness"] == dense["largest staleness"] > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_sparse_pushes_lower_the_loss() -> None:
+    """Each worker has a codec for each shard: shards are of different sizes."""
+    model = network()
+    codec = DeepGradientCompression(sparsity=0.75, momentum=0.0, warmup_updates=0)
+    server = ParameterServer(2, 3, cluster=Inline(3), rule="dynsgd", steps=2, compression=codec)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=server)
+    losses = [step(batch()).loss for _ in range(20)]
+    assert losses[-1] < losses[0]
+    assert server.counts["bytes pushed"] < 20 * UNITS * 8 * sum(p.numel() for p in model.parameters())
+    assert codec.state()["updates"] == 0  # workers have copies
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+def test_what_waits_is_sent_later_and_pieces_of_vectors_at_once(servers: int) -> None:
+    """What was sent and what waits is what there was, shard by shard; a matrix cut anywhere is a matrix."""
+    made, parameters = layout(servers, DeepGradientCompression(sparsity=0.75, momentum=0.0, warmup_updates=0))
+    for shard, pieces in enumerate(made.pieces):
+        codec: Any = copy.deepcopy(made.codec)
+        rows = np.random.default_rng(shard).normal(size=(4, np.diff(made.bounds)[shard]))
+        sent = np.concatenate(
+            [made.decode(made.encode(codec, row[None], shard), shard, "float64") for row in rows]
+        )
+        waiting = codec.state()["residual"]
+        matrices = {str(i) for i, piece in enumerate(pieces) if parameters[piece.parameter].ndim > 1}
+        assert waiting.keys() == {
+            name for name in matrices if pieces[int(name)].stop - pieces[int(name)].start > 1
+        }
+        for index, piece in enumerate(pieces):
+            rest = waiting.get(str(index), torch.zeros(())).numpy()
+            total = sent[:, piece.there].sum(0) + rest
+            np.testing.assert_allclose(total, rows[:, piece.there].sum(0), rtol=EXACT, atol=EXACT)
+            assert (sent[0, piece.there] == 0).any() == (str(index) in waiting)
+
+
+@pytest.mark.parametrize(
+    "codec", [Cast("bf16"), DeepGradientCompression(warmup_updates=0)], ids=lambda one: one.name
+)
+def test_bytes_that_are_damaged_are_refused_with_a_reason(codec: Any) -> None:
+    """Or taken as other numbers: there is no checksum."""
+    made, parameters = layout(1, codec)
+    shard = Shard(made, 0)
+    shard.load(0, made.flat(parameters, 0, "float64"), made.split({}, parameters, 0))
+    size, drawn = made.bounds[-1], np.random.default_rng(0)
+    part = made.encode(copy.deepcopy(codec), np.ones((1, size)), 0)
+    ends = [part[:, :end] for end in range(part.size)]
+    others = [np.ones((1, size)), part[0], np.concatenate([part, part], 1), *ends]
+    for _ in range(200):
+        flipped = part.copy()
+        flipped[0, drawn.integers(part.size, size=3)] = drawn.integers(256, size=3)
+        others.append(flipped)
+    said = [shard.push(0, unit, one) for unit, one in enumerate(others, start=1)]
+    assert all(said[: 3 + len(ends)])
+    assert {one.partition(" (")[0] for one in said[3:]} <= {
+        "",
+        NOT_FINITE,
+        f"bytes that {codec.name} has not made",
+    }
+    assert shard.push(0, 0, part) == ""
+    before = shard.pull()[1].copy()
+    for one in others[: 3 + len(ends)]:
+        with pytest.raises(PlanError, match="Expected a push that fits, got"):
+            shard.apply(0, one, "accumulate", 1)
+    assert np.array_equal(shard.pull()[1], before)
+
+
+# ---- rows that workers read
+
+
+class Reader:
+    """Reads rows by their number, but not on the driver: what is sent to a worker is a copy."""
+
+    def __init__(self, rows: Any, *, is_driver: bool = True) -> None:
+        self.rows, self.is_driver = rows, is_driver
+
+    def __deepcopy__(self, memo: Any) -> "Reader":
+        return Reader(self.rows, is_driver=False)
+
+    def __call__(self, numbers: list[int]) -> Any:
+        assert not self.is_driver, "rows are read on the driver"
+        assert all(isinstance(one, int) for one in numbers)
+        return tuple(column[numbers] for column in self.rows)
+
+
+@pytest.mark.parametrize(
+    "options", [{"micro_batch": 4}, {"memory": "2GiB"}, {"micro_batch": 4, "recompute": ["0"]}], ids=str
+)
+@pytest.mark.parametrize("rule", [None, "accumulate"])
+def test_collate_is_called_on_workers_alone(rule: Any, options: dict[str, Any]) -> None:
+    def parameters(rows: Any, **more: Any) -> list[Tensor]:
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        server = ParameterServer(2, 2, cluster=Inline(0), rule=rule)
+        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, strategy=server, **options, **more)
+        for _ in range(3):
+            assert step(rows).rows == ROWS
+        return [p.detach() for p in model.parameters()]
+
+    found = parameters([*range(ROWS)], collate=Reader(batch()))
+    pairs = zip(found, parameters(batch()), strict=True)
+    assert all(relative_error({"": one}, {"": other}) < EXACT for one, other in pairs)
+
+
+def test_a_trainer_sends_what_the_data_gives_for_a_row() -> None:
+    """Numbers, read on workers; samples of a data set are read here. Validation is here, too."""
+
+    def trained(data: Any, collate: Any, validation: Any = None) -> list[Tensor]:
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        server = ParameterServer(2, 2, cluster=Inline(0))
+        step = ab.Step(model, nn.CrossEntropyLoss(), sgd, micro_batch=4, collate=collate, strategy=server)
+        trainer = ab.Trainer(step, data, validation, batch_size=10, progress=False)
+        trainer.fit(epochs=2)
+        return [p.detach() for p in model.parameters()]
+
+    rows = batch()
+    dataset = torch.utils.data.TensorDataset(*rows)
+    found = trained(range(ROWS), Reader(rows))
+    expected = trained(dataset, torch.utils.data.default_collate)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(AssertionError, match="rows are read on the driver"):
+        trained(range(ROWS), Reader(rows), range(5))
+
+
+# ---- devices
+
+SEEN: list[set[str]] = []
+
+
+def seen(model: nn.Module, micro: Any) -> ab.Total:
+    SEEN.append({one.device.type for one in (*micro, *model.parameters())})
+    raise InterruptedError
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(None, "cpu"), ("meta", "meta"), (torch.device("meta"), "meta")]
+)
+@pytest.mark.parametrize("rule", [None, "accumulate"])
+def test_model_and_rows_are_on_the_device_of_the_worker(
+    device: Any, expected: str, rule: Any, monkeypatch: Any
+) -> None:
+    """The device without numbers is another one, too."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)  # as for CUDA, in place
+    monkeypatch.setattr(fingerprint, "_checksum", lambda value: 0)  # which needs numbers
+    SEEN.clear()
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    server = ParameterServer(1, 1, cluster=Inline(0), device=device, rule=rule)
+    with pytest.raises(InterruptedError):
+        ab.Step(model, seen, sgd, strategy=server)(batch())
+    assert [*SEEN] == [{expected}]
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert {p.device.type for group in sgd.param_groups for p in group["params"]} == {"cpu"}
+
+
+class Asked:
+    """Ray as far as actors are started: notes what each is to have."""
+
+    def __init__(self, gpus: int) -> None:
+        self.cluster_resources = lambda: {"GPU": gpus} if gpus else {}
+        self.asked: list[tuple[type, int]] = []
+        self.kill = lambda actor: None
+
+    def remote(self, kind: type) -> Any:
+        class Kind:
+            @staticmethod
+            def options(**options: Any) -> Any:
+                self.asked.append((kind, options["num_gpus"]))
+                return Kind
+
+            @staticmethod
+            def remote(*_: Any) -> object:
+                return object()
+
+        return Kind
+
+
+def test_each_worker_asks_ray_for_a_gpu_and_is_refused_where_there_is_none(monkeypatch: Any) -> None:
+    """Ray waits for ever."""
+    cluster = RayCluster.__new__(RayCluster)
+    ray = Asked(gpus=2)
+    vars(cluster).update(_ray=ray, _gpus=1, _actors={})
+    cluster.start(Shard)
+    first = cluster.start(Worker)
+    cluster.start(Worker)
+    assert ray.asked == [(Shard, 0), (Worker, 1), (Worker, 1)]
+    with pytest.raises(PlanError, match=r"got 2 for 3 workers\. .*device=.cpu"):
+        cluster.start(Worker)
+    cluster.kill(first)
+    cluster.start(Worker)
+    cluster.start(Shard)
