@@ -36,7 +36,7 @@ NEEDS = {
     "wandb": "import wandb",
     "mlflow": "import mlflow",
     "trackio": "import trackio",
-    "ray": "import ParameterServer",
+    "ray": "ab.ParameterServer(",
 }  # and what shows it in a block
 ALONE = {"wandb", "mlflow", "trackio", "ray"}  # leave threads, variables and warnings behind
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 import anybatch as ab
 from anybatch.cli import main
@@ -152,3 +153,40 @@ def test_the_command_refuses(
     assert main.main(["train", "lenet5", "--out", str(tmp_path / "run"), *options]) == 1
     assert match in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+class Echo:
+    """Gives back what it is sent."""
+
+    def back(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for value in values:
+            if value.layout is torch.strided:
+                value.fill_(1)  # a forward may write to its input
+        return values
+
+
+def sent_and_back() -> None:
+    """In a process of its own, as Ray leaves variables behind."""
+    sent = [
+        torch.ones(3, 2).bfloat16(),
+        torch.tensor(True),
+        torch.ones(0, 3),
+        torch.eye(2).to_sparse(),
+        torch.ones(4, 2).t(),
+        torch.tensor(1 + 0j),
+        torch.ones(3, requires_grad=True),
+    ]
+    cluster = RayCluster()
+    try:
+        found = cluster.get(cluster.call(cluster.start(Echo), "back", *sent)[0])
+    finally:
+        cluster.close()
+    for one, other in zip(found, sent, strict=True):
+        assert (one.dtype, one.layout, one.shape) == (other.dtype, other.layout, other.shape)
+        assert torch.equal(one.to_dense(), other.to_dense())
+
+
+@pytest.mark.slow
+def test_tensors_of_every_kind_arrive(marked: dict[str, str]) -> None:
+    code = "from tests.parallel import test_on_ray; test_on_ray.sent_and_back()"
+    subprocess.run([sys.executable, "-c", code], env=marked, check=True)

@@ -28,6 +28,11 @@ def test_bad_options(options: dict[str, Any], match: str) -> None:
         ParameterServer(**options)
 
 
+def test_workers_that_have_nothing_to_do_are_told_of() -> None:
+    with pytest.warns(UserWarning, match="got workers=3 and units=2"):
+        ParameterServer(workers=3, units=2)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -307,9 +307,11 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
         if given := [name.replace("_", "-") for name in _OF_SERVERS if getattr(options, name) is not None]:
             raise PlanError(f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well.")
         return None
+    workers = 2 if options.workers is None else options.workers
     return ParameterServer(
         options.servers,
-        2 if options.workers is None else options.workers,
+        workers,
+        units=max(8, workers),
         cluster=options.cluster,
         rule=options.rule,
         steps=1 if options.local_steps is None else options.local_steps,

@@ -141,7 +141,6 @@ class DeepGradientCompression:
     Args:
         sparsity: share of the elements of a parameter that waits, at least 0 and below 1.
         momentum: at least 0 and below 1.
-        nesterov: momentum as in `torch.optim.SGD(nesterov=True)`.
         clip_norm: largest 2-norm of the gradient of the whole batch.
         ranks: number of ranks that share a batch; needed for `clip_norm`.
         masking: set the velocity to 0 where it was sent.
@@ -169,7 +168,6 @@ class DeepGradientCompression:
         momentum: float = 0.9,
         *,
         warmup_updates: int,
-        nesterov: bool = False,
         clip_norm: float | None = None,
         ranks: int | None = None,
         masking: bool = True,
@@ -177,8 +175,6 @@ class DeepGradientCompression:
         for what, value in (("sparsity", sparsity), ("momentum", momentum)):
             if not 0 <= value < 1:
                 raise PlanError(f"Expected {what} to be at least 0 and below 1, got {value!r}. Choose 0.9.")
-        if nesterov and not momentum:
-            raise PlanError(f"Expected momentum with nesterov, got {momentum!r}. Leave nesterov out.")
         if warmup_updates < 0:
             raise PlanError(f"Expected warmup_updates of at least 0, got {warmup_updates!r}. Use 0 for none.")
         if clip_norm is not None and not (clip_norm > 0 and ranks is not None and ranks > 0):
@@ -188,7 +184,7 @@ class DeepGradientCompression:
             )
         self.name, self.sent, self.dense = "dgc", 0, 0
         self.sparsity, self.warmup_updates, self.masking = sparsity, warmup_updates, masking
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum = momentum
         self._limit = math.inf if clip_norm is None or ranks is None else clip_norm * ranks**-0.5
         self._state = self._before = _Waiting(0, {}, {})
 
@@ -223,8 +219,7 @@ class DeepGradientCompression:
                 continue
             gradient = _flat(gradients, name, parameter) * factor
             velocity = self.momentum * _flat(old.velocity, name, parameter) + gradient
-            step = gradient + self.momentum * velocity if self.nesterov else velocity
-            waiting = _flat(old.residual, name, parameter) + step
+            waiting = _flat(old.residual, name, parameter) + velocity
             count = max(1, round(share * waiting.numel()))
             if parameter.ndim <= 1 or count >= waiting.numel():
                 found[name] = None, waiting

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,8 @@ class ParameterServer:
         servers: shards of the parameters, of equal size.
         workers: how many compute. Those that find no unit wait.
         cluster: address of a Ray cluster, such as "10.0.0.1:6379". None to start Ray on this machine.
-        units: into how many parts a batch is cut. The result depends on it as on the size of micro-batches.
+        units: into how many parts a batch is cut, at least one for each worker; two or more let the rows of
+            the next arrive in time. The result depends on it as on the size of micro-batches.
         backup: compute a unit that takes three times as long as usual on a second worker as well, if one has
             nothing to do.
         rule: None for the exact update. Otherwise workers make updates of their own with the optimizer and do
@@ -109,6 +111,12 @@ class ParameterServer:
             raise PlanError(
                 f"Expected a compression without a state, got {type(compression).__name__}: what waits on a "
                 "worker would make the update depend on who computes which rows. Choose Cast, or a rule."
+            )
+        if workers > units:
+            warnings.warn(
+                f"Expected at most as many workers as units, got workers={workers} and units={units}: some "
+                f"workers have nothing to do. Pass units={workers} or more.",
+                stacklevel=2,
             )
         self._device = None if device is None else torch.device(device).type
         self.servers, self.workers, self._compression = servers, workers, compression
