@@ -60,13 +60,15 @@ def updates(
     servers: int = 2,
     workers: int = 3,
     between: Callable[[int, ParameterServer], object] = lambda *_: None,
+    scheduler: Callable[[Any], Any] = lambda _: None,
     **options: Any,
 ) -> tuple[list[Tensor], Any, Any]:
     """Parameters, state of the optimizer, and reports after some updates; alone without a cluster."""
     model = network(dropout)
     made = optimizer(model.parameters(), lr=0.01)
     strategy: Any = "local" if cluster is None else ParameterServer(servers, workers, cluster=cluster)
-    step = ab.Step(model, loss or nn.CrossEntropyLoss(), made, micro_batch=4, strategy=strategy, **options)
+    options = {"micro_batch": 4, "scheduler": scheduler(made), **options}
+    step = ab.Step(model, loss or nn.CrossEntropyLoss(), made, strategy=strategy, **options)
     torch.manual_seed(7)
     reports = []
     for number in range(count):
@@ -108,6 +110,14 @@ def test_many_updates_are_those_of_one_process(optimizer: Any) -> None:
     for one, other in zip(tree.flatten(alone[:2]).leaves, tree.flatten(served[:2]).leaves, strict=True):
         assert relative_error({"": other.double()}, {"": one.double()}) < allowed
     assert [r.update for r in served[2]] == [*range(1, 21)]
+
+
+def test_a_scheduler_sees_each_update() -> None:
+    def half(made: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
+
+    alone, served = updates(scheduler=half), updates(scheduler=half, cluster=Inline(1))
+    assert [r.learning_rate for r in served[2]] == [r.learning_rate for r in alone[2]] == [0.01, 5e-3, 2.5e-3]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -191,6 +201,26 @@ def test_many_that_end(seed: int) -> None:
     cluster.end = end
     assert same_bits(updates(5, cluster=cluster), updates(5, cluster=Inline(99))), ended
     assert ended
+
+
+def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
+    """Also after `stop`, and where another step makes it: here, or on other servers."""
+
+    def moved(strategies: list[Any]) -> list[Any]:
+        model = network()
+        made = torch.optim.Adam(model.parameters(), lr=0.01)
+        steps = [ab.Step(model, nn.CrossEntropyLoss(), made, strategy=one) for one in strategies]
+        for number in range(8):
+            steps[number % len(steps)](batch(number))
+            if number == 5 and strategies[0] != "local":
+                strategies[0].stop()
+        return [*model.parameters(), *tree.flatten(made.state_dict()["state"]).leaves]
+
+    first, second = (ParameterServer(servers, 2, cluster=Inline(servers)) for servers in (1, 2))
+    allowed = tolerance(torch.float64, 8 * ROWS)
+    for strategies in ([first], [first, "local"], [first, second, "local"]):
+        pairs = zip(moved(strategies), moved(["local"]), strict=True)
+        assert all(relative_error({"": one}, {"": other}) < allowed for one, other in pairs)
 
 
 def test_a_machine_that_is_lost_with_the_state_of_a_server_is_reported() -> None:

@@ -129,6 +129,8 @@ class ParameterServer:
         self._known: list[int] = []  # versions of the driver's parameters after the last update
         self._made_of: list[int] = []
         self._is_loaded = False  # the servers have the optimizer's state
+        self._hooks: list[Any] = []
+        self._is_counting = False  # the optimizers here count an update that the servers made
 
     def __repr__(self) -> str:
         return f"ParameterServer(servers={self.servers}, workers={self.workers})"
@@ -225,7 +227,7 @@ class ParameterServer:
         # From the driver's stream, which a checkpoint keeps.
         seed = int(torch.randint(2**62, ()))
         sizes = _ranges(batch.rows, self._units)
-        options = options_of(task.optimizers)
+        options, learning_rate = options_of(task.optimizers), task.learning_rate()
         if self._rule is None:
             folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
             weights, norm = self._synchronous(scheduler, folded, task, settings, options)
@@ -241,7 +243,8 @@ class ParameterServer:
         updated = any(weights.values())
         if updated:
             self._updated(task)
-        return _report(folded, weights, norm, task, began, updated=updated)
+        report = _report(folded, weights, norm, task, began, updated=updated)
+        return replace(report, learning_rate=learning_rate)  # before schedulers made their step
 
     def _synchronous(
         self, scheduler: Scheduler, folded: Sequence[Folded], task: Task, settings: Plan, options: Any
@@ -274,13 +277,23 @@ class ParameterServer:
         if self._scheduler is None or made_of != self._made_of:
             self._scheduler = self._started(task, settings, remote)
             self._made_of, self._is_loaded, self._known = made_of, False, []
-            for optimizer in task.optimizers:
-                optimizer.register_state_dict_pre_hook(partial(_bring_state, self))
-                optimizer.register_load_state_dict_post_hook(partial(_forget_state, self))
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks = [
+                hook
+                for one in task.optimizers
+                for hook in (
+                    one.register_state_dict_pre_hook(partial(_bring_state, self)),
+                    one.register_load_state_dict_post_hook(partial(_forget_state, self)),
+                    one.register_step_pre_hook(partial(_hand_back, self)),
+                )
+            ]
             self._optimizers, self._parameters = task.optimizers, task.parameters
         if self._known != private.versions(task.parameters) or not self._is_loaded:
             scheduler, layout = self._scheduler, self._scheduler.layout
             shards = range(self.servers)
+            for one in task.optimizers if not self._is_loaded else ():
+                one.state_dict()  # brings it here from other servers
             state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
             values = [layout.flat(task.parameters, shard, layout.dtype) for shard in shards]
             states: list[Any] = [layout.split(state, task.parameters, shard) for shard in shards]
@@ -297,9 +310,7 @@ class ParameterServer:
         layout = Layout.of(
             task.parameters, task.optimizers, self.servers, settings.accumulation_dtype, self._compression
         )
-        if self._scheduler is not None:
-            self.bring_state()
-            self.stop()
+        self.stop()
         device = self._device or task.parameters[0].device.type
         self._cluster = _cluster(self._where, int(device == "cuda"))
         try:
@@ -322,8 +333,12 @@ class ParameterServer:
         self._known = private.versions(task.parameters)
 
     def _updated(self, task: Task) -> None:
-        for optimizer in task.optimizers:
-            optimizer.step()  # without gradients: what counts steps, as schedulers do, sees one
+        self._is_counting = True
+        try:
+            for optimizer in task.optimizers:
+                optimizer.step()  # without gradients: what counts steps, as schedulers do, sees one
+        finally:
+            self._is_counting = False
         task.progress.updates += 1
         for one in task.schedulers:
             one.step()
@@ -345,6 +360,12 @@ class ParameterServer:
         """The optimizers here have a new state, which the servers are to get."""
         self._is_loaded = False
 
+    def hand_back(self) -> None:
+        """The optimizers here make an update of their own, so their state is to be here."""
+        if not self._is_counting:
+            self.bring_state()
+            self.forget_state()
+
     # ---- who is there
 
     def add_worker(self) -> None:
@@ -361,10 +382,13 @@ class ParameterServer:
                 self._scheduler.remove_worker()
 
     def stop(self) -> None:
-        """End servers and workers; the driver has the parameters. The next step starts them again."""
-        cluster, self._cluster, self._scheduler = self._cluster, None, None
-        if cluster is not None:
-            cluster.close()
+        """End servers and workers; parameters and state are here. The next step starts them again."""
+        try:
+            self.bring_state()
+        finally:
+            cluster, self._cluster, self._scheduler = self._cluster, None, None
+            if cluster is not None:
+                cluster.close()
 
 
 def _bring_state(server: ParameterServer, optimizer: Optimizer) -> None:
@@ -373,6 +397,10 @@ def _bring_state(server: ParameterServer, optimizer: Optimizer) -> None:
 
 def _forget_state(server: ParameterServer, optimizer: Optimizer) -> None:
     server.forget_state()
+
+
+def _hand_back(server: ParameterServer, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    server.hand_back()
 
 
 def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
@@ -429,6 +457,5 @@ def _report(
         updated=updated,
         cut=cut,
         update=task.progress.updates,
-        learning_rate=task.learning_rate(),
         seconds=time.perf_counter() - began,
     )
