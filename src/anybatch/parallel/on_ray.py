@@ -47,6 +47,7 @@ class RayCluster:
                 "ray.shutdown() first, or stop the other ParameterServer."
             )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a unit: told once, by `get`
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ray = ray
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}

@@ -123,7 +123,7 @@ class Layout:
         for piece in self.pieces[shard]:
             value = values[piece.parameter]
             if value is not None:
-                there = value.detach().reshape(-1)[piece.start : piece.stop]
+                there = value.detach().to_dense().reshape(-1)[piece.start : piece.stop]
                 whole[piece.there].copy_(there)
         return out
 
