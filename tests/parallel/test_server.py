@@ -203,26 +203,6 @@ def test_many_that_end(seed: int) -> None:
     assert ended
 
 
-def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
-    """Also after `stop`, and where another step makes it: here, or on other servers."""
-
-    def moved(strategies: list[Any]) -> list[Any]:
-        model = network()
-        made = torch.optim.Adam(model.parameters(), lr=0.01)
-        steps = [ab.Step(model, nn.CrossEntropyLoss(), made, strategy=one) for one in strategies]
-        for number in range(8):
-            steps[number % len(steps)](batch(number))
-            if number == 5 and strategies[0] != "local":
-                strategies[0].stop()
-        return [*model.parameters(), *tree.flatten(made.state_dict()["state"]).leaves]
-
-    first, second = (ParameterServer(servers, 2, cluster=Inline(servers)) for servers in (1, 2))
-    allowed = tolerance(torch.float64, 8 * ROWS)
-    for strategies in ([first], [first, "local"], [first, second, "local"]):
-        pairs = zip(moved(strategies), moved(["local"]), strict=True)
-        assert all(relative_error({"": one}, {"": other}) < allowed for one, other in pairs)
-
-
 def test_a_machine_that_is_lost_with_the_state_of_a_server_is_reported() -> None:
     cluster = Inline()
 

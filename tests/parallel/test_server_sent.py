@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import anybatch as ab
-from anybatch.core import NonFiniteLossError, PlanError
+from anybatch.core import NonFiniteLossError, PlanError, tree
 from anybatch.parallel import Cast, DeepGradientCompression, ParameterServer, fingerprint
 from anybatch.parallel.on_ray import RayCluster
 from anybatch.parallel.server import NOT_FINITE, Layout, Shard
 from anybatch.parallel.worker import Worker
-from anybatch.testing import relative_error
+from anybatch.testing import relative_error, tolerance
 from tests.parallel.inline import Inline
 from tests.parallel.test_server import EXACT, PLACES, ROWS, EndAt, batch, network
 
@@ -38,6 +38,29 @@ def train(
 def layout(servers: int, codec: Any) -> tuple[Layout, list[nn.Parameter]]:
     parameters = [*network().parameters()]
     return Layout.of(parameters, [torch.optim.SGD(parameters, lr=1.0)], servers, None, codec), parameters
+
+
+# ---- the state of the optimizer
+
+
+def test_the_state_of_the_optimizer_is_where_the_next_update_is_made() -> None:
+    """Also after `stop`, and where another step makes it: here, or on other servers."""
+
+    def moved(strategies: list[Any]) -> list[Any]:
+        model = network()
+        made = torch.optim.Adam(model.parameters(), lr=0.01)
+        steps = [ab.Step(model, nn.CrossEntropyLoss(), made, strategy=one) for one in strategies]
+        for number in range(8):
+            steps[number % len(steps)](batch(number))
+            if number == 5 and strategies[0] != "local":
+                strategies[0].stop()
+        return [*model.parameters(), *tree.flatten(made.state_dict()["state"]).leaves]
+
+    first, second = (ParameterServer(servers, 2, cluster=Inline(servers)) for servers in (1, 2))
+    allowed = tolerance(torch.float64, 8 * ROWS)
+    for strategies in ([first], [first, "local"], [first, second, "local"]):
+        pairs = zip(moved(strategies), moved(["local"]), strict=True)
+        assert all(relative_error({"": one}, {"": other}) < allowed for one, other in pairs)
 
 
 # ---- compression

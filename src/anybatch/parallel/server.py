@@ -1,5 +1,6 @@
 """A shard of the parameters on a server: pushes merged in the order of the units, one update, its state"""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -116,13 +117,18 @@ class Layout:
             codec=codec,
         )
 
-    def flat(self, values: Sequence[Tensor | None], shard: int, dtype: str) -> Array:
+    def flat(
+        self, values: Sequence[Tensor | None], shard: int, dtype: str, out: Array | None = None
+    ) -> Array:
         """The elements of a shard from tensors like the parameters; zeros where there is none."""
-        out = np.zeros(self.bounds[shard + 1] - self.bounds[shard], dtype)
+        if out is None:
+            out = np.empty(self.bounds[shard + 1] - self.bounds[shard], dtype)
         whole = torch.from_numpy(out)
         for piece in self.pieces[shard]:
             value = values[piece.parameter]
-            if value is not None:
+            if value is None:
+                out[piece.there] = 0
+            else:
                 there = value.detach().to_dense().reshape(-1)[piece.start : piece.stop]
                 whole[piece.there].copy_(there)
         return out
@@ -165,8 +171,9 @@ class Layout:
         """Write the elements of all shards into the parameters."""
         for pieces, part in zip(self.pieces, parts, strict=True):
             for piece in pieces:
-                values = tensor_of(part[piece.there])
-                with torch.no_grad():
+                with torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # what comes from another process is only to be read
+                    values = torch.from_numpy(part[piece.there])
                     target = parameters[piece.parameter]
                     if target.is_contiguous():
                         target.view(-1)[piece.start : piece.stop].copy_(values)
@@ -231,6 +238,7 @@ class Shard:
         self._parameters = [nn.Parameter(self._flat[piece.there]) for piece in self._pieces]
         self._optimizers: list[Optimizer | None] = []
         self.version = -1
+        self._room: Array = np.empty(0)
         self._forget()
 
     def _forget(self) -> None:
@@ -277,13 +285,15 @@ class Shard:
             return f"{len(part)} terms, where other units have {len(self._sum)}"
         if unit < self._merged or unit in self._waiting:
             return COUNTED
-        if not np.isfinite(part).all():
-            return NOT_FINITE
+        with np.errstate(over="ignore", invalid="ignore"):  # a sum takes half the time, but may overflow
+            if not (np.isfinite(part.sum()) or np.isfinite(part).all()):
+                return NOT_FINITE
         self._waiting[unit] = part
         while self._merged in self._waiting:  # in the order of the units, whoever came first
             one = self._waiting.pop(self._merged)
-            if self._sum is None:
-                self._sum = np.array(one)
+            if self._sum is None:  # in memory of before: that of a new array takes longer than the copy
+                self._room = self._sum = self._room if self._room.shape == one.shape else np.empty_like(one)
+                np.copyto(self._sum, one)
             else:
                 self._sum += one
             self._merged += 1
