@@ -17,7 +17,7 @@ or_say = || { echo "make $@: failed; $(1)" >&2; exit 1; }
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1	/p' Makefile | expand -t 20
 
-env: .venv/.with-digits .venv/.with-plot .venv/.with-dev .venv/.with-transformers .venv/.with-server ## make .venv with everything needed to work on anybatch
+env: .venv/.with-digits .venv/.with-plot .venv/.with-dev .venv/.with-transformers ## make .venv with everything needed to work on anybatch
 	@echo "env: ready in .venv"
 
 demo: .venv/.with-digits ## train LeNet-5 on real handwritten digits and say where the files are
@@ -32,7 +32,7 @@ test-slow: env ## run the tests marked slow
 	@echo "test-slow: running the slow tests"
 	@PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow $(call or_say,repeat one with: $(BIN)/python -m pytest -k NAME)
 
-soak: env ## the laws on cases drawn at random, for MINUTES=10 or ROUNDS, from SEED=0; trainings killed at any moment
+soak: env .venv/.with-server ## the laws on cases drawn at random, for MINUTES=10 or ROUNDS, from SEED=0; trainings killed at any moment
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.soak $(if $(ROUNDS),--rounds $(ROUNDS),--minutes $(or $(MINUTES),10)) --seed $(or $(SEED),0) \
 	    $(call or_say,the case is above; repeat it with: make soak SEED=... ROUNDS=...)
 
