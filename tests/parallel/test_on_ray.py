@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -176,9 +177,13 @@ def sent_and_back() -> None:
         torch.tensor(1 + 0j),
         torch.ones(3, requires_grad=True),
     ]
-    cluster = RayCluster()
+    cluster, other = RayCluster(), RayCluster()  # as for the two steps of a GAN
     try:
+        other.start(Echo)
+        other.close()
         found = cluster.get(cluster.call(cluster.start(Echo), "back", *sent)[0])
+        with pytest.raises(ab.AnybatchError, match=r"that can be pickled, got .*lock"):
+            cluster.put(threading.Lock())
     finally:
         cluster.close()
     for one, other in zip(found, sent, strict=True):

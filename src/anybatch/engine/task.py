@@ -211,7 +211,7 @@ def gather(
     if strategy.is_many and isinstance(resolved, WholeBatch):
         resolved = replace(resolved, gather=strategy.gather)
     modules = list(dict.fromkeys([*model.modules(), *module_of(loss).modules()]))
-    inside = _parameters_of(modules)
+    inside, trained = _parameters_of(modules), frozenset(trainable)
     # Backward reaches those in closures of the loss, such as a GAN's other network: their `.grad` is kept.
     beside = _parameters_of(Reachable([loss]).modules)
     return Task(
@@ -221,7 +221,7 @@ def gather(
         optimizers=optimizers,
         schedulers=schedulers,
         parameters=trainable,
-        others=list(inside.union(held, beside).difference(trainable)),
+        others=[p for p in dict.fromkeys((*inside, *held, *beside)) if p not in trained],
         # In a loss that sees all rows at once they do not depend on the cut.
         batch_norms=find_batch_norms(model.modules() if resolved.divided else modules),
         devices={p.device for p in inside},
@@ -277,8 +277,8 @@ _training = attrgetter("training")
 _wants = attrgetter("requires_grad")
 
 
-def _parameters_of(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
-    return {p for one in modules for p in private.parameters_of(one).values() if p is not None}
+def _parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [p for one in modules for p in private.parameters_of(one).values() if p is not None]
 
 
 def admit(batch: Any, task: Task, collate: Collate | None, *, anywhere: bool = False) -> Batch:

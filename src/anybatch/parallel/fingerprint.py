@@ -2,13 +2,14 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anybatch.core import PlanError
+from anybatch.core import torch_private as private
 from anybatch.engine import Plan, Task
 
 _ADVICE = {
@@ -52,11 +53,23 @@ def _hash(value: object) -> str:
     return hashlib.blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
+def contents(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Changes with each write to a tensor, also one through `.data`, which has no version."""
+    held = [*tensors]
+    sums = [_checksum(one) if one.layout is torch.strided else 0 for one in held]
+    return [*zip(private.versions(held), sums, strict=True)]
+
+
 def _checksum(value: Tensor) -> int:
-    """The sum of all bytes: the same bits give the same number on any device."""
+    """The sum of all words of 8 bytes: the same bits give the same number on any device."""
     flat = value.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return int(flat.view(torch.uint8).sum(dtype=torch.int64)) if flat.numel() else 0
+    if not flat.numel():
+        return 0
+    raw = flat.view(torch.uint8)
+    raw = raw.clone() if raw.storage_offset() % 8 else raw
+    words = raw.numel() // 8 * 8
+    return int(raw[:words].view(torch.int64).sum()) + int(raw[words:].sum(dtype=torch.int64))
 
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:

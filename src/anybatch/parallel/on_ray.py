@@ -41,18 +41,21 @@ class RayCluster:
                 f"Expected Ray for a ParameterServer, got none ({error}). Install it: pip install "
                 '"anybatch[server]".'
             ) from None
-        if ray.is_initialized():
+        if ray.is_initialized() and not any(one.address == address for one in _OPEN):
             raise PlanError(
                 f"Expected Ray not to be in use here, got {ray.get_runtime_context().gcs_address}. Call "
                 "ray.shutdown() first, or stop the other ParameterServer."
             )
+        self.address = address
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a unit: told once, by `get`
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         self._ray = ray
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         try:
-            if address is None:
+            if ray.is_initialized():
+                pass  # for the ParameterServer of another step
+            elif address is None:
                 ray.init(
                     address="local",
                     include_dashboard=False,
@@ -79,10 +82,17 @@ class RayCluster:
             ) from None
         self._actors: dict[Any, int] = {}  # and their GPUs
         self._gpus = gpus
+        _OPEN.append(self)
 
     def put(self, value: Any) -> Any:
-        """Store a value."""
-        return self._ray.put(value)
+        """Store a value. Raises PlanError: it cannot be sent."""
+        try:
+            return self._ray.put(value)
+        except Exception as error:
+            raise PlanError(
+                f"Expected a model, a loss and optimizers that can be pickled, got {_first(error)}. Leave "
+                "out locks, open files and parametrizations, such as weight_norm."
+            ) from None
 
     def start(self, kind: type, *args: Any) -> Any:
         """A new actor. Raises PlanError: there is no GPU for it, and Ray would wait for one for ever."""
@@ -128,8 +138,6 @@ class RayCluster:
             if isinstance(cause, errors.RayError):
                 raise Lost(_first(cause)) from None
             raise cause from None
-        except errors.ActorUnavailableError as error:
-            raise Ended(_first(error)) from None
         except errors.RayActorError as error:
             raise Ended(_first(error)) from None
         except errors.RayError as error:
@@ -141,11 +149,16 @@ class RayCluster:
         self._actors.pop(process, None)
 
     def close(self) -> None:
-        """End all actors, and Ray if it was started here."""
+        """End all actors, and leave Ray if no other uses it here; it ends if it was started here."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = {}
-        self._ray.shutdown()
+        _OPEN.remove(self)
+        if not _OPEN:
+            self._ray.shutdown()
+
+
+_OPEN: list[RayCluster] = []  # in this process
 
 
 def _to_bytes(value: Tensor) -> tuple[Any, ...]:

@@ -6,28 +6,25 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from math import fsum
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
 
 from anybatch.core import Batch, NonFiniteLossError, PlanError, SampleBatch, StepReport, TensorBatch
-from anybatch.core import torch_private as private
-from anybatch.engine import Plan, Task
+from anybatch.engine import Plan, Single, Task
 from anybatch.losses import WholeBatch
 from anybatch.parallel.compression import Codec
+from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.rules import RuleName, make_rule
 from anybatch.parallel.scheduler import Cluster, Scheduler
 from anybatch.parallel.server import Layout, options_of
-from anybatch.parallel.worker import Folded, identity
+from anybatch.parallel.worker import Folded, Outside, added, fixed_of, identity, settings_of
 from anybatch.state import rng
 
 
-class ParameterServer:
+class ParameterServer(Single):
     """Servers hold the parameters, workers compute the gradients; any number of each, exact.
 
     A batch is cut into units of rows. Each worker takes a unit, computes its gradient sums with the newest
@@ -126,8 +123,9 @@ class ParameterServer:
         self.counts: Counter[str] = Counter()
         self._scheduler: Scheduler | None = None
         self._cluster: Cluster | None = None
-        self._known: list[int] = []  # versions of the driver's parameters after the last update
-        self._made_of: list[int] = []
+        self._known: list[Any] = []  # contents of the driver's parameters after the last update
+        self._fixed: Any = None  # what workers have besides them
+        self._made_of: list[Any] = []
         self._is_loaded = False  # the servers have the optimizer's state
         self._hooks: list[Any] = []
         self._is_counting = False  # the optimizers here count an update that the servers made
@@ -160,30 +158,18 @@ class ParameterServer:
             f"non_finite={settings.non_finite!r}": settings.non_finite != "raise",
             "a loss scale (fp16), which each worker would choose by itself": settings.precision.loss_scale
             is not None,
-            'batch_norm="micro", whose statistics would differ between workers': bool(task.batch_norms)
-            and settings.batch_norm == "micro",
+            'BatchNorm in training mode; Step(batch_norm="frozen") takes the running statistics, '
+            "ab.batch_norm_to_group_norm(model) another norm": bool(task.batch_norms)
+            and settings.batch_norm != "frozen",
             "a compiled model": task.is_static,
             "observers=, which look at gradients that only workers have": bool(task.observers),
-            "gradients from before the step": any(p.grad is not None for p in task.parameters),
+            "gradients from before the step; optimizer.zero_grad() drops them": any(
+                p.grad is not None for p in task.parameters
+            ),
         }
         for what, is_there in odd.items():
             if is_there:
                 raise PlanError(f"Expected a step that workers can do, got {what}. Leave it out.")
-
-    def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Nothing is computed here."""
-        return [*values], 0
-
-    def close(self, sums: Any) -> Mapping[str, float]:
-        """Nothing is summed here."""
-        return {}
-
-    def reduce(self, gradients: Any) -> Any:
-        """Nothing is summed here."""
-        return gradients
-
-    def abandon(self, error: BaseException) -> None:
-        """Nobody waits."""
 
     def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
         """One update with all rows.
@@ -198,12 +184,8 @@ class ParameterServer:
             raise PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
             )
-        state = rng.capture()
         try:
             report = self._carry_out(task, batch, settings, remote)
-        except BaseException:
-            rng.restore(state)
-            raise
         finally:
             counts = self._counted()
         return replace(report, counts=counts)
@@ -224,22 +206,35 @@ class ParameterServer:
     ) -> StepReport:
         began = time.perf_counter()
         scheduler = self._prepared(task, settings, remote)
-        # From the driver's stream, which a checkpoint keeps.
-        seed = int(torch.randint(2**62, ()))
+        # From the driver's stream, which stays as it is: what else is drawn is as without servers. The
+        # parameters make it another one in each update.
+        state = torch.get_rng_state()
+        seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
+        torch.set_rng_state(state)
         sizes = _ranges(batch.rows, self._units)
         options, learning_rate = options_of(task.optimizers), task.learning_rate()
-        if self._rule is None:
-            folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
-            weights, norm = self._synchronous(scheduler, folded, task, settings, options)
-        else:
-            parts = [
-                [_rows(batch, part) for part in _ranges(len(one), self._steps, one.start)] for one in sizes
-            ]
-            folded, values = scheduler.run(
-                parts, seed, rule=self._rule, staleness=self._staleness, options=options
-            )
-            self._take(scheduler, task, values)
-            weights, norm = _added([one.weights for one in folded]), math.nan
+        try:
+            if self._rule is None:
+                folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
+                weights, norm = self._synchronous(scheduler, folded, task, settings, options)
+            else:
+                parts = [
+                    [_rows(batch, part) for part in _ranges(len(one), self._steps, one.start)]
+                    for one in sizes
+                ]
+                folded, values = scheduler.run(
+                    parts, seed, rule=self._rule, staleness=self._staleness, options=options
+                )
+                self._take(scheduler, task, values)
+                weights, norm = added([one.weights for one in folded]), math.nan
+        except NonFiniteLossError as error:
+            if scheduler.failed is None:
+                raise
+            own = sizes[scheduler.failed]
+            raise NonFiniteLossError(
+                f"{error} A worker counted from its own first row, within rows {own[0]} to {own[-1]} of the "
+                "batch."
+            ) from None
         updated = any(weights.values())
         if updated:
             self._updated(task)
@@ -272,8 +267,11 @@ class ParameterServer:
 
     def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
         """Servers that hold what the driver has."""
-        buffers = [one for module in task.modules for one in module.buffers(recurse=False)]
-        made_of = [*map(id, task.parameters), *map(id, task.optimizers), *private.versions(buffers)]
+        fixed, modes = fixed_of(task), settings_of(task)
+        shapes = [(one.shape, one.dtype) for one in fixed]
+        made_of: list[Any] = [*map(id, (*task.parameters, *task.optimizers)), shapes, len(modes)]
+        made_of.append({**task.loss.coefficients})
+        now = modes, contents(fixed)
         if self._scheduler is None or made_of != self._made_of:
             self._scheduler = self._started(task, settings, remote)
             self._made_of, self._is_loaded, self._known = made_of, False, []
@@ -283,13 +281,18 @@ class ParameterServer:
                 hook
                 for one in task.optimizers
                 for hook in (
-                    one.register_state_dict_pre_hook(partial(_bring_state, self)),
-                    one.register_load_state_dict_post_hook(partial(_forget_state, self)),
-                    one.register_step_pre_hook(partial(_hand_back, self)),
+                    one.register_state_dict_pre_hook(self.bring_state),
+                    one.register_load_state_dict_post_hook(self.forget_state),
+                    one.register_step_pre_hook(self.hand_back),
                 )
             ]
             self._optimizers, self._parameters = task.optimizers, task.parameters
-        if self._known != private.versions(task.parameters) or not self._is_loaded:
+            self._outside = Outside(task)
+        elif now != self._fixed:
+            self._scheduler.fix(modes, fixed)
+        self._outside.refuse_changes()
+        self._fixed = now
+        if not self._is_loaded or self._known != contents(task.parameters):
             scheduler, layout = self._scheduler, self._scheduler.layout
             shards = range(self.servers)
             for one in task.optimizers if not self._is_loaded else ():
@@ -301,7 +304,7 @@ class ParameterServer:
                 states = [one for _, one in scheduler.snapshots]
             scheduler.load(values, states)
             self._is_loaded = True
-            self._known = private.versions(task.parameters)
+            self._known = contents(task.parameters)
         return self._scheduler
 
     def _started(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
@@ -310,9 +313,13 @@ class ParameterServer:
         layout = Layout.of(
             task.parameters, task.optimizers, self.servers, settings.accumulation_dtype, self._compression
         )
-        self.stop()
         device = self._device or task.parameters[0].device.type
-        self._cluster = _cluster(self._where, int(device == "cuda"))
+        if self._scheduler is not None:
+            self.bring_state()
+            self._scheduler.end()
+            self._scheduler = None
+        if self._cluster is None:
+            self._cluster = _cluster(self._where, int(device == "cuda"))
         try:
             scheduler = Scheduler(
                 self._cluster,
@@ -330,7 +337,7 @@ class ParameterServer:
 
     def _take(self, scheduler: Scheduler, task: Task, values: Sequence[Any]) -> None:
         scheduler.layout.write(values, task.parameters)
-        self._known = private.versions(task.parameters)
+        self._known = contents(task.parameters)
 
     def _updated(self, task: Task) -> None:
         self._is_counting = True
@@ -344,7 +351,7 @@ class ParameterServer:
             one.step()
         task.progress.note(task.schedulers)
 
-    def bring_state(self) -> None:
+    def bring_state(self, *_: object) -> None:
         """Bring the optimizer's state from the servers into the optimizers here."""
         scheduler = self._scheduler
         if scheduler is not None and self._is_loaded and self._rule is None:
@@ -356,11 +363,11 @@ class ParameterServer:
                         if parameter in joined:
                             optimizer.state[parameter] = joined[parameter]
 
-    def forget_state(self) -> None:
+    def forget_state(self, *_: object) -> None:
         """The optimizers here have a new state, which the servers are to get."""
         self._is_loaded = False
 
-    def hand_back(self) -> None:
+    def hand_back(self, *_: object) -> None:
         """The optimizers here make an update of their own, so their state is to be here."""
         if not self._is_counting:
             self.bring_state()
@@ -375,11 +382,14 @@ class ParameterServer:
             self._scheduler.add_worker()
 
     def remove_worker(self) -> None:
-        """A worker leaves; what it had goes to others."""
-        if self.workers > 1:
-            self.workers -= 1
-            if self._scheduler is not None:
-                self._scheduler.remove_worker()
+        """A worker leaves; what it had goes to others. Raises PlanError: it is the last."""
+        if self.workers == 1:
+            raise PlanError(
+                f"Expected another worker to stay, got {self.workers} in all. Call stop() instead."
+            )
+        self.workers -= 1
+        if self._scheduler is not None:
+            self._scheduler.remove_worker()
 
     def stop(self) -> None:
         """End servers and workers; parameters and state are here. The next step starts them again."""
@@ -389,18 +399,6 @@ class ParameterServer:
             cluster, self._cluster, self._scheduler = self._cluster, None, None
             if cluster is not None:
                 cluster.close()
-
-
-def _bring_state(server: ParameterServer, optimizer: Optimizer) -> None:
-    server.bring_state()
-
-
-def _forget_state(server: ParameterServer, optimizer: Optimizer) -> None:
-    server.forget_state()
-
-
-def _hand_back(server: ParameterServer, optimizer: Optimizer, args: object, kwargs: object) -> None:
-    server.hand_back()
 
 
 def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
@@ -426,11 +424,6 @@ def _rows(batch: Batch, indices: range) -> Any:
     return batch.only(indices).whole
 
 
-def _added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    names = {name: None for one in several for name in one}
-    return {name: fsum(one.get(name, 0.0) for one in several) for name in names}
-
-
 def _report(
     folded: Sequence[Folded],
     weights: Mapping[str, float],
@@ -440,7 +433,7 @@ def _report(
     *,
     updated: bool,
 ) -> StepReport:
-    totals, loss = _added([one.totals for one in folded]), task.loss
+    totals, loss = added([one.totals for one in folded]), task.loss
     terms = {
         name: totals[name] / (1 if loss.divided else weight) if weight else math.nan
         for name, weight in weights.items()

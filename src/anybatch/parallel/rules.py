@@ -6,7 +6,7 @@ which their pushes arrive is part of the result.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,10 +22,11 @@ _DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # of staleness and 
 }
 
 
-class Rule(Protocol):
-    """What a server does with a push."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What a server does with a push: it adds it, divided by a whole number."""
 
-    name: str
+    name: RuleName
 
     def apply(self, parameters: Tensor, pushed: Tensor, *, staleness: int, steps: int) -> None:
         """Add a push to the parameters of a server, in place.
@@ -40,16 +41,6 @@ class Rule(Protocol):
         Raises:
             PlanError: other shapes, NaN or infinity, a negative staleness or no steps. Nothing was added.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Divide:
-    """Adds the push, divided by a whole number."""
-
-    name: RuleName
-
-    def apply(self, parameters: Tensor, pushed: Tensor, *, staleness: int, steps: int) -> None:
         if pushed.shape != parameters.shape:
             raise PlanError(
                 f"Expected a push of shape {tuple(parameters.shape)}, as the parameters have, got "
@@ -85,14 +76,7 @@ def make_rule(name: RuleName) -> Rule:
 
     With one local update and no push of others in between, all three add `p`.
 
-    Which one to take depends on the task. On digits, with 4 and 10 workers and 5 to 20 local updates
-    (`benchmarks/asynchronous.py`):
-
-    - "accumulate" did as well as the others with few workers and few local updates. With more of both it
-      needed smaller learning rates, down to a thirtieth; otherwise it did not learn.
-    - "normalize" and "dynsgd" had the same best learning rate in all settings. At this rate "dynsgd" ended
-      highest most often, by 1.1 points at most.
-    - "normalize" was slower with 20 local updates: it divides by 20, "dynsgd" divided by 4 to 10 on average.
+    Which one to take depends on the task: docs/server.md compares them.
 
     Args:
         name: "accumulate", "normalize" or "dynsgd".
@@ -117,4 +101,4 @@ def make_rule(name: RuleName) -> Rule:
             f"Expected a rule for asynchronous pushes, one of {', '.join(get_args(RuleName))}, got {name!r}. "
             "Choose one of these names."
         )
-    return cast(Rule, _Divide(name))
+    return Rule(name)

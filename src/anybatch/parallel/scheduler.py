@@ -2,6 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import Any, NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from anybatch.state import rng
 
 _TRIES = 3  # workers that may end with one unit
 _SLOW = 3  # times as long as usual, and a unit is given to a second worker
+_LEAST = 0.5  # seconds that a unit may take in any case: milliseconds vary more
 _QUEUED = 2  # units that a worker has: the rows of the second arrive while it computes the first
 _REVIVED = 20  # servers that may end in one update
 
@@ -93,6 +95,7 @@ class Scheduler:
         version: updates made since the parameters were loaded.
         counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
             of all pushes.
+        failed: the unit in which the model or the loss raised an error.
     """
 
     def __init__(
@@ -109,7 +112,7 @@ class Scheduler:
         self.cluster, self.layout, self._backup = cluster, layout, backup
         self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
         self._layout = self._of_worker[1]
-        self.shards = [self._start_shard(index) for index in range(len(layout.pieces))]
+        self.shards = [cluster.start(Shard, self._layout, index) for index in range(len(layout.pieces))]
         self.clocks: dict[Any, int] = {}  # units that each worker has done, since it came
         self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
         self._round = self.version = self._revived = 0
@@ -119,25 +122,35 @@ class Scheduler:
         self.counts: Counter[str] = Counter()
         self._usual: deque[float] = deque(maxlen=16)  # seconds that the last units took
         self._last: dict[Any, float] = {}  # when each worker finished a unit
+        self._fixed: tuple[Any, ...] = ()
         for _ in range(workers):
             self.add_worker()
 
     # ---- who is there
 
-    def _start_shard(self, index: int) -> Any:
-        return self.cluster.start(Shard, self._layout, index)
-
     def add_worker(self) -> None:
         """A worker joins, at any time."""
         worker = self.cluster.start(Worker, *self._of_worker)
         self.clocks[worker] = min(self.clocks.values(), default=0)
+        if self._fixed:
+            self.cluster.call(worker, "fix", *self._fixed)
+
+    def fix(self, settings: Sequence[Mapping[str, Any]], tensors: Sequence[Any]) -> None:
+        """Give all workers what is not trained, before their next unit."""
+        self._fixed = settings, *tensors
+        for worker in self.clocks:
+            self.cluster.call(worker, "fix", *self._fixed)
+
+    def end(self) -> None:
+        """End servers and workers."""
+        for process in (*self.clocks, *self.shards):
+            self.cluster.kill(process)
 
     def remove_worker(self) -> None:
-        """A worker leaves, at any time; what it had goes to others. At least one stays."""
-        if len(self.clocks) > 1:
-            worker = min(self.clocks, key=self._held().__getitem__)
-            self.cluster.kill(worker)
-            del self.clocks[worker]  # or all would wait for it
+        """A worker leaves, at any time; what it had goes to others."""
+        worker = min(self.clocks, key=self._held().__getitem__)
+        self.cluster.kill(worker)
+        del self.clocks[worker]  # or all would wait for it
 
     def _held(self) -> Counter[Any]:
         """How many units each worker has."""
@@ -174,7 +187,7 @@ class Scheduler:
                 "made. Look for too little memory on the host, and read their log."
             )
         self.cluster.kill(self.shards[index])
-        self.shards[index] = self._start_shard(index)
+        self.shards[index] = self.cluster.start(Shard, self._layout, index)
         try:
             self.cluster.get(self._load(index))
         except Ended:
@@ -182,14 +195,17 @@ class Scheduler:
         for call in done:
             self.cluster.call(self.shards[index], *call)
 
-    def _ask(self, index: int, done: Sequence[tuple[Any, ...]], *call: Any, returns: int = 1) -> list[Any]:
-        """Call a shard until one answers; references to the answer."""
+    def _ask(
+        self, index: int, done: Sequence[tuple[Any, ...]], *call: Any, returns: int = 1, asked: Any = None
+    ) -> list[Any]:
+        """Call a shard until one answers; references to the answer. `asked`: those of a first call."""
+        references = asked or self.cluster.call(self.shards[index], *call, returns=returns)
         while True:
-            references = self.cluster.call(self.shards[index], *call, returns=returns)
             try:
                 self.cluster.get(references[0])
             except Ended:
                 self._revive(index, done)
+                references = self.cluster.call(self.shards[index], *call, returns=returns)
             else:
                 return references
 
@@ -218,7 +234,7 @@ class Scheduler:
                 lambda unit: ("fold", self.version, rng.derive_seed(seed, unit), units[unit], *values)
             )
             is_idle = self._backup and self._usual and len(self._held()) < len(self.clocks)
-            seconds = _SLOW * median(self._usual) if is_idle else None
+            seconds = self._patience() if is_idle else None
             reference = self.cluster.wait([*self._leases, *pushes], seconds)
             if reference is None:  # time for a back-up
                 continue
@@ -233,6 +249,7 @@ class Scheduler:
     def _begin(self, units: int) -> None:
         self._round += 1
         self._revived = 0
+        self.failed: int | None = None
         self._todo: deque[int] = deque(range(units))
         self._done: dict[int, tuple[Folded, list[Any]]] = {}
         self._tries: Counter[int] = Counter()
@@ -253,10 +270,14 @@ class Scheduler:
                 folded, *parts = self.cluster.call(worker, *call(unit), returns=1 + len(self.shards))
                 self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
 
+    def _patience(self) -> float:
+        """Seconds after which a unit takes long."""
+        return max(_LEAST, _SLOW * median(self._usual))
+
     def _late(self) -> int | None:
         """A unit that takes long and that no second worker has."""
         if self._backup and self._usual:
-            late = self.cluster.clock() - _SLOW * median(self._usual)
+            late = self.cluster.clock() - self._patience()
             held = [one for one in self._leases.values() if one.round == self._round]
             counts = Counter(one.unit for one in held)
             for one in held:
@@ -280,12 +301,15 @@ class Scheduler:
             if is_current:
                 self._again(lease.unit, str(error))
             return None
-        except BaseException:
-            self._free(lease.worker)
-            if is_current:
-                raise
-            return None
-        self._free(lease.worker)
+        except BaseException as error:
+            folded = error
+        if lease.worker in self.clocks:
+            self.clocks[lease.worker] += 1
+        if isinstance(folded, BaseException):
+            if not is_current:
+                return None
+            self.failed = lease.unit
+            raise folded
         now = self.cluster.clock()
         self._usual.append(now - max(lease.began, self._last.get(lease.worker, 0.0)))
         self._last[lease.worker] = now
@@ -294,10 +318,6 @@ class Scheduler:
             return None
         self._done[lease.unit] = folded, lease.parts
         return lease
-
-    def _free(self, worker: Any) -> None:
-        if worker in self.clocks:
-            self.clocks[worker] += 1
 
     def _again(self, unit: int, said: str) -> None:
         """A unit was lost: somebody else does it, unless a back-up is at it."""
@@ -368,20 +388,14 @@ class Scheduler:
 
     def _of_all(self, call: tuple[Any, ...], returns: int) -> tuple[list[Any], list[Any]]:
         """Call all shards at once; those that have ended again, after what they had counted."""
-        found = [self.cluster.call(shard, *call, returns=returns) for shard in self.shards]
-        values: list[Any] = []
-        for index in range(len(found)):
-            try:
-                values.append(self.cluster.get(found[index][0]))
-            except Ended:
-                done = [
-                    ("push", self.version, unit, parts[index])
-                    for unit, (_, parts) in sorted(self._done.items())
-                ]
-                self._revive(index, done)
-                found[index] = self._ask(index, done, *call, returns=returns)
-                values.append(self.cluster.get(found[index][0]))
-        return values, [tuple(one) for one in found]
+        asked = [self.cluster.call(shard, *call, returns=returns) for shard in self.shards]
+        found: list[Any] = []
+        for index, one in enumerate(asked):
+            done = [
+                ("push", self.version, unit, parts[index]) for unit, (_, parts) in sorted(self._done.items())
+            ]
+            found.append(tuple(self._ask(index, done, *call, returns=returns, asked=one)))
+        return [self.cluster.get(one[0]) for one in found], found
 
     # ---- asynchronous
 
@@ -412,7 +426,9 @@ class Scheduler:
                     rng.derive_seed(seed, unit),
                     units[unit],
                     options,
-                    *[self._ask(i, self._accepted[i], "pull")[0] for i in range(len(self.shards))],
+                    *chain.from_iterable(
+                        self._ask(i, self._accepted[i], "pull", returns=2) for i in range(len(self.shards))
+                    ),
                 ),
                 staleness,
             )

@@ -92,7 +92,7 @@ class Layout:
         if kinds not in ({"float32"}, {"float64"}):
             raise PlanError(
                 f"Expected trained parameters all of float32 or all of float64, got {sorted(kinds)}. Convert "
-                "the model, as in model.float(); precision= may be a mixed one."
+                'the model, as in model.float(), and choose precision="bf16-mixed" instead of "bf16-true".'
             )
         dtype = getattr(torch, kinds.pop())
         wide = torch.promote_types(dtype, torch.float32) if accumulate is None else accumulate

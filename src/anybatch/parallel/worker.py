@@ -2,20 +2,24 @@
 
 import copy
 import random
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import wraps
+from math import fsum
+from types import CellType
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import PlanError, tree
+from anybatch.core import AnybatchError, PlanError, tree
 from anybatch.engine import Plan, Single, Task, tally, undivided
 from anybatch.parallel.fingerprint import fingerprint
 from anybatch.parallel.server import Array, Layout
-from anybatch.state import rng
+from anybatch.state import Reachable, rng
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,27 @@ class HandOver(Single):
         return {}
 
 
+def _told(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Errors in the code of the model or the loss say where, and can be sent to the driver."""
+
+    @wraps(method)
+    def call(*args: Any) -> Any:
+        try:
+            return method(*args)
+        except AnybatchError:
+            raise
+        except Exception as error:
+            said = f"On a worker:\n{traceback.format_exc()}"
+            try:
+                found: Exception = copy.copy(error)  # made anew from its arguments, as a copy that is sent
+            except Exception:
+                found = RuntimeError(f"{type(error).__name__}: {error}")
+            found.add_note(said)
+            raise found from None
+
+    return call
+
+
 class Worker:
     """Computes the rows that it is given, with the parameters of one version.
 
@@ -117,6 +142,28 @@ class Worker:
         device = task.parameters[0].device
         return rows if self._step.collate else tree.map_leaves(lambda leaf: leaf.to(device), rows)
 
+    def fix(self, settings: Sequence[Mapping[str, Any]], *tensors: Tensor) -> None:
+        """Take over what is not trained, as `settings_of` and `fixed_of` read it from the driver."""
+        try:
+            task = self._task()
+            for module, given in zip(task.modules, settings, strict=True):
+                vars(module).update(given)
+            with torch.no_grad():
+                for mine, value in zip(fixed_of(task), tensors, strict=True):
+                    mine.copy_(value)
+        except Exception as error:
+            self._failed = error
+
+    def _refuse_writes(self) -> None:
+        effects = self._step.effects
+        if odd := (*effects.buffers, *effects.parameters):
+            raise PlanError(
+                f"Expected a forward that writes to no buffer or parameter, got writes to {len(odd)}, "
+                "as in spectral_norm and Embedding(max_norm=...): only workers would have what it writes. No "
+                'update was made. Train it with strategy="local".'
+            )
+
+    @_told
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
         """Fold the rows of a unit.
 
@@ -135,6 +182,7 @@ class Worker:
             self._version = version
         with _seeded(seed):
             self._step.fold(self._here(rows, task))
+        self._refuse_writes()
         folded, banks = self._hand.folded, self._hand.banks
         self._hand.folded, self._hand.banks = None, []
         terms = banks or [[None] * len(task.parameters)]
@@ -150,44 +198,40 @@ class Worker:
             self._layout.flat(bank, shard, self._layout.sum_dtype, row)
         return out
 
-    def run(
-        self, seed: int, parts: Sequence[Any], options: Any, *pulled: tuple[int, Array]
-    ) -> tuple[Any, ...]:
+    @_told
+    def run(self, seed: int, parts: Sequence[Any], options: Any, *pulled: Any) -> tuple[Any, ...]:
         """Make an update of its own with each part of a unit.
 
         Args:
             seed: of what is drawn in the model.
             parts: rows of each update.
             options: of each group of each optimizer.
-            pulled: version and parameters of each shard.
+            pulled: version and parameters of each shard, one after the other.
 
         Returns:
             A `Folded`, and how far each shard's parameters have moved, as one term of sums.
         """
         task = self._task()
-        self._layout.write([values for _, values in pulled], task.parameters)
+        versions, values = pulled[::2], pulled[1::2]
+        self._layout.write(values, task.parameters)
         for optimizer, groups in zip(task.optimizers, options, strict=True):
             for group, given in zip(optimizer.param_groups, groups, strict=True):
                 group.update(given)
         with _seeded(seed):
             reports = [self._step(self._here(part, task)) for part in parts]
-        weights: dict[str, float] = {}
-        totals: dict[str, float] = {}
-        for report in reports:
-            for name, weight in report.weights.items():
-                weights[name] = weights.get(name, 0.0) + weight
-                totals[name] = totals.get(name, 0.0) + weight * report.terms[name]
+        self._refuse_writes()
+        totals = [{name: one.weights[name] * one.terms[name] for name in one.weights} for one in reports]
         folded = Folded(
-            weights=weights,
-            totals=totals,
+            weights=added([one.weights for one in reports]),
+            totals=added(totals),
             rows=sum(report.rows for report in reports),
             cut=tuple(size for report in reports for size in report.cut),
-            pulled=tuple(version for version, _ in pulled),
+            pulled=versions,
             steps=max(1, sum(report.updated for report in reports)),
         )
         moved = [
-            (self._layout.flat(task.parameters, shard, self._layout.dtype) - values)[np.newaxis]
-            for shard, (_, values) in enumerate(pulled)
+            (self._layout.flat(task.parameters, shard, self._layout.dtype) - before)[np.newaxis]
+            for shard, before in enumerate(values)
         ]
         return self._pushed(folded, moved)
 
@@ -204,6 +248,62 @@ def identity(task: Task) -> dict[str, str]:
     """A short hash of what workers and driver must have in common."""
     found = fingerprint(task, Plan(rows=0, micro_batch=0), None)
     return {part: found[part] for part in ("torch", "model", "loss")}
+
+
+def added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Numbers of the same name, added up."""
+    names = {name: None for one in several for name in one}
+    return {name: fsum(one.get(name, 0.0) for one in several) for name in names}
+
+
+def fixed_of(task: Task) -> list[Tensor]:
+    """Tensors that workers read and servers do not update: other parameters, and buffers."""
+    return [*task.others, *[one for module in task.modules for one in module.buffers(recurse=False)]]
+
+
+def settings_of(task: Task) -> list[dict[str, Any]]:
+    """Modes, numbers and strings of each module: they may change between steps."""
+    return [
+        {name: value for name, value in vars(module).items() if _is_plain(value)} for module in task.modules
+    ]
+
+
+class Outside:
+    """Numbers and strings that a model and a loss read outside their modules and arguments.
+
+    Such as globals, variables of closures, and attributes of other objects: workers have those of the start.
+    """
+
+    def __init__(self, task: Task) -> None:
+        found = Reachable([task.loss, task.model])
+        named = set[str]().union(*[names for _, names in found.scopes])
+        own = {id(vars(module)) for module in task.modules}
+        tables = [(one, named) for one in found.containers if isinstance(one, dict) and id(one) not in own]
+        self._read = [(one, sorted(names & one.keys())) for one, names in (*found.scopes, *tables)]
+        self._cells = [cell for cell in found.cells if cell != CellType()]  # filled
+        self._first = self._now()
+
+    def _now(self) -> list[tuple[str, Any]]:
+        found = [(name, table.get(name)) for table, names in self._read for name in names]
+        found += [("a variable of a closure", cell.cell_contents) for cell in self._cells]
+        return [(name, tuple(one) if isinstance(one, list) else one) for name, one in found if _is_plain(one)]
+
+    def refuse_changes(self) -> None:
+        """Raises PlanError: something there is another than at the start."""
+        odd = [now for now, first in zip(self._now(), self._first, strict=False) if now != first]
+        if odd:
+            raise PlanError(
+                "Expected what the model and the loss read to stay as it was when workers started, got "
+                f"another value of {odd[0][0]}: {odd[0][1]!r}. No update was made. Make it an attribute of "
+                "the model or of a loss that is a module, put it in the batch, or call stop() first."
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    kinds = bool | int | float | str | None
+    return isinstance(value, kinds) or (
+        isinstance(value, list) and all(isinstance(one, kinds) for one in cast("list[Any]", value))
+    )
 
 
 @contextmanager

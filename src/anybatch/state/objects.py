@@ -102,6 +102,7 @@ class Reachable:
         containers: lists, dicts, sets and deques, and the attributes of objects as dicts.
         values: tensors and arrays; of a block those that are neither parameters nor buffers.
         cells: the variables of closures.
+        scopes: the globals of functions, and the names that they read.
         caches: functions under `functools.lru_cache`.
     """
 
@@ -111,6 +112,7 @@ class Reachable:
         self.containers: list[Any] = []
         self.values: list[Any] = []
         self.cells: list[CellType] = []
+        self.scopes: list[tuple[dict[str, Any], set[str]]] = []
         self.caches: list[Any] = []
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
@@ -184,7 +186,9 @@ class Reachable:
         self._push([code.__defaults__, code.__kwdefaults__, vars(code)])
         scope = code.__globals__
         if _is_read(scope.get("__name__")):
-            self._push(scope[name] for name in _names(code.__code__) if name in scope)
+            names = {*_names(code.__code__)}
+            self.scopes.append((scope, names))
+            self._push(scope[name] for name in names if name in scope)
 
     def _object(self, value: Any, kind: type) -> None:
         closed = _CLOSED_TO_BLOCKS if self._is_block else _CLOSED
@@ -294,10 +298,13 @@ def _caches_of(_: int) -> list["weakref.ref[Any]"]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
+    """What code reads: globals, attributes, and keys that are written out."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+        elif isinstance(constant, str):
+            yield constant
 
 
 def _base(container: Any) -> Any:

@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from anybatch.losses import module_of
 
 
@@ -17,6 +19,7 @@ class Remote:
     loss: Any
     optimizers: Any
     device: str = "cpu"
+    modes: tuple[torch.dtype, str] = (torch.float32, "highest")
     options: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @staticmethod
@@ -25,6 +28,7 @@ class Remote:
         settings, planning = step.planning.settings, step.planning
         made = Remote(
             device=device,
+            modes=(torch.get_default_dtype(), torch.get_float32_matmul_precision()),
             kind=type(step),
             model=step.model,
             loss=step.loss,
@@ -54,7 +58,9 @@ class Remote:
         return self
 
     def __call__(self, strategy: Any) -> Any:
-        """The step, on the device."""
+        """The step, on the device, in a process like the driver's."""
+        torch.set_default_dtype(self.modes[0])
+        torch.set_float32_matmul_precision(self.modes[1])
         if self.device != "cpu":
             self._on(self.device)
         return self.kind(self.model, self.loss, self.optimizers, strategy=strategy, **self.options)
