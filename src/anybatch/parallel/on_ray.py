@@ -89,8 +89,9 @@ class RayCluster:
         try:
             return self._ray.put(value)
         except Exception as error:
+            said = str(error.__cause__ or error).splitlines()[0][:200]
             raise PlanError(
-                f"Expected a model, a loss and optimizers that can be pickled, got {_first(error)}. Leave "
+                f"Expected a model, a loss and optimizers that can be pickled, got an error: {said}. Leave "
                 "out locks, open files and parametrizations, such as weight_norm."
             ) from None
 

@@ -35,8 +35,10 @@ class ParameterServer(Single):
     after the last update and the sums since.
 
     The driver, which is this process, has the model and the optimizer as usual: parameters are new after each
-    step, and `optimizer.state_dict()` brings its state here. So schedulers, checkpoints and a resume work as
-    without servers.
+    step, and `optimizer.state_dict()` brings its state here (with a rule it stays on the workers). So
+    schedulers, checkpoints and a resume work as without servers. Workers are told what changes between steps:
+    parameters, buffers, and modes, numbers and strings of modules. If the loss or the model reads a number
+    elsewhere, as from a global, and it changes, the step is refused.
 
     Servers and workers are Ray actors; Ray is started at the first step. It needs the extra
     `anybatch[server]`. Whoever reaches Ray's ports and has its token can run code.
@@ -47,8 +49,8 @@ class ParameterServer(Single):
         cluster: address of a Ray cluster, such as "10.0.0.1:6379". None to start Ray on this machine.
         units: into how many parts a batch is cut, at least one for each worker; two or more let the rows of
             the next arrive in time. The result depends on it as on the size of micro-batches.
-        backup: compute a unit that takes three times as long as usual on a second worker as well, if one has
-            nothing to do.
+        backup: compute a unit that takes three times as long as usual, and at least half a second, on a
+            second worker as well, if one has nothing to do.
         rule: None for the exact update. Otherwise workers make updates of their own with the optimizer and do
             not wait for each other, and servers add what they have moved: "accumulate", "normalize" or
             "dynsgd" (`anybatch.parallel.make_rule`). This changes the result.
@@ -158,18 +160,20 @@ class ParameterServer(Single):
             f"non_finite={settings.non_finite!r}": settings.non_finite != "raise",
             "a loss scale (fp16), which each worker would choose by itself": settings.precision.loss_scale
             is not None,
-            'BatchNorm in training mode; Step(batch_norm="frozen") takes the running statistics, '
-            "ab.batch_norm_to_group_norm(model) another norm": bool(task.batch_norms)
-            and settings.batch_norm != "frozen",
+            'BatchNorm in training mode; Pass Step(batch_norm="frozen") for the running statistics, or use '
+            "ab.batch_norm_to_group_norm(model)": bool(task.batch_norms) and settings.batch_norm != "frozen",
             "a compiled model": task.is_static,
             "observers=, which look at gradients that only workers have": bool(task.observers),
-            "gradients from before the step; optimizer.zero_grad() drops them": any(
+            "gradients from before the step; Call optimizer.zero_grad()": any(
                 p.grad is not None for p in task.parameters
             ),
         }
-        for what, is_there in odd.items():
+        for text, is_there in odd.items():
             if is_there:
-                raise PlanError(f"Expected a step that workers can do, got {what}. Leave it out.")
+                what, _, advice = text.partition("; ")
+                raise PlanError(
+                    f"Expected a step that workers can do, got {what}. {advice or 'Leave it out'}."
+                )
 
     def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
         """One update with all rows.
@@ -216,7 +220,7 @@ class ParameterServer(Single):
         try:
             if self._rule is None:
                 folded = scheduler.fold([_rows(batch, one) for one in sizes], seed)
-                weights, norm = self._synchronous(scheduler, folded, task, settings, options)
+                weights, norm, values = self._synchronous(scheduler, folded, settings, options)
             else:
                 parts = [
                     [_rows(batch, part) for part in _ranges(len(one), self._steps, one.start)]
@@ -225,7 +229,6 @@ class ParameterServer(Single):
                 folded, values = scheduler.run(
                     parts, seed, rule=self._rule, staleness=self._staleness, options=options
                 )
-                self._take(scheduler, task, values)
                 weights, norm = added([one.weights for one in folded]), math.nan
         except NonFiniteLossError as error:
             if scheduler.failed is None:
@@ -237,19 +240,21 @@ class ParameterServer(Single):
             ) from None
         updated = any(weights.values())
         if updated:
+            scheduler.layout.write(values, task.parameters)
+            self._known = contents(task.parameters)
             self._updated(task)
         report = _report(folded, weights, norm, task, began, updated=updated)
         return replace(report, learning_rate=learning_rate)  # before schedulers made their step
 
     def _synchronous(
-        self, scheduler: Scheduler, folded: Sequence[Folded], task: Task, settings: Plan, options: Any
-    ) -> tuple[dict[str, float], float]:
-        """The weights, and the norm of the gradient; makes the update."""
+        self, scheduler: Scheduler, folded: Sequence[Folded], settings: Plan, options: Any
+    ) -> tuple[dict[str, float], float, list[Any]]:
+        """The weights, the norm of the gradient, and the new parameters of each shard."""
         add = max if folded[0].is_shared else fsum
         names = {name: None for one in folded for name in one.weights}
         weights = {name: float(add(one.weights.get(name, 0.0) for one in folded)) for name in names}
         if not any(weights.values()):
-            return weights, math.nan
+            return weights, math.nan, []
         coefficients = folded[0].coefficients
         factors = [c / weights[name] if weights[name] else 0.0 for name, c in coefficients.items()] or [1.0]
         norm = math.sqrt(scheduler.seal(factors))
@@ -260,8 +265,7 @@ class ParameterServer(Single):
             )
         scale = min(1.0, settings.clip_norm / (norm + 1e-6))
         used = frozenset[int]().union(*[one.used for one in folded])
-        self._take(scheduler, task, scheduler.commit(factors, scale, used, options))
-        return weights, norm
+        return weights, norm, scheduler.commit(factors, scale, used, options)
 
     # ---- driver and servers
 
@@ -299,10 +303,9 @@ class ParameterServer(Single):
                 one.state_dict()  # brings it here from other servers
             state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
             values = [layout.flat(task.parameters, shard, layout.dtype) for shard in shards]
-            states: list[Any] = [layout.split(state, task.parameters, shard) for shard in shards]
-            if self._is_loaded:  # only the parameters were changed here
-                states = [one for _, one in scheduler.snapshots]
-            scheduler.load(values, states)
+            states = [layout.split(state, task.parameters, shard) for shard in shards]
+            here = [one for _, one in scheduler.snapshots]  # where only the parameters were changed
+            scheduler.load(values, here if self._is_loaded else states)
             self._is_loaded = True
             self._known = contents(task.parameters)
         return self._scheduler
@@ -315,6 +318,11 @@ class ParameterServer(Single):
         )
         device = self._device or task.parameters[0].device.type
         if self._scheduler is not None:
+            warnings.warn(
+                "Expected the parameters and optimizers of the last step, got others: servers and workers "
+                "start again, which takes seconds. Give each Step a ParameterServer of its own.",
+                stacklevel=2,
+            )
             self.bring_state()
             self._scheduler.end()
             self._scheduler = None
@@ -334,10 +342,6 @@ class ParameterServer(Single):
             self.stop()
             raise
         return scheduler
-
-    def _take(self, scheduler: Scheduler, task: Task, values: Sequence[Any]) -> None:
-        scheduler.layout.write(values, task.parameters)
-        self._known = contents(task.parameters)
 
     def _updated(self, task: Task) -> None:
         self._is_counting = True
