@@ -25,7 +25,12 @@ class Weighted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.groups: list[Any] = []
         self.beta, self.frozen = 1.0, nn.Parameter(torch.ones(()).double(), requires_grad=False)
+
+    def slow_down(self) -> None:
+        for group in self.groups:
+            group["lr"] *= 0.5
 
     def forward(self, model: nn.Module, rows: Any) -> ab.Total:
         losses = F.cross_entropy(model(rows[0]), rows[1], reduction="none")
@@ -41,7 +46,9 @@ def trained(edit: Edit, make_loss: Callable[[], Any], strategy: Any) -> tuple[li
     torch.manual_seed(5)
     model, loss = network(), make_loss()
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
-    made = ab.Terms(loss) if isinstance(loss, Weighted) else loss
+    made = loss
+    if isinstance(loss, Weighted):
+        made, loss.groups = ab.Terms(loss), adam.param_groups
     step = ab.Step(model, made, adam, micro_batch=4, strategy=strategy)
     for number in range(4):
         if number:
@@ -64,6 +71,10 @@ def write_beside(model: nn.Module, loss: Any) -> None:
     loss.frozen.data.mul_(1.5)
 
 
+def slow_down(model: nn.Module, loss: Any) -> None:
+    loss.slow_down()
+
+
 @pytest.mark.parametrize(
     ("edit", "make_loss"),
     [
@@ -76,6 +87,7 @@ def write_beside(model: nn.Module, loss: Any) -> None:
         ),
         (lambda model, loss: setattr(loss, "beta", loss.beta * 2), Weighted),
         (write_beside, Weighted),
+        (slow_down, Weighted),
     ],
 )
 def test_workers_follow_what_changes_between_steps(edit: Edit, make_loss: Callable[[], Any]) -> None:

@@ -277,7 +277,8 @@ class Outside:
     def __init__(self, task: Task) -> None:
         found = Reachable([task.loss, task.model])
         named = set[str]().union(*[names for _, names in found.scopes])
-        own = {id(vars(module)) for module in task.modules}
+        groups = [group for one in task.optimizers for group in one.param_groups]  # are sent, too
+        own = {id(one) for one in (*map(vars, task.modules), *groups)}
         tables = [(one, named) for one in found.containers if isinstance(one, dict) and id(one) not in own]
         self._read = [(one, sorted(names & one.keys())) for one, names in (*found.scopes, *tables)]
         self._cells = [cell for cell in found.cells if cell != CellType()]  # filled
