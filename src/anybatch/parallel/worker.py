@@ -116,9 +116,8 @@ class Worker:
         self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # what waits is of one shard
         self._version = -1
         self._room: dict[int, Array] = {}
-        self._failed: Exception | None = (
-            None  # raised when there is something to do: who makes it does not wait
-        )
+        # Raised when there is something to do: who makes the worker does not wait for it.
+        self._failed: Exception | None = None
         try:
             self._step = make("local" if is_alone else self._hand)
             here = identity(self._step.task())
