@@ -32,15 +32,16 @@ from tests.faults.test_kill import assert_same_end
 from tests.parallel.inline import Inline
 from tests.train.runs import EPOCHS, make_step
 
-METHODS: dict[type, list[str]] = {
-    Worker: ["__init__", "fold"],
-    Shard: ["load", "push", "seal", "commit", "_made", "snapshot"],
-    Scheduler: ["fold", "seal", "commit"],
-    ParameterServer: ["_take"],  # parameters written into the model of the driver
+METHODS: dict[type, list[Callable[..., Any]]] = {  # not their names, so that a new name is noticed
+    Worker: [Worker.__init__, Worker.fold],
+    Shard: [Shard.load, Shard.push, Shard.seal, Shard.commit, Shard._made, Shard.snapshot],
+    Scheduler: [Scheduler.fold, Scheduler.seal, Scheduler.commit],
+    ParameterServer: [ParameterServer._updated],  # the driver's model has the parameters
 }
 BOTH = "before", "after"
 WORKERS, SERVERS, SCHEDULER, WRITTEN = (
-    [f"{kind.__name__}.{name} {when}" for name in names for when in BOTH] for kind, names in METHODS.items()
+    [f"{kind.__name__}.{call.__name__} {when}" for call in calls for when in BOTH]
+    for kind, calls in METHODS.items()
 )
 WORKERS += ["Worker.forward before"] * 2
 DRIVERS = [*SCHEDULER, *WRITTEN, *(f"checkpoint {when}" for when in BOTH)]
@@ -87,7 +88,7 @@ def deadly(kind: Any, folder: str) -> Any:
         kind.__init__(self, *args)
         self._step.model.register_forward_pre_hook(lambda *_: at(folder, "Worker.forward before"))
 
-    calls = {name: getattr(kind, name) for name in METHODS[kind]}
+    calls = {call.__name__: call for call in METHODS[kind]}
     if kind is Worker:
         calls["__init__"] = hooked
     methods = {name: passing(folder, f"{kind.__name__}.{name}", call) for name, call in calls.items()}
