@@ -89,7 +89,7 @@ class RayCluster:
         try:
             return self._ray.put(value)
         except Exception as error:
-            said = str(error.__cause__ or error).splitlines()[0][:200]
+            said = str(error.__cause__ or error).splitlines()[0].split(". ")[0][:200].rstrip(".")
             raise PlanError(
                 f"Expected a model, a loss and optimizers that can be pickled, got an error: {said}. Leave "
                 "out locks, open files and parametrizations, such as weight_norm."

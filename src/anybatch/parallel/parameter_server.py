@@ -319,8 +319,9 @@ class ParameterServer(Single):
         device = self._device or task.parameters[0].device.type
         if self._scheduler is not None:
             warnings.warn(
-                "Expected the parameters and optimizers of the last step, got others: servers and workers "
-                "start again, which takes seconds. Give each Step a ParameterServer of its own.",
+                "Expected the trained parameters and optimizers of the last step, got others: servers and "
+                "workers start again, which takes seconds. Freezing or unfreezing layers does it once; give "
+                "each Step a ParameterServer of its own.",
                 stacklevel=2,
             )
             self.bring_state()
