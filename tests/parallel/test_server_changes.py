@@ -144,7 +144,7 @@ def test_two_networks_that_train_each_other() -> None:
         return [*generator.parameters(), *critic.parameters()]
 
     expected = train(["local", "local"])
-    with pytest.warns(UserWarning, match="Give each Step a ParameterServer of its own"):
+    with pytest.warns(UserWarning, match="give each Step a ParameterServer of its own"):
         slowly = train([served()] * 2)
     for found in (train([served(), served()]), slowly):
         for one, other in zip(found, expected, strict=True):
