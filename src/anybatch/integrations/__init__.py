@@ -1,6 +1,5 @@
 """What other libraries need besides: each file knows one of them, and imports none."""
 
-from anybatch.integrations.torchao import refuse_without_float8, with_float8_linear
 from anybatch.integrations.transformers import (
     ROUTER_ADVICE,
     RouterLoss,
@@ -22,9 +21,7 @@ __all__ = [
     "is_layer",
     "recomputes_itself",
     "recorded",
-    "refuse_without_float8",
     "wants_router_loss",
     "with_empty_cache",
-    "with_float8_linear",
     "with_own_cache",
 ]

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from anybatch.batchnorm import BatchNorm
 from anybatch.core import SHORT_DTYPES, PlanError
 from anybatch.core import torch_private as private
-from anybatch.integrations import refuse_without_float8, with_float8_linear
 from anybatch.precision.casting import Around, Outside, Within, cast_of, lengthened
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters, lengthen, lengthen_states
@@ -79,9 +78,6 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     if dtype is not None:
         _refuse_unshaped(model, inside)
         _refuse_shared(model, inside)
-    if precision.compute == "float8":
-        refuse_without_float8(model)
-        with_float8_linear(model, inside)
     called = dict.fromkeys(one for module in kept for one in _called(module))
     if dtype is None:
         for module in called:

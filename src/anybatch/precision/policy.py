@@ -12,7 +12,7 @@ import torch
 from anybatch.core import PlanError
 
 Short = Literal["bfloat16", "float16"]
-_SHORT, _COMPUTE = get_args(Short), (*get_args(Short), "float32", "tf32", "float8")
+_SHORT, _COMPUTE = get_args(Short), (*get_args(Short), "float32", "tf32")
 #: What a step may do with a micro-batch whose loss or gradient is not finite, even without a loss scale.
 NonFinitePolicy = Literal["raise", "drop", "skip"]
 NON_FINITE_POLICIES = get_args(NonFinitePolicy)
@@ -29,8 +29,7 @@ class Precision:
             them as they are. A float32 copy of each trained weight, the *weight backup*, is what the
             optimizer updates and what checkpoints hold.
         compute: dtype of matrix products and convolutions: "bfloat16" or "float16" for torch's autocast,
-            "tf32" for float32 with a shorter mantissa on the GPUs that have it, "float8" for linear layers
-            through torchao, in bfloat16 otherwise; None for that of the weights.
+            "tf32" for float32 with a shorter mantissa on the GPUs that have it; None for that of the weights.
         accumulate: dtype of gradient sums; None for float32, or the weight's if that is wider.
         reduce: dtype in which sums are exchanged between ranks; None for that of the sums.
         keep_float32: modules that stay in float32, with all that is in them: patterns of their names as in
@@ -54,7 +53,7 @@ class Precision:
     """
 
     store: Short | None = None
-    compute: Short | Literal["float32", "tf32", "float8"] | None = None
+    compute: Short | Literal["float32", "tf32"] | None = None
     accumulate: str | None = None
     reduce: str | None = None
     keep_float32: tuple[str, ...] = ()
@@ -70,7 +69,7 @@ class Precision:
             if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise PlanError(f'Expected {name} to name a floating dtype, got {value!r}. Write "float32".')
         _check_scale(self.loss_scale)
-        if self.store is not None and self.compute not in (None, self.store, "float8"):
+        if self.store is not None and self.compute not in (None, self.store):
             raise PlanError(
                 f"Expected weights that are stored in {self.store} to be computed with in {self.store}, got "
                 f"compute={self.compute!r}. Leave compute out, or store them in float32."
@@ -89,7 +88,7 @@ class Precision:
     @property
     def is_mixed(self) -> bool:
         """Whether torch's autocast chooses the dtype of each operation."""
-        return self.store is None and self.compute in (*_SHORT, "float8")
+        return self.store is None and self.compute in _SHORT
 
     @property
     def storage(self) -> torch.dtype | None:
