@@ -2,7 +2,6 @@
 
 import math
 import random
-import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from anybatch.check.rows import Axis, Part, find_axis, select, take
+from anybatch.core import numpy_random
 from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
 
 Place = tuple[str, bytes]  # a stream and where it stands
@@ -52,8 +52,8 @@ class Draws(SeenDraws):
         seed = rng.derive_seed(seed, "check")
         torch.manual_seed(seed)
         random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        if (numpy := numpy_random()) is not None:
+            numpy.seed(seed % 2**32)
         self._start = rng.capture_process()
         rng.restore_process(before)
         self._drawn: dict[Place, _Draw] = {}

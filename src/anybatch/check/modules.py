@@ -2,7 +2,6 @@
 
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
+from anybatch.core import numpy_random
 
 ROW_BY_ROW = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them). They "
@@ -203,9 +203,9 @@ class ModuleTest:
 
 def _other_streams() -> dict[str, str]:
     """Where the streams stand that are not torch's."""
-    numpy = sys.modules.get("numpy")
+    numpy = numpy_random()
     found = {"Python's random": str(random.getstate())}
-    return found if numpy is None else found | {"NumPy": str(numpy.random.get_state()[1:4])}
+    return found if numpy is None else found | {"NumPy": str(numpy.get_state()[1:4])}
 
 
 def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Part) -> list[Tensor]:

@@ -33,6 +33,7 @@ from anybatch.core.errors import (
     check_whole,
 )
 from anybatch.core.finite import Look, NonFinite, all_finite
+from anybatch.core.loaded import all_loaded, loaded, numpy_random
 from anybatch.core.oom import free_caches, ran_out_of_memory, released
 from anybatch.core.phase import is_moving, is_recomputing, moving, recomputing
 from anybatch.core.report import Event, Listener, MicroBatchDone, MicroBatchRedone, StepReport
@@ -78,6 +79,7 @@ __all__ = [
     "TrimmedBatch",
     "WindowError",
     "all_finite",
+    "all_loaded",
     "check_whole",
     "counted",
     "cut_sizes",
@@ -88,8 +90,10 @@ __all__ = [
     "html_table",
     "is_moving",
     "is_recomputing",
+    "loaded",
     "mould",
     "moving",
+    "numpy_random",
     "parse_bytes",
     "parts",
     "ran_out_of_memory",

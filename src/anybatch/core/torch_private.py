@@ -290,6 +290,17 @@ def hooks_of_tensor(tensor: Tensor) -> list[Mapping[int, Any]]:
     return [getattr(tensor, name, None) or {} for name in HOOKS_OF_TENSORS]
 
 
+_accumulated = attrgetter("_post_accumulate_grad_hooks") if hasattr(Tensor, HOOKS_OF_TENSORS[1]) else vars
+
+
+def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
+    """Return hooks that run once a gradient is accumulated, and optimizers that do. Where missing: none."""
+    if not any(map(_accumulated, tensors)) and not any(map(vars, tensors)):
+        return []
+    found = [hook for tensor in tensors for hook in hooks_of_tensor(tensor)[1].values()]
+    return [*found, *[one for t in tensors for one in getattr(t, "_in_backward_optimizers", ())]]
+
+
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Indices and values of a sparse COO tensor as they are, not coalesced. No substitute."""
     return tensor._indices(), tensor._values()

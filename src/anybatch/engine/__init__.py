@@ -22,11 +22,12 @@ from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan, check_micro_batch
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.strategy import Agreed, Single, Strategy
-from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, gather
+from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, gather, refuse_hooks
 from anybatch.engine.undivided import undivided
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
+    learning_rate_of,
     norm_of,
     owned,
     step_optimizers,
@@ -62,11 +63,13 @@ __all__ = [
     "context",
     "finish",
     "gather",
+    "learning_rate_of",
     "no_room_for_update",
     "norm_of",
     "observe",
     "owned",
     "put_back",
+    "refuse_hooks",
     "report_of",
     "snapshot",
     "step_optimizers",

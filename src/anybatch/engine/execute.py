@@ -36,7 +36,14 @@ from anybatch.engine.observer import Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.task import Task
-from anybatch.engine.update import TornUpdateError, clip, norm_of, schedule_learning_rates, step_optimizers
+from anybatch.engine.update import (
+    TornUpdateError,
+    clip,
+    norm_of,
+    note_update,
+    schedule_learning_rates,
+    step_optimizers,
+)
 from anybatch.losses import EvaluateAgain
 from anybatch.recompute import apply_policies
 from anybatch.state import Snapshot, rng
@@ -128,9 +135,6 @@ def execute(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False, **aga
             finish(sums, before)
             raise torn.error from None
         except BaseException as error:
-            if sums.is_updated:
-                finish(sums, before)
-                raise
             failed = no_room_for_update(error, sums)
             put_back(before, sums, error)
             if failed is not None:
@@ -192,18 +196,23 @@ def update(gradient: Sums, weights: Mapping[str, float], sums: Accumulator, befo
             sums.is_updated = True
             task.progress.updates += 1
         reader.update_done()
+        task.scale.updated()
+        report = report_of(sums, weights, norm, updated=True)  # with the learning rate of this update
+        try:
+            schedule_learning_rates(task.schedulers)
+        finally:
+            task.progress.note(task.schedulers)
+        for observer in task.observers:
+            if observer.wants_updated:
+                observer.updated({name: parameter for parameter, name in task.names().items()})
     except TornUpdateError:
         sums.is_updated = True
         raise
-    task.scale.updated()
-    report = report_of(sums, weights, norm, updated=True)  # with the learning rate of this update
-    try:
-        schedule_learning_rates(task.schedulers)
-    finally:
-        task.progress.note(task.schedulers)
-    for observer in task.observers:
-        if observer.wants_updated:
-            observer.updated({name: parameter for parameter, name in task.names().items()})
+    except BaseException as error:
+        if not sums.is_updated:
+            raise
+        note_update(error, task.progress.updates)
+        raise TornUpdateError(error) from None
     return report
 
 
@@ -229,10 +238,28 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
         free_caches()  # before anything is put back, which takes memory
         _recover_memory(said, schedule, sums, before)
     else:
+        _note_place(error, schedule, sums)
         try:
             raise error
         finally:
             del error  # this frame would hold it, and it the frame: a circle that keeps the step's tensors
+
+
+def _note_place(error: Exception, schedule: Schedule, sums: Accumulator) -> None:
+    """Note on an error in which micro-batch it was raised."""
+    if not (schedule.is_open and schedule.left):
+        error.add_note("This error was raised in the first pass over the rows of the batch.")
+        return
+    rows, sizes = schedule.left[0], [*sums.rows, *map(len, schedule.left)]
+    single = ""
+    if len(rows) == 1 < len(sizes) and not sums.is_in_window:
+        shown = sizes if len(sizes) <= _SHOWN else [*sizes[:2], "...", *sizes[-2:]]
+        single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
+    named = sums.batch.rows_in_words(sums.offset + rows[0], sums.offset + rows[-1] + 1)
+    error.add_note(f"This error was raised in micro-batch {sums.count} ({named} of the batch{single}).")
+
+
+_SHOWN = 9  # parts of a cut that are written out
 
 
 def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:

@@ -365,6 +365,11 @@ def _is_alone(gradient: Tensor) -> bool:
     return gradient.layout is torch.strided and private.holders(gradient) <= private.ALONE
 
 
+def is_own_hook(hook: object) -> bool:
+    """Return True for a hook of sums that are held apart."""
+    return isinstance(hook, partial) and hook.func is _call
+
+
 def _call(method: "weakref.WeakMethod[Callable[[Tensor], None]]", parameter: Tensor) -> None:
     bound = method()
     if bound is not None:

@@ -1,6 +1,5 @@
 """What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -27,15 +26,16 @@ from anybatch.core import (
     OptimizerError,
     PlanError,
     SampleBatch,
+    StepReport,
     TensorBatch,
     tree,
 )
 from anybatch.core import torch_private as private
-from anybatch.engine.gradients import accumulation_dtype
+from anybatch.engine.gradients import accumulation_dtype, is_own_hook
 from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Single, Strategy
-from anybatch.engine.update import check_optimizers, check_schedulers, owned
+from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, note_update, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
 from anybatch.state import Effects, ModuleState, Reachable
@@ -124,9 +124,14 @@ class Task:
         put("kinds", {device.type for device in self.devices} - {"meta"})
 
     def tell(self, event: Event) -> None:
-        """Let the listeners know."""
-        for listener in self.listeners:
-            listener(event)
+        """Call the listeners; what one of them raises after the update says that it was made."""
+        try:
+            for listener in self.listeners:
+                listener(event)
+        except BaseException as error:
+            if isinstance(event, StepReport) and event.updated:
+                note_update(error, event.update)
+            raise
 
     def aside(self, **changes: Any) -> "Task":
         """The same, for steps that do not count."""
@@ -139,8 +144,8 @@ class Task:
         return replace(self, strategy=Single(), loss=loss) if self.strategy.is_many else self
 
     def learning_rate(self) -> float:
-        """Of the first group of parameters; NaN where the optimizer has none."""
-        return float(self.optimizers[0].param_groups[0].get("lr", math.nan)) if self.optimizers else math.nan
+        """Return that of the first group of parameters; NaN if it is not a number."""
+        return learning_rate_of(self.optimizers)
 
     def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
         """What makes the context of model and loss in a mixed precision; None where none is needed."""
@@ -234,6 +239,22 @@ def gather(
         progress=progress,
         observers=observers,
     )
+
+
+def refuse_hooks(task: Task) -> None:
+    """Refuse parameters with hooks that run once a gradient is accumulated, as optimizers in backward do.
+
+    Raises:
+        OptimizerError: one was found. It runs in every micro-batch, and nothing can undo it.
+    """
+    found = private.hooks_after_accumulation([*task.parameters, *task.reached])
+    if strange := [one for one in found if not is_own_hook(one)]:
+        name = getattr(strange[0], "__qualname__", type(strange[0]).__name__)
+        raise OptimizerError(
+            f"Expected parameters without hooks that run after their gradient is accumulated, got {name}: it "
+            "would run in every micro-batch, on a part of the gradient, and cannot be undone. Remove it with "
+            "handle.remove(), and let the Step alone call the optimizer."
+        )
 
 
 class Signature:

@@ -1,5 +1,6 @@
 """From the finished gradient to new weights: clip once, hand over, update, one scheduler step."""
 
+import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
@@ -88,8 +89,16 @@ def step_optimizers(
     torch.clear_autocast_cache()
 
 
+def note_update(error: BaseException, update: int) -> None:
+    """Note on an error that this update was made before it."""
+    error.add_note(
+        f"Update {update} was made before this error: model and optimizer are those after it. "
+        "Do not repeat the batch."
+    )
+
+
 class TornUpdateError(Exception):
-    """An optimizer failed when it may have written already: nothing can be put back.
+    """An optimizer, or what follows it, failed after parameters may have been written: nothing is put back.
 
     Attributes:
         error: what it raised, with a sentence that says so.
@@ -167,6 +176,14 @@ def schedule_learning_rates(schedulers: Iterable[LRScheduler]) -> None:
     """One step of each scheduler, after the update."""
     for scheduler in schedulers:
         scheduler.step()
+
+
+def learning_rate_of(optimizers: Sequence[Optimizer]) -> float:
+    """Return that of the first optimizer's first group of parameters; NaN if it is not a number."""
+    try:
+        return float(optimizers[0].param_groups[0]["lr"])
+    except (LookupError, TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def owned(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:

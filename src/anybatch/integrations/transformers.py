@@ -1,6 +1,5 @@
 """What is special about transformers: router losses, in which rows meet, and layers that write to a cache."""
 
-import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from anybatch.core import LossError, PlanError
+from anybatch.core import LossError, PlanError, loaded
 
 NAME = "load_balancing_loss_func"
 ROUTER_ADVICE = "Set model.config.output_router_logits = False, or do not cut the batch."
@@ -44,7 +43,7 @@ def homes(model: nn.Module) -> list[ModuleType]:
     """The modeling files of a model that define a router loss."""
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds})
-    files = [sys.modules[name] for name in names if name in sys.modules]
+    files = [file for name in names if (file := loaded(name)) is not None]
     return [file for file in files if callable(vars(file).get(NAME))]
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
-from anybatch.engine import Accumulator, Agreed, Plan, Sums, Task, tally
+from anybatch.engine import Accumulator, Agreed, Plan, Progress, Sums, Task, tally
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.fingerprint import fingerprint, refuse_differences
 from anybatch.parallel.group import all_gather_rows, answered, exchange, rank, ranks
 
+_NO_UPDATE = "No rank has made the update."
 _SAID = 600  # characters of an error that others are told: a message holds them, at up to 6 bytes each
 _BUCKET = 8 << 20  # bytes of gradients that are sent together; a larger one is sent alone, without a copy
 
@@ -67,6 +68,7 @@ class Replicate:
         self._is_told = False  # all ranks know that this step has failed
         self._is_reducing = self._is_broken = False
         self._has_encoded = self._is_empty = False
+        self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._sums: Accumulator | None = None
 
@@ -78,6 +80,7 @@ class Replicate:
             RankError: this rank failed while gradients were being summed, so it cannot go on.
         """
         self._is_told, self._gathered, self._has_encoded = False, None, False
+        self._progress, self._updates = task.progress, task.progress.updates
         if self._is_broken:
             raise RankError(
                 f"Expected all ranks at the same step, got rank {rank()} that failed while gradients were "
@@ -226,7 +229,9 @@ class Replicate:
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
             with suppress(RankError):  # the error at hand is the one to be raised
-                exchange({"failed": type(error).__name__, "said": str(error)[:_SAID]})
+                said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
+                made = self._progress.updates if self._progress.updates > self._updates else 0
+                exchange({"failed": type(error).__name__, "said": said, "made": made})
 
     def _undo(self) -> None:
         """The compression is as before this step."""
@@ -243,10 +248,12 @@ class Replicate:
             if "failed" in one:
                 # All that fail for this reason are skipped alike, where that was asked for.
                 kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
+                when = f" after update {one['made']}, which all ranks have made" if one.get("made") else ""
                 self._fail(
                     kind,
-                    f"Expected all ranks to finish, got {one['failed']} on rank {number}, which says "
+                    f"Expected all ranks to finish, got {one['failed']} on rank {number}{when}, which says "
                     f"{one['said']!r}.",
+                    "No rank has made another." if when else _NO_UPDATE,
                 )
         if not self._is_known:
             try:
@@ -257,10 +264,10 @@ class Replicate:
             self._is_known = True
         return said
 
-    def _fail(self, kind: type[Exception], said: str) -> NoReturn:
+    def _fail(self, kind: type[Exception], said: str, update: str = _NO_UPDATE) -> NoReturn:
         """Raise what all ranks raise."""
         self._is_told = True
-        raise kind(f"{said} No rank has made the update.")
+        raise kind(f"{said} {update}")
 
     def _all_reduced(self, gradients: Sums, like: Mapping[nn.Parameter, torch.dtype]) -> Sums:
         """One sum per bucket. A parameter without gradient here counts as zeros, if other ranks have one."""

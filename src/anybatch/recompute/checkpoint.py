@@ -1,7 +1,6 @@
 """A block's forward, run again in backward from the state it began in, and compared with the first run."""
 
 import random
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
+from anybatch.core import AnybatchError, BlockError, PlanError, numpy_random, recomputing, tensors_in
 from anybatch.core import torch_private as private
 from anybatch.state import Contents, Reachable, ways
 
@@ -31,7 +30,7 @@ class Draws:
         known = map(ways, (torch.default_generator, *cuda, *generators))
         self._noted = [(put, read()) for read, put in known]
         self._python = random.getstate()
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+        self._numpy = None if (numpy := numpy_random()) is None else numpy.get_state()
 
     def restore(self) -> None:
         """Put the streams back to where they stood."""
@@ -39,7 +38,7 @@ class Draws:
             put(state)
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            numpy_random().set_state(self._numpy)
 
 
 class State:

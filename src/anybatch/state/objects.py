@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from anybatch.core import all_loaded, loaded
 from anybatch.core import torch_private as private
 
 MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # of a container that is looked into: longer ones are data
@@ -260,7 +261,7 @@ def is_generator(kind: type) -> bool:
 
 def _of_numpy(name: str) -> tuple[type, ...]:
     """A class of NumPy, if it is loaded."""
-    found: Any = sys.modules.get("numpy")
+    found: Any = loaded("numpy")
     for part in name.split(".") if found is not None else ():
         found = getattr(found, part)
     return () if found is None else (found,)
@@ -277,7 +278,8 @@ def _is_read(module: object) -> bool:
 
 @lru_cache
 def _is_top_read(top: str) -> bool:
-    where = getattr(sys.modules.get(top), "__file__", None) or ""
+    module = loaded(top)
+    where = "" if module is None else str(vars(module).get("__file__"))
     return top not in _PYTHON | {"torch", "anybatch"} and not any(name in where for name in _INSTALLED)
 
 
@@ -290,7 +292,7 @@ def _known_caches() -> list[Any]:
 def _caches_of(_: int) -> list["weakref.ref[Any]"]:
     """Searched for once for each number of modules."""
     own = _PYTHON | {"torch", "anybatch"}
-    scopes = [vars(module) for name, module in list(sys.modules.items()) if _top(name) not in own]
+    scopes = [vars(module) for module in all_loaded() if _top(vars(module).get("__name__")) not in own]
     found = [value for scope in scopes for value in list(scope.values()) if type(value) in (_CACHED, type)]
     kinds = [vars(kind).values() for kind in found if type(kind) is type]
     caches = [one for values in ([*found], *kinds) for one in values if type(one) is _CACHED]

@@ -2,7 +2,6 @@
 
 import hashlib
 import random
-import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anybatch.core import numpy_random
 from anybatch.core import torch_private as private
 
 
@@ -96,8 +96,8 @@ def capture_process() -> dict[str, Any]:
     with private.disable_current_modes():  # NumPy's keys are values, also where a step is traced
         torch_state = capture()
         state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
-        if "numpy" in sys.modules:
-            name, keys, *rest = sys.modules["numpy"].random.get_state()
+        if (numpy := numpy_random()) is not None:
+            name, keys, *rest = numpy.get_state()
             state["numpy"] = (name, torch.from_numpy(keys.astype("int64")), *rest)
     return state
 
@@ -108,9 +108,9 @@ def restore_process(state: Mapping[str, Any]) -> None:
         cuda = tuple(state["cuda"]) if len(state["cuda"]) == torch.cuda.device_count() else ()
         restore(RandomState(cpu=state["cpu"], cuda=cuda))
         random.setstate(state["python"])
-        if "numpy" in state and "numpy" in sys.modules:
+        if "numpy" in state and (numpy := numpy_random()) is not None:
             name, keys, *rest = state["numpy"]
-            sys.modules["numpy"].random.set_state((name, keys.numpy().astype("uint32"), *rest))
+            numpy.set_state((name, keys.numpy().astype("uint32"), *rest))
 
 
 class Apart:
@@ -140,8 +140,8 @@ class Apart:
         if self._state is None:
             torch.default_generator.manual_seed(self._seed)  # torch.manual_seed would seed CUDA, too
             random.seed(self._seed)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(self._seed % 2**32)
+            if (numpy := numpy_random()) is not None:
+                numpy.seed(self._seed % 2**32)
         else:
             restore_process(self._state)
         try:

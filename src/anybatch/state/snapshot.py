@@ -1,7 +1,6 @@
 """What a forward may change, noted and put back: buffers, modes, attributes, gradients and random streams."""
 
 import random
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import ran_out_of_memory
+from anybatch.core import loaded, numpy_random, ran_out_of_memory
 from anybatch.core import torch_private as private
 from anybatch.state import rng
 from anybatch.state.objects import fill, holds, is_generator, ways
@@ -346,7 +345,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def of_process() -> tuple[Stream, ...]:
     """Python's and, where it is loaded, NumPy's."""
-    return (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
+    return (_PYTHON, _NUMPY) if numpy_random() is not None else (_PYTHON,)
 
 
 def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
@@ -365,13 +364,13 @@ def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
 
 def _numpy_state() -> tuple[Any, ...]:
     """With the keys as bytes, so that two states can be compared."""
-    name, keys, *rest = sys.modules["numpy"].random.get_state()
+    name, keys, *rest = numpy_random().get_state()
     return name, keys.tobytes(), *rest
 
 
 def _set_numpy_state(state: tuple[Any, ...]) -> None:
     name, keys, *rest = state
-    numpy = sys.modules["numpy"]
+    numpy = loaded("numpy")
     numpy.random.set_state((name, numpy.frombuffer(keys, dtype="uint32"), *rest))
 
 

@@ -33,6 +33,7 @@ from anybatch.engine import (
     check_parts,
     gather,
     owned,
+    refuse_hooks,
 )
 from anybatch.losses import module_of, resolve
 from anybatch.parallel import (
@@ -389,6 +390,7 @@ class Step:
             refuse_wrapped(task.modules, self._named)
             refuse_late_group(self.strategy, self._named)
             known = self._gathered = task, Signature(task, self.loss)
+        refuse_hooks(known[0])
         self.effects.begin(known[0].modules)
         return known[0]
 

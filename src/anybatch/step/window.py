@@ -250,20 +250,23 @@ class Window:
         try:
             report = self._update()
         except TornUpdateError as torn:  # nothing can be put back
+            self._task.strategy.abandon(torn.error)
             self._phase = "updated"
             self.discard()
             raise torn.error from None
         except BaseException as error:
             self._task.strategy.abandon(error)
-            if self._sums.is_updated:  # by a scheduler or an observer: the update is made
-                self._phase = "updated"
-            failed = None if self._sums.is_updated else no_room_for_update(error, self._sums)
+            failed = no_room_for_update(error, self._sums)
             self.discard()
             if failed is not None:
                 raise failed from None
             raise
         self._phase, self._report = "updated", report
-        self._task.tell(report)
+        try:
+            self._task.tell(report)
+        except BaseException as error:
+            self._task.strategy.abandon(error)
+            raise
         return report
 
     def _update(self) -> StepReport:

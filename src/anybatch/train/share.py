@@ -2,7 +2,6 @@
 
 import io
 import random
-import sys
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from anybatch.core import BatchError, RankError, TensorBatch, WindowError, tree
+from anybatch.core import BatchError, RankError, TensorBatch, WindowError, numpy_random, tree
 from anybatch.parallel import all_gather_rows, exchange, rank, ranks
 from anybatch.state import rng
 from anybatch.step import Step
@@ -69,8 +68,8 @@ class Share:
             own = rng.derive_seed(seed, "rank", self.rank, step)
             torch.manual_seed(own)
             random.seed(own)
-            if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed(own % 2**32)
+            if (numpy := numpy_random()) is not None:
+                numpy.seed(own % 2**32)
 
     @contextmanager
     def told(self, interruption: Interruption) -> Generator[None]:

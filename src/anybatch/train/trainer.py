@@ -15,6 +15,7 @@ from anybatch.core import (
     WindowError,
     check_whole,
 )
+from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step
@@ -333,8 +334,12 @@ class Trainer:
 
     def _train_rows(self, interruption: Interruption) -> int:
         """Train on what is left of the epoch, or until stopped; returns how many rows that was."""
+        with closing(self._batches()) as left:  # or a traceback keeps the caller's files open
+            return self._train_on(left, interruption)
+
+    def _train_on(self, left: Iterable[Any], interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
-        for batch in self._batches():
+        for batch in left:
             with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
                 report = self.step(batch)
             rows += report.rows
@@ -430,7 +435,7 @@ def _report(
         updates=trainer.updates,
         loss=running.value(trainer.step.coefficients),
         validation=validation,
-        learning_rate=float(trainer.step.optimizers[0].param_groups[0]["lr"]),
+        learning_rate=learning_rate_of(trainer.step.optimizers),
         seconds=seconds,
         samples_per_second=rows / seconds if rows else 0.0,
         **running.counts,

@@ -1,0 +1,21 @@
+"""Modules that are loaded already: `sys.modules` may hold any object, also None"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def loaded(name: str) -> Any:
+    """Return the module of this name; None if it is not loaded or something else stands there."""
+    found: object = sys.modules.get(name)
+    return found if isinstance(found, ModuleType) else None
+
+
+def numpy_random() -> Any:
+    """Return `numpy.random`, or None if NumPy is not loaded."""
+    return getattr(loaded("numpy"), "random", None)
+
+
+def all_loaded() -> list[ModuleType]:
+    """Return all modules that are loaded."""
+    return [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]

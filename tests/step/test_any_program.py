@@ -1,0 +1,164 @@
+"""Programs of any kind: hooks that update, errors after an update, notes on errors, odd modules."""
+
+import math
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import anybatch as ab
+from anybatch.core import OptimizerError
+from anybatch.engine import Observer
+
+ROWS = torch.randn(7, 4), torch.randint(3, (7,))
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def own(model: nn.Module, micro: Any) -> ab.Total:
+    return ab.Total(cross_entropy(model(micro[0]), micro[1], reduction="sum"), len(micro[0]))
+
+
+def step(model: nn.Module, loss: object = own, optimizer: Any = None, **options: Any) -> ab.Step:
+    return ab.Step(model, loss, optimizer or torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def optimizer_in_backward(model: nn.Module) -> None:
+    apply: Any = pytest.importorskip("torch.distributed.optim")._apply_optimizer_in_backward
+    apply(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+
+
+def hook_that_updates(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: optimizer.step())  # pyright: ignore
+
+
+@pytest.mark.parametrize("loss", [own, nn.CrossEntropyLoss()])
+@pytest.mark.parametrize("micro_batch", [None, 3])
+@pytest.mark.parametrize("add_hooks", [optimizer_in_backward, hook_that_updates])
+def test_hooks_that_update_are_refused(
+    add_hooks: Callable[[nn.Module], None], micro_batch: int | None, loss: object
+) -> None:
+    model = net()
+    made = step(model, loss, micro_batch=micro_batch)
+    made(ROWS)
+    add_hooks(model)
+    weights = [one.detach().clone() for one in model.parameters()]
+    with pytest.raises(OptimizerError, match="without hooks that run after"):
+        made(ROWS)
+    with pytest.raises(OptimizerError, match="without hooks that run after"):
+        made.window()
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+class Refusing(Observer):
+    wants_updated = True
+
+    def updated(self, parameters: object) -> None:
+        raise ValueError("no")
+
+
+def refuse(event: object) -> None:
+    if isinstance(event, ab.StepReport):
+        raise ValueError("no")
+
+
+def _scheduled(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 - update))
+
+
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("what", ["listener", "observer", "scheduler"])
+def test_an_error_after_the_update_says_that_it_was_made(what: str, in_window: bool) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {
+        "listener": {"listeners": [refuse]},
+        "observer": {"observers": [Refusing()]},
+        "scheduler": {"scheduler": _scheduled(optimizer)},
+    }[what]
+    made, same = step(model, optimizer=optimizer, **options), net()
+    same.load_state_dict(model.state_dict())
+    step(same)(ROWS)
+    window = made.window() if in_window else None
+    if window is not None:
+        window.add(ROWS)
+    with pytest.raises((ValueError, ZeroDivisionError), match=r"no|division") as caught:
+        made(ROWS) if window is None else window.close()
+    assert "Update 1 was made" in caught.value.__notes__[0]
+    assert made.open_window is None
+    assert all(one.grad is None for one in model.parameters())
+    for one, other in zip(model.parameters(), same.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class WithoutRate(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad)
+
+
+def test_a_learning_rate_of_none_is_reported_as_nan() -> None:
+    model = net()
+    report = step(model, optimizer=WithoutRate(model.parameters()))(ROWS)
+    assert report.updated
+    assert math.isnan(report.learning_rate)
+
+
+class NoSingles(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        if len(input) == 1:
+            raise ValueError("more than one row")
+        return super().forward(input)
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        ctx.rows = len(values[0])
+        return values[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.rows == 1:
+            raise ValueError("in backward")
+        return gradients[0]
+
+
+class InBackward(nn.Sequential):
+    def forward(self, input: Tensor) -> Any:
+        return FailingBackward.apply(super().forward(input))
+
+
+@pytest.mark.parametrize("kind", [NoSingles, InBackward])
+def test_an_error_names_its_micro_batch(kind: type[nn.Sequential]) -> None:
+    model = kind(nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"one row|in backward") as caught:
+        step(model, micro_batch=3, check=False)(ROWS)
+    assert caught.value.__notes__ == [
+        "This error was raised in micro-batch 2 (rows 6 to 6 of the batch; the cut 3+3+1 leaves one row)."
+    ]
+
+
+class Odd(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_sys_modules_may_hold_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: dict[str, Any] = {"odd": None, "odd.number": 3, "odd.object": object(), "odd.module": Odd("odd")}
+    for name, entry in entries.items():
+        monkeypatch.setitem(sys.modules, name, entry)
+    assert step(net(), micro_batch=3)(ROWS).updated
+    assert ab.check(net(), own, ROWS).exact
