@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from anybatch import Step, Trainer
+from anybatch import Step
 from anybatch.core.errors import BatchError, CheckpointError
 from anybatch.train.loader import open_data
 
@@ -231,35 +230,3 @@ def test_data_that_cannot_be_repeated_is_said_so() -> None:
     numbers.left = 0
     with pytest.raises(BatchError, match=r"Expected a batch in epoch 2, got none from the Numbers"):
         next(rows.batches(batch_size=4, seed=0, epoch=1))
-
-
-class FromFile:
-    """Rows that are read from a file as they are asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.opened = path, list[Any]()
-
-    def __iter__(self) -> Iterator[Any]:
-        with self.path.open() as file:
-            self.opened.append(file)
-            for line in file:
-                yield torch.tensor([[float(line)]]), torch.ones(1, 1)
-
-
-@pytest.mark.parametrize("fails_in", ["training", "validation"])
-def test_no_file_stays_open_after_a_failure(fails_in: str, tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    path.write_text("1\n2\n3\n")
-    model, data = nn.Linear(1, 1), FromFile(path)
-
-    def refuse(module: nn.Module, inputs: Any) -> None:
-        if module.training == (fails_in == "training") and inputs[0].item() == 2:
-            raise ValueError("no twos")
-
-    model.register_forward_pre_hook(refuse)
-    step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    trainer = Trainer(step, data, validation=data, progress=False)
-    with pytest.raises(ValueError, match="no twos") as caught:
-        trainer.fit(epochs=1)
-    assert caught.tb  # which holds the frames
-    assert [file.closed for file in data.opened] == [True] * len(data.opened)

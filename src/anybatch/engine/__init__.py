@@ -7,7 +7,6 @@ from anybatch.engine.execute import (
     accumulate,
     carry_out,
     clear,
-    context,
     finish,
     no_room_for_update,
     observe,
@@ -22,7 +21,7 @@ from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.plan import Plan, check_micro_batch
 from anybatch.engine.schedule import Schedule
 from anybatch.engine.strategy import Agreed, Single, Strategy
-from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, gather, refuse_hooks
+from anybatch.engine.task import Progress, Signature, Task, admit, check_parts, context, gather, refuse_hooks
 from anybatch.engine.undivided import undivided
 from anybatch.engine.update import (
     TornUpdateError,

@@ -2,15 +2,15 @@
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
 
-from anybatch.batchnorm import BatchNorm, frozen_batch_norms, names_of_batch_norms
+from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import (
     AnybatchError,
     Batch,
@@ -35,17 +35,17 @@ from anybatch.engine.gradients import Sums
 from anybatch.engine.observer import Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.schedule import Schedule
-from anybatch.engine.task import Task
+from anybatch.engine.task import Task, context
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
     norm_of,
+    note,
     note_update,
     schedule_learning_rates,
     step_optimizers,
 )
 from anybatch.losses import EvaluateAgain
-from anybatch.recompute import apply_policies
 from anybatch.state import Snapshot, rng
 
 
@@ -238,28 +238,11 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
         free_caches()  # before anything is put back, which takes memory
         _recover_memory(said, schedule, sums, before)
     else:
-        _note_place(error, schedule, sums)
+        note(error, f"This error was raised in {schedule.place()}.")
         try:
             raise error
         finally:
             del error  # this frame would hold it, and it the frame: a circle that keeps the step's tensors
-
-
-def _note_place(error: Exception, schedule: Schedule, sums: Accumulator) -> None:
-    """Note on an error in which micro-batch it was raised."""
-    if not (schedule.is_open and schedule.left):
-        error.add_note("This error was raised in the first pass over the rows of the batch.")
-        return
-    rows, sizes = schedule.left[0], [*sums.rows, *map(len, schedule.left)]
-    single = ""
-    if len(rows) == 1 < len(sizes) and not sums.is_in_window:
-        shown = sizes if len(sizes) <= _SHOWN else [*sizes[:2], "...", *sizes[-2:]]
-        single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
-    named = sums.batch.rows_in_words(sums.offset + rows[0], sums.offset + rows[-1] + 1)
-    error.add_note(f"This error was raised in micro-batch {sums.count} ({named} of the batch{single}).")
-
-
-_SHOWN = 9  # parts of a cut that are written out
 
 
 def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Snapshot) -> None:
@@ -377,28 +360,12 @@ def why_not_cut(sums: Accumulator, rows: int) -> str:
     return ""
 
 
-def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
-    """What holds throughout a step: switches of the arithmetic, frozen BatchNorms, policies of blocks."""
-    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
-    if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
-        return _context(plan, task, norms)
-    return _NOTHING
-
-
 def label_for_profiler() -> Callable[[str], AbstractContextManager[object]]:
     """What marks a range in the caller's profiler. Without one it is left out: it takes 11 us on a CPU."""
     return record_function if private.has_caller_profiler() else nullcontext
 
 
-_NOTHING = nullcontext()
 _NO_READER = Reader()
-
-
-@contextmanager
-def _context(plan: Plan, task: Task, norms: Sequence[BatchNorm]) -> Generator[None]:
-    policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
-    with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
-        yield
 
 
 def put_back(before: Snapshot, sums: Accumulator, error: BaseException | None = None) -> None:

@@ -9,6 +9,8 @@ from anybatch.engine.accumulate import Accumulator
 from anybatch.engine.plan import Plan
 from anybatch.state import Snapshot
 
+_SHOWN = 9  # parts of a cut that are written out
+
 
 class Schedule:
     """Micro-batches one after the other; what is not done comes again, perhaps smaller.
@@ -64,6 +66,19 @@ class Schedule:
         self._done += 1
         self.scale_before = None
         self._sums.forget_scale()
+
+    def place(self) -> str:
+        """Return the current micro-batch and its rows, for an error."""
+        sums = self._sums
+        if not self.is_open:
+            return "the first pass over the rows of the batch"
+        rows, sizes = self.left[0], [*sums.rows, *map(len, self.left)]
+        single = ""
+        if len(rows) == 1 < len(sizes) and not sums.is_in_window:
+            shown = sizes if len(sizes) <= _SHOWN else [*sizes[:2], "...", *sizes[-2:]]
+            single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
+        named = sums.batch.rows_in_words(sums.offset + rows[0], sums.offset + rows[-1] + 1)
+        return f"micro-batch {sums.count} ({named} of the batch{single})"
 
     def cut_smaller(self, most: int) -> None:
         """Cut what is left into parts of at most so many rows."""

@@ -1,8 +1,8 @@
 """What a plan is carried out on: model, loss, optimizers and batch, checked, gathered anew if they change."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.batchnorm import BatchNorm, find_batch_norms
+from anybatch.batchnorm import BatchNorm, find_batch_norms, frozen_batch_norms
 from anybatch.core import (
     Batch,
     BatchError,
@@ -38,6 +38,7 @@ from anybatch.engine.strategy import Single, Strategy
 from anybatch.engine.update import check_optimizers, check_schedulers, learning_rate_of, note_update, owned
 from anybatch.losses import Loss, SummedLoss, WholeBatch, check_loss, module_of, resolve
 from anybatch.precision import LossScale, Masters, Precision, Working
+from anybatch.recompute import apply_policies
 from anybatch.state import Effects, ModuleState, Reachable
 
 BeforeCut = Callable[["Task", Batch, Plan, int], None]
@@ -255,6 +256,24 @@ def refuse_hooks(task: Task) -> None:
             "would run in every micro-batch, on a part of the gradient, and cannot be undone. Remove it with "
             "handle.remove(), and let the Step alone call the optimizer."
         )
+
+
+def context(plan: Plan, task: Task) -> AbstractContextManager[object]:
+    """Set what holds throughout a step: arithmetic switches, frozen BatchNorms, policies of blocks."""
+    norms = task.batch_norms if plan.batch_norm == "frozen" else ()
+    if norms or plan.blocks or plan.precision.compute == "tf32" or plan.precision.is_short:
+        return _context(plan, task, norms)
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _context(plan: Plan, task: Task, norms: Sequence[BatchNorm]) -> Generator[None]:
+    policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
+    with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
+        yield
 
 
 class Signature:

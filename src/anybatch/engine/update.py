@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from inspect import unwrap
 from operator import attrgetter
 from typing import Any, cast
@@ -91,10 +91,13 @@ def step_optimizers(
 
 def note_update(error: BaseException, update: int) -> None:
     """Note on an error that this update was made before it."""
-    error.add_note(
-        f"Update {update} was made before this error: model and optimizer are those after it. "
-        "Do not repeat the batch."
-    )
+    note(error, f"Update {update} was made before this error: do not repeat the batch.")
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note to an error, unless its class allows none."""
+    with suppress(Exception):
+        error.add_note(text)
 
 
 class TornUpdateError(Exception):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -70,11 +70,8 @@ def evaluate(
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
     modules = [*step.model.modules(), *step.loss_module.modules()]
-    with ExitStack() as stack:
-        stack.enter_context(evaluating(modules))
-        model, outputs = stack.enter_context(_outputs_of(step, micro_batch or batch_size or 0))
-        found = stack.enter_context(closing(_totals(step, model, rows, micro_batch, batch_size)))
-        for totals, is_fixed, micro in found:
+    with evaluating(modules), _outputs_of(step, micro_batch or batch_size or 0) as (model, outputs):
+        for totals, is_fixed, micro in _totals(step, model, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
             for name, total in totals.items():
                 sums[name] = sums.get(name, Total.zero()) + _widened(total)
@@ -99,7 +96,7 @@ def evaluate(
 
 def _totals(
     step: Step, model: Any, rows: Rows | Stream, micro_batch: int | None, batch_size: int | None
-) -> Generator[tuple[dict[str, Total], bool, Any]]:
+) -> Iterator[tuple[dict[str, Total], bool, Any]]:
     """Of each micro-batch: its totals, whether they are sums that nothing divides, and its rows."""
     loss = resolve(step.loss)
     kinds = {parameter.device.type for parameter in step.model.parameters()} - {"meta"}

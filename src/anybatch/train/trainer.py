@@ -334,12 +334,8 @@ class Trainer:
 
     def _train_rows(self, interruption: Interruption) -> int:
         """Train on what is left of the epoch, or until stopped; returns how many rows that was."""
-        with closing(self._batches()) as left:  # or a traceback keeps the caller's files open
-            return self._train_on(left, interruption)
-
-    def _train_on(self, left: Iterable[Any], interruption: Interruption) -> int:
         rows, clock = 0, time.perf_counter()
-        for batch in left:
+        for batch in self._batches():
             with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
                 report = self.step(batch)
             rows += report.rows
