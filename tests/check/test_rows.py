@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch.check.denominators import candidates, held_weights
-from anybatch.check.rows import Cut, Part, choose, find_padding, is_close, refilled, signatures
-from anybatch.core import tree
+from anybatch.check.rows import Cut, Part, find_padding, is_close, refilled
+from anybatch.core import TensorBatch, tree
+from anybatch.step import choose_rows
 
 
 def test_closeness_minds_infinities_and_huge_fill_values() -> None:
@@ -41,7 +42,7 @@ def but_for(rows: slice, leaf: Tensor, value: float) -> Tensor:
     ],
 )
 def test_few_rows_that_differ_are_chosen_wherever_they_stand(leaf: Tensor, rare: range) -> None:
-    assert set(rare) & set(choose(signatures((torch.randn(300, 20), leaf), None), 4))
+    assert set(rare) & set(choose_rows(TensorBatch((torch.randn(300, 20), leaf)))(4))
 
 
 LENGTHS = torch.tensor([5, 3, 4, 1, 2, 5, 3, 2])

@@ -10,6 +10,7 @@ from anybatch.batchnorm.modes import (
     frozen_batch_norms,
     names_of_batch_norms,
     refuse_batch_norms,
+    warn_of_untrained,
 )
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "frozen_batch_norms",
     "names_of_batch_norms",
     "refuse_batch_norms",
+    "warn_of_untrained",
 ]

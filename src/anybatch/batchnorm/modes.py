@@ -1,5 +1,6 @@
 """BatchNorm in training mode, in which rows of a batch meet: found, refused or frozen."""
 
+import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
@@ -62,9 +63,24 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
     if norms:
         raise PlanError(
             f"Expected no BatchNorm in training mode in a batch that is split, got module "
-            f"{names_of_batch_norms(model, norms)}: its statistics would depend on the split. Use "
-            'ab.batch_norm_to_group_norm(model), Step(batch_norm="frozen") for the running statistics, or '
-            '"micro" (inexact), or do not split the batch.'
+            f"{names_of_batch_norms(model, norms)}: its statistics would depend on the split. Shortest ways "
+            'out: Step(..., memory="auto") without micro_batch, which keeps the batch whole; '
+            'Step(..., batch_norm="frozen") for trained weights; model = ab.batch_norm_to_group_norm(model) '
+            'to train anew. Inexact: batch_norm="micro".'
+        )
+
+
+def warn_of_untrained(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
+    """Warn if BatchNorms that are to be frozen hold the running statistics of a layer that never trained."""
+    tracked = [norm for norm in norms if norm.running_mean is not None and norm.running_var is not None]
+    if tracked and not any(
+        bool(norm.running_mean.any() or (norm.running_var != 1).any()) for norm in tracked
+    ):
+        warnings.warn(
+            f'Expected trained running statistics with batch_norm="frozen", got those of new layers in '
+            f"{names_of_batch_norms(model, tracked)}: they would not normalise at all. Load trained weights, "
+            "or use ab.batch_norm_to_group_norm(model).",
+            stacklevel=2,
         )
 
 

@@ -3,7 +3,7 @@
 from anybatch.check.check import CheckReport, check, refuse_without_data
 from anybatch.check.copies import named_parameters
 from anybatch.check.passes import Recorder
-from anybatch.check.tolerance import relative_error, tolerance
+from anybatch.step import relative_error, tolerance
 
 __all__ = [
     "CheckReport",

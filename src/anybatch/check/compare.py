@@ -1,7 +1,7 @@
 """Cuts compared with the whole batch: the error of each, the model's outputs row by row, and its state."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -11,16 +11,12 @@ import torch
 from anybatch.check.finding import WAYS_OUT, Finding, listed
 from anybatch.check.passes import Bench, Call, Calls, PassResult, State, norm
 from anybatch.check.rows import Cut, Part, agree, is_close
-from anybatch.check.tolerance import tolerance
 from anybatch.losses import Terms
+from anybatch.step import limit_of
 
-# Deep networks lose more than the table's few layers; what a wrong denominator does is larger by far. Short
-# dtypes have nothing to give.
-_SLACK = {torch.float64: 16, torch.float32: 16}
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
 # A smaller gradient may be rounding of numbers that cancel inside of the model, as in a perfect fit.
 _TINY = 1e-6
-_TABLE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,12 +54,6 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
     own = [micro_batch] if micro_batch is not None and micro_batch < rows else []
     return list(dict.fromkeys((*own, *near, 1)))
-
-
-def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
-    """What counts as rounding, by the shortest dtype that was computed in."""
-    shortest = next((dtype for dtype in _TABLE if dtype in set(dtypes)), torch.float32)
-    return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
 
 
 class Comparison:

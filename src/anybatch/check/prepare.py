@@ -13,8 +13,9 @@ from torch.jit import ScriptModule
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
 from anybatch.check.passes import Bench, PassResult
-from anybatch.check.rows import Cut, Part, choose, rows_of, signatures, subset
-from anybatch.core import BatchError, Collate, PlanError, TensorBatch, tree
+from anybatch.check.rows import Cut, Part, rows_of, subset
+from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
+from anybatch.step import choose_rows
 
 ALL_ROWS = 64  # a batch of at most this size is tried whole where a few rows do not run
 ROWS = 8  # enough for ragged cuts of several rows
@@ -62,10 +63,11 @@ def prepare(
             f"Expected at least 2 rows to cut, got {total if total < 2 else rows}. Hand over a larger batch."
         )
     wanted = min(total, rows or max(ROWS, 2 * (micro_batch or 0) + 1))
-    table = signatures(batch, collate, wanted if total > ALL_ROWS else total)
+    given = TensorBatch(batch) if collate is None else SampleBatch(batch, collate)
+    choose = choose_rows(given, wanted if total > ALL_ROWS else total)
 
     def cut(count: int) -> Cut:
-        chosen = choose(table, count)
+        chosen = choose(count)
         data = subset(batch, collate, chosen)
         return Cut(data=data, micro_batch=len(chosen), part=Part.whole(len(chosen)), collate=collate)
 

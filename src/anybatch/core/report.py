@@ -51,6 +51,8 @@ class StepReport:
         update: how many updates this `Step` has made so far, this one included.
         learning_rate: of the first optimizer's first group of parameters, in this update.
         seconds: wall time of the step; of a window, that of its calls of `add` and of the update.
+        unchecked: why a few rows could not show that the split does not matter; empty if they did, or nothing
+            was split. `checked` is True where it is empty.
     """
 
     loss: float
@@ -69,6 +71,12 @@ class StepReport:
     update: int = field(default=0, compare=False)
     learning_rate: float = field(default=math.nan, compare=False)
     seconds: float = field(default=0.0, compare=False)
+    unchecked: str = field(default="", compare=False)
+
+    @property
+    def checked(self) -> bool:
+        """True if nothing was split, or a few rows gave the same loss and gradient in several splits."""
+        return not self.unchecked
 
     def __repr__(self) -> str:
         made = f"update {self.update}" if self.updated else "no update"

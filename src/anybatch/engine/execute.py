@@ -406,6 +406,7 @@ def report_of(
         update=sums.task.progress.updates,
         learning_rate=sums.task.learning_rate(),
         seconds=time.perf_counter() - sums.task.progress.began,
+        unchecked=sums.task.progress.unchecked,
     )
 
 

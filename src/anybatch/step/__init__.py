@@ -1,8 +1,20 @@
 """The front door: Step, Window and what they decide about each batch."""
 
 from anybatch.step import dry_run, foresee
+from anybatch.step.choose_rows import choose_rows
 from anybatch.step.foresee import plan
 from anybatch.step.step import Step
+from anybatch.step.tolerance import limit_of, relative_error, tolerance
 from anybatch.step.window import Window
 
-__all__ = ["Step", "Window", "dry_run", "foresee", "plan"]
+__all__ = [
+    "Step",
+    "Window",
+    "choose_rows",
+    "dry_run",
+    "foresee",
+    "limit_of",
+    "plan",
+    "relative_error",
+    "tolerance",
+]

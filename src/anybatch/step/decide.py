@@ -1,5 +1,6 @@
 """How a step's batches are cut: as asked, as memory has taught, or as fits a budget; and what forbids it."""
 
+import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
@@ -26,7 +27,7 @@ from anybatch.planner import (
 )
 from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
-from anybatch.step.look import read_rows, refuse_padding, refuse_what_depends_on_the_cut
+from anybatch.step.look import Doubt, read_rows, refuse_padding, refuse_what_depends_on_the_cut
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 _WHOLE = {"cut_refused": _DEPENDS}
@@ -244,7 +245,9 @@ class Guard:
 
     def __init__(self, *, batch_norm: str | None, check: bool) -> None:
         self.batch_norm, self.checks = batch_norm, check
-        self._looks: dict[Hashable, int] = {}  # how often there is still to be looked, by the kind of rows
+        # by the kind of rows: how often there is still to be looked, and why nothing was found out
+        self._looks: dict[Hashable, tuple[int, Doubt | None]] = {}
+        self._has_warned = False
 
     def before_cut(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
         """Refuse what would change the result; `most` rows are known to fit."""
@@ -252,29 +255,45 @@ class Guard:
         self.look(task, batch, plan, most)
 
     def look(self, task: Task, batch: Batch, plan: Plan, most: int) -> None:
-        """Whether the result depends on the cut; once for each kind of rows, if these can tell."""
-        if self.checks and batch.rows > 1:
-            kind = _kind(batch)
-            left = self._looks.get(kind, _LOOKS)
-            if left:
-                said = refuse_what_depends_on_the_cut(task, batch, plan, most)
-                self._looks[kind] = 0 if said else left - 1
+        """Refuse a result that depends on the cut; once for each kind of rows, if these can tell."""
+        if not self.checks:
+            task.progress.unchecked = "the Step was made with check=False"
+        elif batch.rows > 1:
+            self._note(task, batch, lambda: refuse_what_depends_on_the_cut(task, batch, plan, most))
 
     def read(self, task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool]) -> None:
         """Let the task's reader read micro-batches of a few rows, and look, if this kind of rows is new."""
+        if self.checks and self._looks.get(_kind(batch), _NEW)[0]:
+            self._note(task, batch, lambda: read_rows(task, batch, plan, fits, check=True))
+        else:
+            read_rows(task, batch, plan, fits, check=False)
+
+    def _note(self, task: Task, batch: Batch, look: Callable[[], Doubt | None]) -> None:
+        """Look, if this kind of rows is not known, and keep the reason if nothing was found out."""
         kind = _kind(batch)
-        left = self._looks.get(kind, _LOOKS) if self.checks else 0
-        told = read_rows(task, batch, plan, fits, check=left > 0)
+        left, doubt = self._looks.get(kind, _NEW)
         if left:
-            self._looks[kind] = 0 if told else left - 1
+            doubt = look()
+            left = 0 if doubt is None or doubt.lasts else left - 1
+            self._looks[kind] = left, doubt
+            if doubt is not None and not (left or doubt.is_asked or self._has_warned):
+                self._has_warned = True
+                warnings.warn(
+                    f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "
+                    "step goes on, and its reports say checked=False. ab.check(model, loss, batch) judges "
+                    "it; Step(check=False) skips this look.",
+                    stacklevel=2,
+                )
+        if doubt is not None:
+            task.progress.unchecked = doubt.reason
 
     def before_padding(self, task: Task, batch: Batch, plan: Plan) -> None:
         """Refuse a model in which repeated rows would change what others give; once for each kind of rows."""
         kind = _kind(batch), "padded"
-        left = self._looks.get(kind, _LOOKS)
+        left, _ = self._looks.get(kind, _NEW)
         told = refuse_padding(task, batch, plan, check=self.checks and left > 0)
         if left:
-            self._looks[kind] = 0 if told else left - 1
+            self._looks[kind] = 0 if told else left - 1, None
 
     def refuse_meetings(self, task: Task) -> None:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
@@ -296,7 +315,7 @@ _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 _FEWEST = 4  # rows that can be read in more than one cut
 _SHORT = 3  # batches in a row that are filled up whole
-_LOOKS = 3  # some batches tell nothing
+_NEW = 3, None  # some batches tell nothing
 
 
 def _kind(batch: Batch) -> Hashable:

@@ -2,28 +2,32 @@
 
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import names_of_batch_norms
-from anybatch.core import Batch, Event, LossError, OutOfMemoryError, SampleBatch
+from anybatch.core import Batch, Event, LossError, OutOfMemoryError, SampleBatch, cut_sizes
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
 from anybatch.losses import ANY_ROWS, ModelLoss, ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels, rng
+from anybatch.step.choose_rows import choose_rows
 from anybatch.step.dry_run import reached_by
+from anybatch.step.tolerance import limit_of
 
 ROWS = 8
-_LIMIT = 1e-2  # a smaller relative error of a gradient may be rounding in a deep network
+LEAST = 3  # rows of which two parts of several can be made
+_LIMIT = 1e-2  # a smaller relative error of a float32 gradient may be rounding in a deep network
 _SIGNS = 8  # rows of a sketch
 _AGAIN = 4  # times that rows are tried again before they are refused: a hidden coin may fall alike
 
@@ -39,43 +43,56 @@ class _Cut:
         return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
 
 
-def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> bool:
-    """Compare loss and gradient of a few rows between three cuts, before a batch is cut for the first time.
+class Doubt(NamedTuple):
+    """The reason why a look could not judge; `lasts` where other rows do not help."""
 
-    A step is carried out on at most eight rows from all over the batch: at once, in two unequal parts, and in
-    small parts in another order; where only `most` rows may go through together, in parts of at most that.
-    The model is in the mode it is in. Dropout gives its expected value. Nothing is updated, and all is put
-    back. A difference within rounding, of other random numbers, or of a model that gives the same rows
-    another loss the second time, is no fault; what fails otherwise is left to the step.
+    reason: str
+    lasts: bool = False
+    is_asked: bool = False  # by the caller, so that nobody is warned
+
+
+_ENTRIES = "its settings have an entry for every row, so that no part can be taken alone"
+
+
+def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> Doubt | None:
+    """Compare loss and gradient of a few rows between several cuts, before a batch is cut for the first time.
+
+    At most eight rows, as different as `choose_rows` finds them, are carried out in a few large parts, in
+    another number of parts, and in another order. No part has one row where the plan has none. The model is
+    in the mode it is in. Dropout gives its expected value. Nothing is updated, and all is put back.
     `anybatch.check` is the whole test, and says where a fault lies.
 
     Args:
         task: whose loss and model are looked at.
         batch: the rows to choose from.
         plan: how the batch is to be carried out.
-        most: rows that are known to fit; two at least go through together.
+        most: rows that are known to fit.
 
     Returns:
-        Whether these rows could tell.
+        Why these rows could not tell; None if loss and gradient are the same in all cuts.
 
     Raises:
-        LossError: loss or gradient depends on the cut.
+        LossError: loss, gradient or weights depend on the cut.
     """
-    if task.batch_norms and plan.batch_norm != "frozen":  # the caller has said so, or it is refused
-        return True
+    if task.batch_norms and plan.batch_norm != "frozen":  # else it is refused
+        return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_asked=True)
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        return True  # it belongs to these rows in this order
+        return Doubt(_ENTRIES, lasts=True)
     rows = min(batch.rows, ROWS)
     if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward makes lazy parameters what they are
-        return False
+        return Doubt("the first rows were too few, or parameters lazy")
+    least = min(2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))) if rows > LEAST else 1
     most = min(rows, max(2, most))
     # A loss over all rows may pair them by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
+    doubt = Doubt("memory ran out in a few rows")
     with _few_rows(task, batch, rows) as few:
-        for size in dict.fromkeys((most, 2)):
+        for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
             with suppress(OutOfMemoryError):
-                return _look(task, few, plan, size, dict.fromkeys(_cuts(rows, size, is_mixed=is_mixed)))
-    return False
+                doubt = _look(task, few, plan, size, _cuts(few.rows, size, small, is_mixed=is_mixed))
+            if doubt is None or doubt.lasts:
+                break
+    return doubt
 
 
 def refuse_padding(task: Task, batch: Batch, plan: Plan, *, check: bool) -> bool:
@@ -116,7 +133,7 @@ def refuse_padding(task: Task, batch: Batch, plan: Plan, *, check: bool) -> bool
         if found := _differ(whole, parts):
             if whole.is_random or parts.is_random:
                 return False
-            raise LossError(_unpadded(plan, f"{found} for {rows} rows alone and filled up"))
+            raise LossError(_unpadded(plan, f"{found.words} for {rows} rows alone and filled up"))
         return rows > 1  # a mean over one row and itself is that row
     return False
 
@@ -128,7 +145,9 @@ def _unpadded(plan: Plan, found: str) -> str:
     )
 
 
-def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool) -> bool:
+def read_rows(
+    task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool
+) -> Doubt | None:
     """Let the reader of a task read micro-batches of a few rows; compare loss and gradient of two cuts.
 
     The first cut is into two rows each. The micro-batches of the second are the largest that then `fits`.
@@ -141,40 +160,42 @@ def read_rows(task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool],
         check: whether the two are compared.
 
     Returns:
-        Whether these rows could tell.
+        Why these rows could not tell; None if they could.
 
     Raises:
-        LossError: loss or gradient depends on the cut.
+        LossError: loss, gradient or weights depend on the cut.
     """
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        return False
-    rows = min(ROWS, max(4, batch.rows // 4))
+        return Doubt(_ENTRIES, lasts=True)
+    rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
+    is_mixed = not isinstance(task.loss, WholeBatch)
+    doubt = Doubt("memory ran out in a few rows")
     with _few_rows(task, batch, rows) as few, suppress(OutOfMemoryError):
-        pairs = _Cut(_sizes(rows, [2]), is_interleaved=True)
+        cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
-            return _look(task, few, plan, 2, _pairs_first(pairs, fits))
-        for cut in _pairs_first(pairs, fits):
+            return _look(task, few, plan, 2, cuts)
+        for cut in cuts:
             _outcome(task, few, plan, cut)
-    return False
+    return doubt
 
 
-def _pairs_first(pairs: _Cut, fits: Callable[[int], bool]) -> Iterator[_Cut]:
-    """Pairs of rows, then unequal parts: two of them, or as many as it takes."""
-    yield pairs
-    rows = sum(pairs.sizes)
+def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> Iterator[_Cut]:
+    """Yield pairs of rows, then the largest parts that fit, in another number."""
+    pairs = rows // 2
+    yield _Cut(_parts(rows, pairs), is_mixed)
     most = next((size for size in range(-(-5 * rows // 8), 2, -1) if fits(size)), 2)
-    if rows < 2 * most:
-        yield _Cut((rows - most, most))
-    else:
-        small = 2 if most > 2 else 1
-        yield _Cut((small, *_sizes(rows - small, [most])))
+    count = -(-rows // most)
+    yield _Cut(_parts(rows, count if count != pairs else pairs + 1, most))
+    if count == pairs and fits(rows):
+        yield _Cut((rows,))
 
 
 @contextmanager
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
-    """So many rows from all over the batch; afterwards all that a forward reaches is put back."""
-    few = batch.only([index * batch.rows // rows for index in range(rows)])
-    noted, streams = reached_by(task, few), rng.capture_process()
+    """Choose so many rows; afterwards all that a forward reaches is put back."""
+    streams = rng.capture_process()  # `collate` may draw
+    few = batch.only(choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+    noted = reached_by(task, few)
     try:
         with read_afresh(task.model):
             yield few
@@ -183,7 +204,7 @@ def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
         rng.restore_process(streams)
 
 
-def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -> bool:
+def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -> Doubt | None:
     others = iter(cuts)
     first = next(others)
     is_own = isinstance(task.loss, ModelTerms)
@@ -193,9 +214,11 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -
         whole = _outcome(task, padded, plan, first := next(others))
         if isinstance(whole, LossError):
             raise whole
-    if isinstance(whole, Exception) or not any(whole.report.weights.values()):
-        return False
-    told = False
+    if isinstance(whole, Exception):
+        return _failed(few, first, whole)
+    if not any(whole.report.weights.values()):
+        return Doubt("no row that was looked at has weight")
+    told, doubt = False, Doubt("there was no other cut to compare with")
     for cut in others:
         parts = _outcome(task, few, plan, cut, is_watched=not whole.is_quiet)
         if isinstance(parts, Exception) and few is not padded:
@@ -203,33 +226,99 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[_Cut]) -
         if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
             raise parts
         if isinstance(parts, Exception):
+            doubt = _failed(few, cut, parts)
             continue
+        found = _differ(whole, parts)
+        is_random = whole.is_random or parts.is_random
+        if isinstance(task.loss, Terms) and (is_random or not found):
+            _refuse_weights(task, few, plan, (first, whole), (cut, parts))
+        if found and is_random:
+            return Doubt("the model or its loss draws random numbers, which are others in every cut", True)
+        if found:
+            found = _confirmed(task, few, plan, most, (first, whole), (cut, parts))
+        if isinstance(found, Doubt):
+            return found
         told = True
-        if not _differ(whole, parts):
+        _warn_of_buffers(task, (first, whole), (cut, parts))
+        if not found:
             continue
-        if whole.is_random or parts.is_random:
-            return False  # other numbers in another cut, and rightly
-        # The same rows again must be the same; and what cancels in the sum is held against what is added up.
-        again = [_outcome(task, padded, plan, first) for _ in range(_AGAIN)]
-        halves = [few.only(half) for half in (range(few.rows // 2), range(few.rows // 2, few.rows))]
-        alone = [_outcome(task, half, plan, _Cut(_sizes(half.rows, [most]))) for half in halves]
-        sound = [one for one in alone if isinstance(one, _Outcome)]
-        if not all(isinstance(one, _Outcome) and not _differ(whole, one) for one in again):
-            return False
-        if not (found := _differ(whole, parts, *sound)):
-            return False
+        compared = f"got {found.words} for {few.rows} rows as {first} and as {cut}"
+        if found.is_small:
+            return Doubt(f"{compared}: more than rounding in {found.dtype}", lasts=True)
         kept = _outcome(task, padded, plan, cut) if few is not padded else None
         if isinstance(kept, _Outcome) and not _differ(whole, kept):
             raise LossError(
-                f"Expected the same loss and gradient from {_name(task)} with less padding, got {found} for "
-                f"{few.rows} rows padded and trimmed. {_PADDING}"
+                f"Expected the same loss and gradient from {_name(task)} with less padding, got "
+                f"{found.words} for {few.rows} rows padded and trimmed. {_PADDING}"
             )
         raise LossError(
-            f"Expected the same loss and gradient from {_name(task)} for every split, got {found} for "
-            f"{few.rows} rows as {first} and as {cut}. {_cause(few, whole.moved)} "
+            f"Expected the same loss and gradient from {_name(task)} for every split, {compared}. "
+            f"{_cause(few, whole.moved)} "
             "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
         )
-    return told
+    return None if told else doubt
+
+
+def _failed(few: Batch, cut: "_Cut", error: Exception) -> Doubt:
+    said = (str(error).splitlines() or [""])[0][:160]
+    return Doubt(f"{few.rows} rows as {cut} gave {type(error).__name__}: {said}")
+
+
+Compared = tuple["_Cut", "_Outcome"]
+
+
+def _confirmed(
+    task: Task, few: Batch, plan: Plan, most: int, one: Compared, other: Compared
+) -> "_Difference | Doubt | None":
+    """Return a difference that is there again, and is no rounding of rows that cancel in the sum."""
+    padded, (first, whole) = few.padded(), one
+    again = [_outcome(task, padded, plan, first) for _ in range(_AGAIN)]
+    halves = [few.only(half) for half in (range(few.rows // 2), range(few.rows // 2, few.rows))]
+    alone = [_outcome(task, half, plan, _Cut(_sizes(half.rows, [most]))) for half in halves]
+    if not all(isinstance(each, _Outcome) and not _differ(whole, each) for each in again):
+        return Doubt("the same rows give another loss or gradient the second time", lasts=True)
+    return _differ(whole, other[1], *[each for each in alone if isinstance(each, _Outcome)])
+
+
+def _refuse_weights(task: Task, few: Batch, plan: Plan, one: Compared, other: Compared) -> None:
+    """Refuse terms whose weights do not add up, unless their sums are the same for all rows."""
+    (first, whole), (cut, parts) = one, other
+    weights, found = whole.report.weights, parts.report.weights
+    names = [name for name in weights.keys() & found.keys() if not _is_equal(weights[name], found[name])]
+    if not names:
+        return
+    again = [_outcome(task, few.padded(), plan, first) for _ in range(_AGAIN)]
+    half = _outcome(task, few.only(range(few.rows // 2)), plan, _Cut((few.rows // 2,)))
+    for name in sorted(names):
+        reports = [each.report for each in (*again, half) if isinstance(each, _Outcome)]
+        if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
+            continue  # they are drawn
+        values = [each.terms.get(name, 0.0) for each in (*reports, parts.report)]
+        if all(_is_equal(whole.report.terms.get(name, 0.0), value) for value in values):
+            continue  # a penalty: the mean of equal numbers
+        raise LossError(
+            f"Expected weights of {name!r} from {_name(task)} that add up, got {weights[name]:g} for "
+            f"{few.rows} rows as {first} and {found[name]:g} as {cut}. Let Total's weight be that of its "
+            "rows: their number, or that of valid tokens; for a plain sum, rows / rows of the batch."
+        )
+
+
+def _is_equal(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-5)
+
+
+def _warn_of_buffers(task: Task, one: Compared, other: Compared) -> None:
+    """Warn of buffers whose new value depends on the cut."""
+    (first, whole), (cut, parts) = one, other
+    pairs = {name: (value, parts.buffers.get(name)) for name, value in whole.buffers.items()}
+    wrong = [name for name, (a, b) in pairs.items() if b is None or not math.isclose(a, b, rel_tol=1e-3)]
+    if wrong and not (whole.is_random or parts.is_random):
+        warnings.warn(
+            f"Expected buffers whose values do not depend on the split, got others in {wrong[0]} of "
+            f"{_name(task)} as {first} and as {cut}. Loss and gradient are exact; what reads it later "
+            "differs from the whole batch. Leave out running statistics, or do not split the batch.",
+            stacklevel=2,
+        )
 
 
 _PADDING = (
@@ -249,18 +338,22 @@ def _refuse_failed_trim(task: Task, error: Exception, kept: "_Outcome | Exceptio
         ) from error
 
 
-def _cuts(rows: int, most: int, *, is_mixed: bool) -> list[_Cut]:
-    """The reference, then unequal parts, which show a mean of means, then others of one size."""
-    if most == rows:
-        large = min(rows - 1, -(-5 * rows // 8))
-        small = max(1, rows // 4) if rows < 4 else 2
-        return [_Cut((rows,)), _Cut((large, rows - large)), _Cut(_sizes(rows, [small]), is_mixed)]
-    half = -(-most // 2)
-    return [
-        _Cut(_sizes(rows, [most])),
-        _Cut(_sizes(rows, [most, half] if most + half < rows else [half, most])),
-        _Cut(_sizes(rows, [most if is_mixed else half]), is_mixed),
-    ]
+def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[_Cut]:
+    """Yield the reference, then another number of unequal parts, then parts in another order."""
+    count = -(-rows // most)
+    more = count + 1 if (count + 1) * least <= rows else max(1, count - 1)
+    yield _Cut(_parts(rows, count, most, least))
+    yield _Cut(_parts(rows, more, most if more > count else rows, least))
+    yield _Cut(_parts(rows, rows // 2 if count == 1 else count, most, least), is_mixed)
+
+
+def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int, ...]:
+    """Divide rows into so many parts, unequal ones where sizes from `least` to `most` allow that."""
+    small, more = divmod(rows, count)
+    sizes = [small + 1] * more + [small] * (count - more)
+    if count > 1 and not more and least < small < most:
+        sizes[0], sizes[-1] = small + 1, small - 1
+    return tuple(sizes)
 
 
 def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
@@ -294,6 +387,7 @@ class _Outcome(Observer):
         chosen = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
+        self.buffers: dict[str, float] = {}
         self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
         self._has_drawn = False
         try:
@@ -308,7 +402,8 @@ class _Outcome(Observer):
         draws = self._draws.unreplayed or effects.draws or effects.draws_process
         self.is_random = bool(draws or self._has_drawn)
         self.is_quiet = self._draws.is_quiet
-        self.eps = max(torch.finfo(dtype).eps for dtype in (torch.float32, *self._draws.dtypes))
+        self.dtypes = self._draws.dtypes | {p.dtype for p in task.parameters} | _short_of_devices(task, plan)
+        self.rows = few.rows
 
     def _done(self, event: Event) -> None:
         """A forward that draws or writes does so in the first micro-batch. To watch takes long."""
@@ -321,6 +416,9 @@ class _Outcome(Observer):
         self._has_drawn = any(pickle.dumps(read()) != found for read, found in self._streams)
         now = _versions(self._model)
         self.moved = next((name for name, one in now.items() if self._versions.get(name) != one), "")
+        held = dict(self._model.named_buffers())
+        written = [name for name, one in now.items() if name in held and self._versions.get(name) != one]
+        self.buffers = {name: held[name].detach().double().norm().item() for name in written}
         self.gradients = {name: _sketch(value.detach()) for name, value in gradients.items()}
 
     @property
@@ -371,32 +469,56 @@ def _is_strided(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.strided
 
 
-def _differ(one: _Outcome, other: _Outcome, *alone: _Outcome) -> str:
-    """What differs by more than rounding; empty if nothing does.
+class _Difference(NamedTuple):
+    """A difference by more than rounding; a small one may still be that of a deep network."""
 
-    Never less than float32's rounding is allowed for, as many a loss is computed in it whatever the
-    parameters are; nor less than what numbers of size 1 leave behind where they cancel.
+    words: str
+    dtype: str
+    is_small: bool
+
+
+def _differ(one: _Outcome, other: _Outcome, *alone: _Outcome) -> _Difference | None:
+    """Return the difference of two outcomes; None if it is rounding.
+
+    Nothing less counts than what numbers of size 1 leave behind where they cancel.
     """
-    eps = max(one.eps, other.eps)
+    dtypes = [dtype for dtype in one.dtypes | other.dtypes if dtype.is_floating_point]
+    shortest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    eps, rounding = torch.finfo(shortest).eps, limit_of([shortest], one.rows)
+    is_double, named = shortest == torch.float64, str(shortest).removeprefix("torch.")
     outcomes = one, other, *alone
+    small = None
     for name in sorted(one.report.terms.keys() & other.report.terms.keys()):
         first, second = one.report.terms[name], other.report.terms[name]
-        sizes = [abs(each.report.terms.get(name, 0.0)) for each in outcomes]
+        size = max(abs(each.report.terms.get(name, 0.0)) for each in outcomes)
         if not math.isfinite(first):  # nothing to say, or the step will
             continue
         # NaN from a part of which the whole is finite is a fault, too: a mean over no valid element.
-        if not abs(first - second) <= max(eps**0.5 * max(map(abs, sizes)), 100 * eps):
-            return f"{first:.6g} and {second:.6g} for {name!r}"
+        if not abs(first - second) <= max(rounding * size, 100 * eps):
+            is_small = not is_double and abs(first - second) <= max(eps**0.5 * size, 100 * eps)
+            found = _Difference(f"{first:.6g} and {second:.6g} for {name!r}", named, is_small)
+            if not is_small:
+                return found
+            small = small or found
     apart: dict[str, float] = {}
     for name in one.gradients.keys() | other.gradients.keys():
         pair = one.gradients.get(name), other.gradients.get(name)
         first, second = [torch.zeros(()) if value is None else value for value in pair]
         apart[name] = (first - second).norm().item()
     error, size = math.hypot(*apart.values()), max(each.size for each in outcomes)
-    if not math.isfinite(error) or error <= max(max(_LIMIT, 3 * eps**0.5) * size, 100 * eps):
-        return ""
+    if not math.isfinite(error) or error <= max(rounding * size, 100 * eps):
+        return small
     worst = max(apart, key=lambda name: apart[name])
-    return f"gradients that differ by {error / size:.2g}, most in {worst}"
+    is_small = not is_double and error <= max(_LIMIT, 3 * eps**0.5) * size
+    return _Difference(f"gradients that differ by {error / size:.2g}, most in {worst}", named, is_small)
+
+
+def _short_of_devices(task: Task, plan: Plan) -> set[torch.dtype]:
+    """Return float16 where float32 is multiplied with as short a mantissa (TF32)."""
+    is_short = torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32
+    return (
+        {torch.float16} if plan.precision.compute == "tf32" or (task.kinds - {"cpu"} and is_short) else set()
+    )
 
 
 def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.batchnorm import BatchNormChoice
+from anybatch.batchnorm import BatchNormChoice, warn_of_untrained
 from anybatch.core import (
     BlockError,
     Collate,
@@ -218,7 +218,7 @@ class Step:
         return self._step(self._begun(), batch, is_dry=True)
 
     def _step(self, task: Task, batch: Any, *, is_dry: bool = False) -> StepReport:
-        is_many = self.strategy.is_many
+        is_many, task.progress.unchecked = self.strategy.is_many, ""
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
@@ -389,6 +389,8 @@ class Step:
             task = self.task()
             refuse_wrapped(task.modules, self._named)
             refuse_late_group(self.strategy, self._named)
+            if known is None and self.guard.batch_norm == "frozen":
+                warn_of_untrained(task.model, task.batch_norms)
             known = self._gathered = task, Signature(task, self.loss)
         refuse_hooks(known[0])
         self.effects.begin(known[0].modules)

@@ -107,6 +107,7 @@ class Window:
         if state is not None:
             restored = window_state.restore(state, self._sums, task, settings, step.loss)
             self._rows, self._is_skipped = restored
+        task.progress.unchecked = ""
         task.strategy.begin(task, settings)  # before gradients that are refused on several ranks are gone
         clear(task.parameters)
 

@@ -1,7 +1,7 @@
-"""How far numbers may lie apart: the one table of tolerances, and the error that is held against it."""
+"""The one table of tolerances, and the relative error that is compared with it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -10,14 +10,24 @@ from torch import Tensor
 from anybatch.core import tree
 from anybatch.engine import accumulation_dtype
 
-# What one forward and backward may lose, in roundings. Measured on the losses and models of the laws: some 5,
+# Roundings that one forward and backward may lose. Measured on the losses and models of the laws: some 5,
 # and 100 where distances nearly cancel. Long mantissas leave room for deeper networks; short ones have none
 # to give, 16 roundings in bfloat16 are 6 % already.
 _ROUNDINGS = {torch.float64: 2**12, torch.float32: 2**7, torch.float16: 2**4, torch.bfloat16: 2**4}
 
 
+# Deep networks lose more than the table's few layers. Short dtypes have nothing to give.
+_SLACK = {torch.float64: 16, torch.float32: 16}
+
+
+def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
+    """Return the relative error that may be rounding, by the shortest dtype that was computed in."""
+    shortest = next((dtype for dtype in reversed(_ROUNDINGS) if dtype in set(dtypes)), torch.float32)
+    return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
+
+
 def tolerance(dtype: torch.dtype, terms: int) -> float:
-    """How far a gradient or loss may lie from its reference in float64: the one table of tolerances.
+    """Return how far a gradient or loss may lie from its reference in float64: the one table of tolerances.
 
     Two errors add up. Forward and backward round in the parameters' dtype: a fixed number of roundings,
     because errors of different rows average out. The sum over micro-batches rounds once per addition in the
@@ -45,7 +55,7 @@ def tolerance(dtype: torch.dtype, terms: int) -> float:
 
 
 def relative_error(actual: object, expected: object) -> float:
-    """The 2-norm of the difference over the 2-norm of the expected, all tensors as one long vector.
+    """Return the 2-norm of the difference over that of the expected, all tensors as one long vector.
 
     Args:
         actual: a number, a tensor, or nested ones such as the gradients of all parameters by name.
@@ -77,7 +87,7 @@ def relative_error(actual: object, expected: object) -> float:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding."""
+    """Return the largest relative error of one rounding."""
     return torch.finfo(dtype).eps / 2
 
 

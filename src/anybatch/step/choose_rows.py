@@ -1,0 +1,77 @@
+"""Rows that differ, chosen from all over a batch: by labels, masks, weights and lengths"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from anybatch.core import Batch, SampleBatch, tree
+
+CANDIDATES = 64  # rows that are looked at where each costs something: a `collate`, or many numbers
+_ENTRIES = 2**22  # as many rows as have this many numbers are looked at anyway
+_FEW = 8  # numbers of a row whose sum says something: weights, flags
+
+
+def choose_rows(batch: Batch, at_least: int = 0) -> Callable[[int], list[int]]:
+    """Return a function that chooses a number of rows, whose signatures lie far apart.
+
+    Each row is the farthest from those taken before (Gonzalez 1985). A signature counts what is valid,
+    masked and zero in a row, and its class.
+
+    Args:
+        batch: tensors or samples. Samples are collated one by one.
+        at_least: rows that are looked at, if there are as many.
+    """
+    if isinstance(batch, SampleBatch):
+        places = _spread(batch.rows, max(CANDIDATES, at_least))
+        samples = [batch.given[row] for row in batch.callers(places)]
+        found = [_signatures(_leaves(batch.collate([one]))) for one in samples]
+        alike = len({one.shape for one in found}) == 1
+        table = torch.cat(found) if alike else torch.zeros(len(places), 1)
+    else:
+        leaves: Sequence[Tensor] = getattr(batch, "leaves", ())
+        entries = sum(leaf.numel() for leaf in leaves) // batch.rows
+        most = min(_ENTRIES // max(entries, 1), 8 * CANDIDATES)
+        places = _spread(batch.rows, max(CANDIDATES, at_least, most))
+        rows = torch.tensor(batch.callers(places))
+        table = _signatures([leaf.detach().index_select(0, rows.to(leaf.device)) for leaf in leaves])
+    spread = table.amax(0) - table.amin(0) if table.shape[1] else table.new_zeros(0)
+    table = table / torch.where(spread > 0, spread, 1)
+
+    def choose(rows: int) -> list[int]:
+        taken, distance = [0], (table - table[0]).norm(dim=1)
+        while len(taken) < min(rows, len(table)):
+            distance[taken] = -1.0
+            taken.append(int(distance.argmax()))
+            distance = torch.minimum(distance, (table - table[taken[-1]]).norm(dim=1))
+        return sorted(places[row] for row in taken)
+
+    return choose
+
+
+def _leaves(value: object) -> list[Tensor]:
+    """Return the tensors of one collated row, its numbers on one axis."""
+    return [leaf.detach()[:1] for leaf in tree.flatten(value).leaves if leaf.dim()]
+
+
+def _spread(total: int, most: int) -> list[int]:
+    """Return places all over a batch, at even distances."""
+    count = min(total, most)
+    return [place * total // count for place in range(count)]
+
+
+def _signatures(leaves: Sequence[Tensor]) -> Tensor:
+    """Return (rows, numbers) of float64 for tensors of (rows, ...)."""
+    numbers: list[Tensor] = []
+    for leaf in leaves:
+        flat = leaf.flatten(1) if leaf.dim() > 1 else leaf[:, None]
+        if flat.is_floating_point() or flat.is_complex():
+            # A mask or a weight may be real, and a missing target NaN.
+            numbers += [(flat == 0).sum(1), (~flat.isfinite()).sum(1)]
+            numbers += [flat.abs().nan_to_num().sum(1)] if flat.shape[1] <= _FEW else []
+        else:
+            numbers += [(flat != -100).sum(1), (flat == 0).sum(1), flat.sum(1)]
+            numbers += [torch.full((len(flat),), flat.shape[1])]
+    if not numbers:
+        return torch.zeros(len(leaves[0]) if leaves else 1, 0, dtype=torch.float64)
+    return torch.stack([one.to("cpu", torch.float64) for one in numbers], 1)
