@@ -143,7 +143,7 @@ OTHERWISE = [
 def test_a_function_of_outputs_and_targets_is_told_how_it_is_called(loss: Any, *, inner: bool) -> None:
     with pytest.raises((TypeError, AttributeError)) as caught:
         check(nn.Linear(2, 1), loss, X.float()) if inner else take(loss)
-    (note,) = caught.value.__notes__
+    note, *_ = caught.value.__notes__
     assert "as loss(model, micro), not as loss(outputs, targets)" in note
     assert "nn.CrossEntropyLoss()" in note
     assert "return ab.Total(losses.sum(), losses.numel())" in note
@@ -156,4 +156,4 @@ def test_other_errors_of_a_function_stay_as_they_are() -> None:
     for loss in (mistaken, lambda out, y: {}["missing"]):
         with pytest.raises((AttributeError, KeyError)) as caught:
             take(loss)
-        assert not hasattr(caught.value, "__notes__")
+        assert "as loss(model, micro)" not in "".join(caught.value.__notes__)

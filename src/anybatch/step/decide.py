@@ -276,7 +276,7 @@ class Guard:
             doubt = look()
             left = 0 if doubt is None or doubt.lasts else left - 1
             self._looks[kind] = left, doubt
-            if doubt is not None and not (left or doubt.is_asked or self._has_warned):
+            if doubt is not None and not (left or doubt.is_quiet or self._has_warned):
                 self._has_warned = True
                 warnings.warn(
                     f"Expected to find the same loss and gradient for every split, but {doubt.reason}. The "

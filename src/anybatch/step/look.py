@@ -48,7 +48,7 @@ class Doubt(NamedTuple):
 
     reason: str
     lasts: bool = False
-    is_asked: bool = False  # by the caller, so that nobody is warned
+    is_quiet: bool = False  # nobody is warned
 
 
 _ENTRIES = "its settings have an entry for every row, so that no part can be taken alone"
@@ -75,9 +75,9 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
         LossError: loss, gradient or weights depend on the cut.
     """
     if task.batch_norms and plan.batch_norm != "frozen":  # else it is refused
-        return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_asked=True)
+        return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_quiet=True)
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        return Doubt(_ENTRIES, lasts=True)
+        return Doubt(_ENTRIES, lasts=True, is_quiet=True)
     rows = min(batch.rows, ROWS)
     if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward makes lazy parameters what they are
         return Doubt("the first rows were too few, or parameters lazy")
@@ -166,7 +166,7 @@ def read_rows(
         LossError: loss, gradient or weights depend on the cut.
     """
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        return Doubt(_ENTRIES, lasts=True)
+        return Doubt(_ENTRIES, lasts=True, is_quiet=True)
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
