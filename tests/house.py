@@ -115,7 +115,7 @@ PRIVATE_ATTRIBUTES = """
     _forward_pre_hooks_with_kwargs _backward_pre_hooks _state_dict_hooks _state_dict_pre_hooks
     _optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_load_state_dict_pre_hooks
     _optimizer_load_state_dict_post_hooks _global_optimizer_pre_hooks _global_optimizer_post_hooks
-    _schema _overloadpacket
+    _schema _overloadpacket _in_backward_optimizers
 """
 
 

@@ -58,13 +58,14 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
     return ", ".join(told[:3]) + (f" and {len(told) - 3} more" if len(told) > 3 else "")
 
 
-def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
-    """Refuse with a PlanError BatchNorms whose statistics would depend on the cut."""
+def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ranks: bool = False) -> None:
+    """Refuse with a PlanError BatchNorms whose statistics would depend on the split."""
     if norms:
+        whole = 'Step(..., memory="auto") without micro_batch, which keeps the batch whole; '
         raise PlanError(
-            f"Expected no BatchNorm in training mode in a batch that is split, got module "
-            f"{names_of_batch_norms(model, norms)}: its statistics would depend on the split. Shortest ways "
-            'out: Step(..., memory="auto") without micro_batch, which keeps the batch whole; '
+            f"Expected no BatchNorm in training mode in a batch that is split{' over ranks' * over_ranks}, "
+            f"got module {names_of_batch_norms(model, norms)}: its statistics would depend on the split. "
+            f"Shortest ways out: {'' if over_ranks else whole}"
             'Step(..., batch_norm="frozen") for trained weights; model = ab.batch_norm_to_group_norm(model) '
             'to train anew. Inexact: batch_norm="micro".'
         )

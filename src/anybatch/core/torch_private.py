@@ -414,6 +414,22 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
 
 
+def told_to_wrapper(model: nn.Module) -> str:
+    """Return what a DistributedDataParallel was told besides its process group. Where missing: nothing."""
+    found: dict[str, Any] = {
+        "ignored parameters or buffers": getattr(model, "parameters_to_ignore", None),
+        "a buffer hook": getattr(model, "buffer_hook", None),
+        "mixed_precision": getattr(model, "mixed_precision", None),
+        "hooks of its own": [
+            hook for name in _HOOKS_OF_MODULES for hook in getattr(model, name, {}).values()
+        ],
+    }
+    return next((name for name, one in found.items() if one), "")
+
+
+_HOOKS_OF_MODULES = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
 def communication_hooks(model: nn.Module) -> list[str]:
     """Names of the communication hooks registered with a DistributedDataParallel. Where missing: none."""
     return [getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", [])]

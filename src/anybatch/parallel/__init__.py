@@ -9,6 +9,7 @@ from anybatch.parallel.rules import Rule, RuleName, make_rule
 from anybatch.parallel.wrappers import (
     StrategyName,
     choose_strategy,
+    group_of,
     refuse_late_group,
     refuse_wrapped,
     unwrapped,
@@ -26,6 +27,7 @@ __all__ = [
     "all_gather_rows",
     "choose_strategy",
     "exchange",
+    "group_of",
     "is_launched",
     "launch",
     "make_rule",

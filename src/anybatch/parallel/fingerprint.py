@@ -1,40 +1,94 @@
-"""What must be equal on all ranks, as a few short hashes: model, weights, optimizer, loss and options"""
+"""Short hashes of all that must be equal on all ranks: model, weights, optimizer, buffers, loss, options"""
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.core import PlanError
+from anybatch.core import Batch, PlanError
 from anybatch.core import torch_private as private
-from anybatch.engine import Plan, Task
+from anybatch.engine import Plan, Task, owned
+from anybatch.losses import SummedLoss
 
 _ADVICE = {
     "weights": "Set the same seed before the model is made, or load the same checkpoint, on every rank",
+    "optimizer state": "Load the same state on every rank",
+    "buffers": "Load the same buffers on every rank",
     "model": "Make the same model, with the same parameters trained, on every rank",
 }
 
 
-def fingerprint(task: Task, settings: Plan, compression: object) -> dict[str, str]:
-    """A short hash of each part of a step that must not differ between ranks. Micro-batch sizes may."""
+def fingerprint(
+    task: Task, settings: Plan, compression: object, written: Collection[int] = ()
+) -> dict[str, str]:
+    """Return a short hash of each part of a step that must not differ between ranks.
+
+    Micro-batch sizes may differ, and the buffers at the places `written`, to which forwards write.
+    """
     names = task.names()
-    options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
     plan = dataclasses.asdict(settings) | {"cut": (), "micro_batch": 0, "blocks": ()}
-    settings_of: Mapping[str, Any] = getattr(task.loss, "settings", {})  # of torch's losses
+    buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
     return {
         "torch": torch.__version__,
         "model": _hash([(names[p], tuple(p.shape), str(p.dtype)) for p in task.parameters]),
-        "weights": _hash([_checksum(p) for p in (*task.parameters, *task.model.parameters())]),
-        "optimizer": _hash(options),
-        "schedulers": _hash([(type(one).__name__, _plain(one.state_dict())) for one in task.schedulers]),
-        "loss": _hash([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings_of)]),
+        "weights": _hash([checksum(p) for p in (*task.parameters, *task.model.parameters())]),
+        "optimizer": optimizers_of(task),
+        "optimizer state": _hash([*map(checksum, state_of(task))]),
+        "buffers": _hash([*map(checksum, buffers)]),
+        "schedulers": schedulers_of(task),
+        "loss": loss_of(task),
         "options": _hash(sorted(plan.items(), key=str)),
         "compression": _hash([type(compression).__name__, *_plain(getattr(compression, "__dict__", {}))]),
         "updates": str(task.progress.updates),
     }
+
+
+def optimizers_of(task: Task) -> str:
+    """Return a hash of the optimizers' options and counts, such as their steps."""
+    counts = [
+        value
+        for one in task.optimizers
+        for slots in one.state.values()
+        if isinstance(slots, dict)
+        for value in slots.values()
+        if isinstance(value, int | float)
+    ]
+    options = [(type(one).__name__, *map(_plain, one.param_groups)) for one in task.optimizers]
+    return _hash([options, counts])
+
+
+def schedulers_of(task: Task) -> str:
+    """Return a hash of the schedulers' plain state."""
+    return _hash([(type(one).__name__, _plain(one.state_dict())) for one in task.schedulers])
+
+
+def loss_of(task: Task, batch: Batch | None = None) -> str:
+    """Return a hash of the loss's settings; tensors too, unless they have an entry for every row."""
+    settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # of torch's losses
+    values = [*settings.values()]
+    if batch is None or (isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)):
+        values = []
+    elif not settings:
+        inside = {*task.model.modules()}
+        values = [one for module in task.modules if module not in inside for one in module.buffers(False)]
+    sums = [checksum(one) for one in values if isinstance(one, Tensor)]
+    return _hash([type(task.loss).__name__, *task.loss.coefficients.items(), *_plain(settings), *sums])
+
+
+def state_of(task: Task) -> list[Tensor]:
+    """Return the tensors of the optimizers' states, in the order of their parameters."""
+    states = [one.state.get(p) for one in task.optimizers for p in owned([one])]
+    held = [value for slots in states if isinstance(slots, dict) for value in slots.values()]
+    return [value for value in held if isinstance(value, Tensor) and value.layout is torch.strided]
+
+
+def buffers_of_model(task: Task) -> list[Tensor]:
+    """Return the model's buffers."""
+    tables = [private.buffers_of(module).values() for module in task.model.modules()]
+    return [one for table in tables for one in table if one is not None and one.layout is torch.strided]
 
 
 def refuse_differences(found: Sequence[Mapping[str, str]]) -> None:
@@ -56,17 +110,17 @@ def _hash(value: object) -> str:
 def contents(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Changes with each write to a tensor, also one through `.data`, which has no version."""
     held = [*tensors]
-    sums = [_checksum(one) if one.layout is torch.strided else 0 for one in held]
+    sums = [checksum(one) if one.layout is torch.strided else 0 for one in held]
     return [*zip(private.versions(held), sums, strict=True)]
 
 
-def _checksum(value: Tensor) -> int:
-    """The sum of all words of 8 bytes: the same bits give the same number on any device."""
+def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
+    """Return the sum of all words of 8 bytes between two bytes: the same bits give the same number."""
     flat = value.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.numel():
         return 0
-    raw = flat.view(torch.uint8)
+    raw = flat.view(torch.uint8)[start:stop]
     raw = raw.clone() if raw.storage_offset() % 8 else raw
     words = raw.numel() // 8 * 8
     return int(raw[:words].view(torch.int64).sum()) + int(raw[words:].sum(dtype=torch.int64))

@@ -16,14 +16,17 @@ from anybatch.core import RankError
 _SIZE = 4096  # bytes of a message: whatever a rank has to say, all ranks send and expect as much
 
 
-def ranks() -> int:
-    """Processes in the default process group; 1 where there is none."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+Group = Any  # a torch.distributed.ProcessGroup; None for the default one
 
 
-def rank() -> int:
-    """The number of this process in the default process group, from 0; 0 where there is none."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+def ranks(group: Group = None) -> int:
+    """Return the number of processes in the process group; 1 if there is none."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank(group: Group = None) -> int:
+    """Return the number of this process in the process group, from 0; 0 if there is none."""
+    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
 def start_under_torchrun() -> None:
@@ -46,7 +49,7 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def exchange(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
     """Send a message to all ranks, and receive that of every rank, in the order of the ranks.
 
     One collective of 4 KiB per rank, whatever is said: ranks that are at different places of the program
@@ -54,6 +57,7 @@ def exchange(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         message: plain values, up to 4,096 bytes as JSON.
+        group: the process group; None for the default one.
 
     Raises:
         RankError: a rank has ended or did not answer within the group's timeout; or the message is too long.
@@ -64,12 +68,14 @@ def exchange(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
             f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
         )
-    device, heard = device_for_messages(), bytearray(_SIZE * ranks())
+    device, heard = device_for_messages(group), bytearray(_SIZE * ranks(group))
     host = torch.frombuffer(heard, dtype=torch.uint8)
     received = [*host.to(device).split(_SIZE)]  # on a CPU without a copy: what comes is in `heard`
     with answered():
         dist.all_gather(
-            received, torch.frombuffer(bytearray(said.ljust(_SIZE)), dtype=torch.uint8).to(device)
+            received,
+            torch.frombuffer(bytearray(said.ljust(_SIZE)), dtype=torch.uint8).to(device),
+            group=group,
         )
     if device.type != "cpu":
         host.copy_(torch.cat(received))
@@ -89,12 +95,12 @@ def answered() -> Generator[None]:
         ) from error
 
 
-def device_for_messages() -> torch.device:
+def device_for_messages(group: Group = None) -> torch.device:
     """The CPU if the group has a backend for it; else the current CUDA device."""
-    return torch.device("cpu" if "cpu" in str(dist.get_backend_config()) else "cuda")
+    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
 
 
-def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor]:
+def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Group = None) -> list[Tensor]:
     """Join the rows of all ranks, in the order of the ranks.
 
     Args:
@@ -111,6 +117,6 @@ def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int]) -> list[Ten
             mine = value.new_zeros(max(counts), *value.shape[1:])
             mine[: len(value)] = value
             parts = [torch.empty_like(mine) for _ in counts]
-            dist.all_gather(parts, mine)
+            dist.all_gather(parts, mine, group=group)
             joined.append(torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)]))
     return joined

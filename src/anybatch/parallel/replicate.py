@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
 from anybatch.engine import Accumulator, Agreed, Plan, Progress, Sums, Task, tally
 from anybatch.parallel.compression import Codec
+from anybatch.parallel.drift import Drift, refuse_drift
 from anybatch.parallel.fingerprint import fingerprint, refuse_differences
-from anybatch.parallel.group import all_gather_rows, answered, exchange, rank, ranks
+from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks
 
 _NO_UPDATE = "No rank has made the update."
 _SAID = 600  # characters of an error that others are told: a message holds them, at up to 6 bytes each
@@ -39,6 +40,7 @@ class Replicate:
     Args:
         compression: sends fewer bytes, and changes the result: `DeepGradientCompression(...)`, or
             `Cast("bf16")`. None sends the exact gradient.
+        group: the process group; None for the default one. That of a DistributedDataParallel is passed on.
 
     Attributes:
         bytes_sent: bytes of gradients that this rank passed to collectives in the last step.
@@ -55,19 +57,20 @@ class Replicate:
 
     is_many = True
 
-    def __init__(self, compression: Codec | None = None) -> None:
-        if ranks() < 2:
+    def __init__(self, compression: Codec | None = None, group: Group = None) -> None:
+        if ranks(group) < 2:
             raise PlanError(
-                f"Expected a process group of at least 2 ranks, got {ranks()}. Start the program with "
+                f"Expected a process group of at least 2 ranks, got {ranks(group)}. Start the program with "
                 'torchrun --nproc-per-node 2 program.py, or say strategy="auto", which also runs alone.'
             )
-        self.compression = compression
+        self.compression, self.group = compression, group
         self.bytes_sent = 0
         self._fingerprint: dict[str, str] | None = None
         self._is_known = False  # the fingerprints of all ranks agree
         self._is_told = False  # all ranks know that this step has failed
         self._is_reducing = self._is_broken = False
         self._has_encoded = self._is_empty = False
+        self.drift = Drift()
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
         self._sums: Accumulator | None = None
@@ -83,8 +86,8 @@ class Replicate:
         self._progress, self._updates = task.progress, task.progress.updates
         if self._is_broken:
             raise RankError(
-                f"Expected all ranks at the same step, got rank {rank()} that failed while gradients were "
-                "summed. Start all ranks again from the last checkpoint."
+                f"Expected all ranks at the same step, got rank {rank(self.group)} that failed while "
+                "gradients were summed. Start all ranks again from the last checkpoint."
             )
         if any(p.grad is not None for p in task.parameters):
             found = [task.names()[p] for p in task.parameters if not _is_zero(p.grad)]
@@ -105,6 +108,8 @@ class Replicate:
                 self.compression.check(task.optimizers)
             self._device = task.parameters[0].device
             self._fingerprint = fingerprint(task, settings, self.compression)
+        self._task, self._settings = task, settings
+        self.drift.begin(task, is_first=not self._is_known)
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """Join the rows of all ranks in the order of the ranks; again in the same step, the same tensors.
@@ -142,7 +147,7 @@ class Replicate:
                 torch.empty(0, *shape, dtype=getattr(torch, name), device=own if own.type == kind else kind)
                 for name, shape, kind in forms[0]
             ]
-        return all_gather_rows(values, counts), sum(counts[: rank()])
+        return all_gather_rows(values, counts, self.group), sum(counts[: rank(self.group)])
 
     def close(self, sums: Accumulator) -> dict[str, float]:
         """Add up weights and summed losses over ranks, and agree on the loss scale.
@@ -166,6 +171,7 @@ class Replicate:
                 sum(p.numel() for p in sums.task.parameters),
                 sums.task.progress.updates,
             ],
+            "drift": self.drift.message(sums),
         }
         said = self._agree(message)
         if any("gather" in one for one in said):  # by ranks with rows, and this one has none
@@ -179,6 +185,7 @@ class Replicate:
                 f"parameters, elements and updates {layouts}. After an error in an update, load the last "
                 "checkpoint.",
             )
+        self._compare([one["drift"] for one in said])
         named = [one["weights"] for one in said if one["weights"]]
         if any(one.keys() != named[0].keys() for one in named):
             self._fail(
@@ -231,7 +238,7 @@ class Replicate:
             with suppress(RankError):  # the error at hand is the one to be raised
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
-                exchange({"failed": type(error).__name__, "said": said, "made": made})
+                exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
 
     def _undo(self) -> None:
         """The compression is as before this step."""
@@ -243,7 +250,7 @@ class Replicate:
         """Exchange messages; raises on every rank if a rank has failed."""
         if not self._is_known:
             message = {**message, "is": self._fingerprint}
-        said = exchange(message)
+        said = exchange(message, self.group)
         for number, one in enumerate(said):
             if "failed" in one:
                 # All that fail for this reason are skipped alike, where that was asked for.
@@ -264,6 +271,20 @@ class Replicate:
             self._is_known = True
         return said
 
+    def _compare(self, said: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse ranks that have drifted apart; compare everything if one of them has loaded something."""
+        try:
+            refuse_drift(said)
+        except PlanError:
+            self._is_told = True
+            raise
+        self.drift.warn_of_same_rows(said)
+        if any(one["touched"] for one in said):
+            written = {*self.drift.written}
+            self._fingerprint = fingerprint(self._task, self._settings, self.compression, written)
+            self._is_known = False
+            self._agree({})
+
     def _fail(self, kind: type[Exception], said: str, update: str = _NO_UPDATE) -> NoReturn:
         """Raise what all ranks raise."""
         self._is_told = True
@@ -280,7 +301,7 @@ class Replicate:
                 if not index:
                     parts.append(has.to(parts[0].device, parts[0].dtype))
                 flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-                dist.all_reduce(flat)
+                dist.all_reduce(flat, group=self.group)
                 self.bytes_sent += flat.nbytes
                 values = flat.split_with_sizes([part.numel() for part in parts])
                 if not index:
@@ -300,8 +321,8 @@ class Replicate:
         named = {names[p]: torch.empty_like(p, dtype=dtype) for p, dtype in like.items()}
         mine = codec.encode({names[p]: value for p, value in gradients.items()}, named)
         self._has_encoded, self.bytes_sent = True, mine.nbytes
-        counts = [one["bytes"] for one in exchange({"bytes": len(mine)})]
-        (whole,) = all_gather_rows([mine], counts)
+        counts = [one["bytes"] for one in exchange({"bytes": len(mine)}, self.group)]
+        (whole,) = all_gather_rows([mine], counts, self.group)
         found = codec.decode(whole.split_with_sizes(counts), named)
         return {p: found[names[p]] for p in like if names[p] in found}
 

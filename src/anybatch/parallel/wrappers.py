@@ -9,7 +9,7 @@ from torch import nn
 from anybatch.core import PlanError
 from anybatch.core import torch_private as private
 from anybatch.engine import Single, Strategy
-from anybatch.parallel.group import ranks, start_under_torchrun
+from anybatch.parallel.group import Group, ranks, start_under_torchrun
 from anybatch.parallel.replicate import Replicate
 
 StrategyName = Literal["auto", "local", "replicate"]
@@ -19,8 +19,8 @@ _DDP = "DistributedDataParallel"
 _WRAPPERS = (_DDP, "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def choose_strategy(strategy: StrategyName | Strategy) -> Strategy:
-    """The strategy of this name; one that is made already stays.
+def choose_strategy(strategy: StrategyName | Strategy, group: Group = None) -> Strategy:
+    """Return the strategy of this name, over these ranks; one that is made already stays.
 
     Raises:
         PlanError: neither a name nor a strategy, or "replicate" without other ranks.
@@ -36,16 +36,16 @@ def choose_strategy(strategy: StrategyName | Strategy) -> Strategy:
     if strategy == "local":
         return Single()
     start_under_torchrun()
-    return Replicate() if ranks() > 1 or strategy == "replicate" else Single()
+    return Replicate(group=group) if ranks(group) > 1 or strategy == "replicate" else Single()
 
 
 def unwrapped(model: nn.Module, strategy: object) -> nn.Module:
-    """The module in a DistributedDataParallel, whose own reduction then stays idle; any other model as it is.
+    """Return the module in a DistributedDataParallel, whose own reduction stays idle; other models unchanged.
 
-    With "local" the wrapped model is called as it is: it averages gradients in each micro-batch.
+    With "local" the wrapped model is called: it averages gradients in each micro-batch.
 
     Raises:
-        PlanError: a communication hook is registered, which would not be called.
+        PlanError: the wrapper was told something that would not happen, such as a communication hook.
     """
     if strategy == "local" or not (isinstance(model, nn.Module) and _wrapper_of(type(model)) == _DDP):
         return model
@@ -55,7 +55,19 @@ def unwrapped(model: nn.Module, strategy: object) -> nn.Module:
             "not be called: anybatch sums gradients itself. Leave it out, and say "
             "strategy=anybatch.parallel.Replicate(compression=...) for compression."
         )
+    if told := private.told_to_wrapper(model):
+        raise PlanError(
+            f"Expected a DistributedDataParallel that was told nothing but its process group, got {told}, "
+            "which would have no effect: anybatch calls the module inside, and sums the gradients of all "
+            "trained parameters itself. Register hooks with model.module, and freeze what is not to be "
+            "summed."
+        )
     return cast("nn.Module", model.module)
+
+
+def group_of(model: nn.Module) -> Group:
+    """Return the process group of a DistributedDataParallel; None for other models."""
+    return getattr(model, "process_group", None) if _wrapper_of(type(model)) == _DDP else None
 
 
 def refuse_wrapped(modules: Iterable[nn.Module], strategy: object) -> None:

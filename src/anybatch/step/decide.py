@@ -298,7 +298,7 @@ class Guard:
     def refuse_meetings(self, task: Task) -> None:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
         if self.batch_norm is None:
-            refuse_batch_norms(task.model, task.batch_norms)
+            refuse_batch_norms(task.model, task.batch_norms, over_ranks=task.strategy.is_many)
 
 
 def whole_number(micro_batch: object) -> int | None:

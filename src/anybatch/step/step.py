@@ -40,6 +40,7 @@ from anybatch.parallel import (
     ParameterServer,
     StrategyName,
     choose_strategy,
+    group_of,
     refuse_late_group,
     refuse_wrapped,
     unwrapped,
@@ -151,12 +152,12 @@ class Step:
         observers: Sequence[Observer] = (),
         strategy: StrategyName | Strategy = "auto",
     ) -> None:
-        model = unwrapped(model, strategy)
+        group, model = group_of(model), unwrapped(model, strategy)
         self.model, self.loss = model, loss
         self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
         check_order(order, batch_norm)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
-        self.strategy: Strategy = choose_strategy(strategy)
+        self.strategy: Strategy = choose_strategy(strategy, group)
         chosen = find_precision(precision)
         sums_in = chosen.accumulate if accumulate is None else str(accumulate).removeprefix("torch.")
         settings = Plan(

@@ -28,7 +28,9 @@ class Share:
     """
 
     def __init__(self, step: Step) -> None:
-        self.rank, self.ranks = (rank(), ranks()) if step.strategy.is_many else (0, 1)
+        self._group = getattr(step.strategy, "group", None)
+        is_many = step.strategy.is_many
+        self.rank, self.ranks = (rank(self._group), ranks(self._group)) if is_many else (0, 1)
         self._step = step
 
     @property
@@ -103,7 +105,7 @@ class Share:
         if not self.is_many:
             return [values]
         # A rank in the middle of a step understands this as a failure.
-        said = exchange({"at": place, "failed": "no step", "said": f"at {place}", **values})
+        said = exchange({"at": place, "failed": "no step", "said": f"at {place}", **values}, self._group)
         for number, one in enumerate(said):
             if "at" not in one and "failed" in one:
                 raise RankError(
@@ -158,7 +160,7 @@ class Share:
         torch.save(value, file)
         mine = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8).to(device)
         sizes = [one["bytes"] for one in self.meet(place, bytes=len(mine))]
-        (joined,) = all_gather_rows([mine], sizes)
+        (joined,) = all_gather_rows([mine], sizes, self._group)
         parts = [io.BytesIO(bytes(part.tolist())) for part in joined.split(sizes)]
         # What was packed a moment ago, by the other processes of this program.
         return [torch.load(part, map_location=device, weights_only=False) for part in parts]
