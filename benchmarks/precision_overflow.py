@@ -10,7 +10,7 @@ from torch.optim import SGD
 
 import anybatch as ab
 from anybatch.precision.loss_scale import FIRST_SCALE
-from anybatch.testing import Perceptron, relative_error, tolerance
+from anybatch.testing import relative_error, tolerance
 from benchmarks.memory_report import Record
 from benchmarks.precision_config import Part, Settings
 from benchmarks.report import table
@@ -85,7 +85,7 @@ def make_model(seed: int) -> tuple[nn.Module, list[int]]:
     """A small network, and the list to which each of its forwards adds its rows."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Perceptron(16, 1, width=64)
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     forwards: list[int] = []
     model.register_forward_pre_hook(lambda module, args: forwards.append(len(args[0])))
     return model, forwards

@@ -42,7 +42,7 @@ HOMES = {
 FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "transformers")
 HEAVY = (*FRAMEWORKS, "matplotlib", "ray", "sklearn")  # not to be loaded by an import of ours
 
-MOST_LINES, MOST_FILES = 31_000, 171
+MOST_LINES, MOST_FILES = 31_000, 174
 
 
 # ---- floors and faces

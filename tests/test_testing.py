@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from anybatch import Terms, Total
-from anybatch.testing import Transformer, reference_step, relative_error, tolerance
+from anybatch.testing import reference_step, relative_error, tolerance
 from tests.snapshots import changes
+from tests.toys import Transformer
 
 X = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 Y = torch.tensor([[1.0], [0.0], [2.0]])

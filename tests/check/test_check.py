@@ -19,7 +19,7 @@ from anybatch import Terms, Total, WholeBatch, check
 from anybatch.check import prepare as prepare_module
 from anybatch.check.compare import cut_sizes_to_try
 from anybatch.core import BatchError, LossError, PlanError
-from anybatch.testing import Perceptron
+from tests.toys import Perceptron
 
 ROWS = 12
 CHECK = sys.modules[check.__module__]

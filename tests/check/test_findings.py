@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Terms, Total, check
-from anybatch.testing import Perceptron
 from tests.check.test_check import ROWS, Computed, centred, kinds, mean_of_means, rows, sum_of_squares
+from tests.toys import Perceptron
 
 
 class Remembering(nn.Module):

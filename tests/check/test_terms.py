@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from anybatch import Terms, Total, check
 from anybatch.check.finding import Finding
-from anybatch.testing import Perceptron
+from tests.toys import Perceptron
 
 ROWS = 8
 GENERATOR = torch.Generator().manual_seed(0)

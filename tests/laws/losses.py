@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from anybatch.testing import ConvNet, Perceptron, Transformer
 from tests.laws.cases import REDUCTIONS, Case, Made, cases_of
 from tests.laws.draw import CLASSES, FEATURES, Draw
+from tests.toys import ConvNet, Perceptron, Transformer
 
 IMAGE = (3, 2)
 LENGTH = 4

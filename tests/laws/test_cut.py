@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from anybatch import Step
-from anybatch.testing import GradientRecorder, Transformer, reference_step
+from anybatch.testing import GradientRecorder, reference_step
 from tests.laws.cases import Case
 from tests.laws.check import ADVICE, check
 from tests.laws.draw import CLASSES
 from tests.laws.drawn import CUT, MOST_ROWS, any_cut_is_the_whole
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
+from tests.toys import Transformer
 
 pytestmark = pytest.mark.filterwarnings(ADVICE)
 

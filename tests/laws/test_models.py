@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from anybatch.testing import Perceptron
 from tests.laws.cases import Problem
 from tests.laws.check import check, cut, reference, windowed
 from tests.laws.draw import FEATURES, Draw
+from tests.toys import Perceptron
 
 ROWS = 7
 

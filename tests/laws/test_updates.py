@@ -59,7 +59,7 @@ def test_parameters_after_several_updates(case: Case, optimizer: str, micro_batc
     expected = by_hand(copy.deepcopy(model), loss, batches, make)
     made = make(model.parameters())
     rows = None if isinstance(micro_batch, str) else micro_batch
-    step = Step(model, loss, made, micro_batch=rows, clip_norm=CLIP, scheduler=schedule(made))
+    step = Step(model, loss, made, micro_batch=rows, clip_norm=CLIP, scheduler=schedule(made), check=False)
     for batch in batches:
         report = windowed(step, batch) if isinstance(micro_batch, str) else step(batch)
         assert report.grad_norm > CLIP  # the clip does something

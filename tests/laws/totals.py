@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from anybatch import Terms, Total
-from anybatch.testing import Perceptron
 from tests.laws.cases import Case
 from tests.laws.check import stack
 from tests.laws.draw import CLASSES, FEATURES, Draw
+from tests.toys import Perceptron
 
 COEFFICIENTS = {"size": 0.01, "spread": -0.3, "right": 0.0}
 

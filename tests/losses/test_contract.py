@@ -23,11 +23,12 @@ from anybatch.core.errors import LossError
 from anybatch.losses import call_model, split_batch, summed_loss
 from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.reductions import FUNCTIONS, MODULES
-from anybatch.testing import GradientRecorder, Perceptron, reference_step, relative_error
+from anybatch.testing import GradientRecorder, reference_step, relative_error
 from tests.laws.cases import Problem
 from tests.laws.losses import CASES as TORCH
 from tests.losses.own_losses import BATCH, EXACT, WITH_PARAMETERS, Layer, Own, whole_of
 from tests.losses.whole_losses import CASES, Towers, clip, images_and_texts
+from tests.toys import Perceptron
 
 LIMIT = 1e-12  # relative, float64
 X = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from anybatch import Step
 from anybatch.core.errors import LossError
-from anybatch.testing import GradientRecorder, Perceptron, reference_step, relative_error, tolerance
+from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
+from tests.toys import Perceptron
 
 ROWS, CLASSES = 6, 4
 X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

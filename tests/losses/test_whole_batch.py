@@ -102,7 +102,7 @@ def test_samples_are_collated_in_both_passes() -> None:
     noisy = torch.cat([collate(samples[i : i + MICRO_BATCH])[0] for i in range(0, ROWS, MICRO_BATCH)])
     expected = reference_step(model, WholeBatch(sup_con), (noisy, batch[1]))
     torch.manual_seed(2)
-    _, gradients = take(model, WholeBatch(sup_con), samples, MICRO_BATCH, collate=collate)
+    _, gradients = take(model, WholeBatch(sup_con), samples, MICRO_BATCH, collate=collate, check=False)
     assert relative_error(gradients, expected.gradients) <= LIMIT
 
 

@@ -20,13 +20,14 @@ import anybatch as ab
 from anybatch.core import tree
 from anybatch.engine import Agreed, Observer, tally
 from anybatch.parallel import DeepGradientCompression, Replicate
-from anybatch.testing import GradientRecorder, Perceptron
+from anybatch.testing import GradientRecorder
 from tests.faults import faulty
 from tests.laws.cases import Case
 from tests.laws.check import check, reference, samples, stack
 from tests.laws.draw import CLASSES, FEATURES, MASKS
 from tests.laws.losses import CASES
 from tests.laws.totals import TOTALS
+from tests.toys import Perceptron
 
 MOST_ROWS = 9
 WHOLE = Case(

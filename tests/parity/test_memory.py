@@ -15,8 +15,8 @@ from torch.utils.data import default_collate
 from anybatch import Step, Total
 from anybatch.losses.whole_batch import WholeBatch
 from anybatch.memory.meter import Meter
-from anybatch.testing import Transformer
 from tests.halves import TERMS
+from tests.toys import Transformer
 
 ROWS, FEW, MANY = 4, 4, 64  # rows of a micro-batch; numbers of micro-batches
 Batch = tuple[Tensor, Tensor]

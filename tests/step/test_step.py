@@ -9,14 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch import Plan, Step, Total
-from anybatch.testing import (
-    GradientRecorder,
-    Perceptron,
-    reference_step,
-    relative_error,
-    tolerance,
-)
+from anybatch.testing import GradientRecorder, reference_step, relative_error, tolerance
 from tests.snapshots import make_batch, make_step
+from tests.toys import Perceptron
 
 X = torch.randn(10, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(4, (10,), generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import anybatch as ab
-from anybatch.testing import relative_error, tolerance
 from anybatch.train import checkpoint
 from tests.compiled import Counting
 
@@ -39,15 +38,6 @@ def weights(trainer: ab.Trainer) -> dict[str, Any]:
     return {name.replace("_orig_mod.", ""): one for name, one in trainer.step.model.state_dict().items()}
 
 
-def test_a_training_compiles_once_and_once_more_for_validation() -> None:
-    counting = Counting()
-    ours, plain = make(counting), make()
-    for report, expected in zip(ours.fit(epochs=3), plain.fit(epochs=3), strict=True):
-        assert report.validation == pytest.approx(expected.validation, rel=tolerance(torch.float32, ROWS))
-    assert (counting.graphs, set(counting.rows)) == (2, {16})
-    assert relative_error(weights(ours), weights(plain)) <= tolerance(torch.float32, 100 * ROWS)
-
-
 @pytest.mark.parametrize("is_compiled", [True, False])
 def test_either_model_goes_on_from_the_others_checkpoint(is_compiled: bool, tmp_path: Path) -> None:
     def one(is_first: bool) -> ab.Trainer:
@@ -69,30 +59,3 @@ def test_either_model_goes_on_from_the_others_checkpoint(is_compiled: bool, tmp_
     first.export(tmp_path / "ours.pt")
     plain = copy.deepcopy(make().step.model)
     plain.load_state_dict(torch.load(tmp_path / "ours.pt", weights_only=True))
-
-
-def test_a_resumed_run_fills_up_the_same_rows(tmp_path: Path) -> None:
-    """Dropout draws for all rows that go through, so the last three rows must go through as 20 again."""
-    whole = make(Counting(), dropout=0.5)
-    whole.fit(epochs=2)
-    first = make(Counting(), dropout=0.5, out=tmp_path, save_every=2)
-    first.callbacks = (StopAfter(2),)
-    first.fit(epochs=2)
-    counting = Counting()
-    second = make(counting, dropout=0.5)
-    second.resume(tmp_path)
-    second.fit(epochs=2)
-    assert counting.rows[0] == 20
-    for name, value in weights(whole).items():
-        assert torch.equal(weights(second)[name], value)
-
-
-class StopAfter(ab.Callback):
-    """Stops a training after so many updates."""
-
-    def __init__(self, updates: int) -> None:
-        self.updates = updates
-
-    def update(self, trainer: ab.Trainer, report: ab.StepReport) -> None:
-        if trainer.updates == self.updates:
-            trainer.stop("as asked")

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from anybatch import Fold, Step, Terms, Total
 from anybatch.core.errors import LossError
-from anybatch.testing import Perceptron, relative_error, tolerance
+from anybatch.testing import relative_error, tolerance
 from anybatch.train.loader import Rows
 from anybatch.train.metrics import Metric, RunningLoss, accuracy, evaluate
 from tests.snapshots import same_as_before
+from tests.toys import Perceptron
 
 ROWS = 11
 X = torch.randn(ROWS, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

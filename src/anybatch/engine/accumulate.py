@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +24,7 @@ from anybatch.engine.gradients import Apart, InPlace, Sums, accumulation_dtype
 from anybatch.engine.plan import Plan
 from anybatch.engine.strategy import Agreed
 from anybatch.engine.task import Task
-from anybatch.losses import Evaluated, Loss, PaddedModel, WholeBatch
+from anybatch.losses import Evaluated, Loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,6 @@ class Accumulator:
     ) -> None:
         self.plan, self.task, self.batch = plan, task, batch
         self.model: Any = task.model  # that losses call
-        if plan.pad_to:
-            shares = isinstance(task.loss, WholeBatch)
-            self.model = PaddedModel(task.model, plan.pad_to, shares_numbers=shares)
         # Uncut, a loss is torch's own to the bit. In a window nobody knows; on a rank it is not.
         is_part = plan.is_cut or window is not None or bool(task.add_rows) or task.strategy.is_many
         self.loss = task.loss if is_part else task.uncut_loss
@@ -126,8 +123,6 @@ class Accumulator:
         if self.gradients is not None:
             self.gradients.begin()
         if self._reader is not None:
-            if self.plan.pad_to:
-                micro = micro._replace(indices=range(self.plan.pad_to))  # which took the memory
             self._reader.begin(micro, 0 if self.gradients is None else _nbytes(self.gradients, self.plan))
 
     def restart(self, batch: Batch) -> bool:
@@ -393,13 +388,6 @@ class Accumulator:
         """Take hooks off."""
         if self.gradients is not None:
             self.gradients.close()
-
-
-def stop_padding(sums: Accumulator) -> int:
-    """From now on fill no rows up; to how many rows they were."""
-    rows, sums.plan = sums.plan.pad_to, replace(sums.plan, pad_to=0)
-    sums.model = sums.task.model
-    return rows
 
 
 class Tally(NamedTuple):

@@ -30,7 +30,7 @@ from anybatch.core import (
     released,
 )
 from anybatch.core import torch_private as private
-from anybatch.engine.accumulate import Accumulator, Redone, stop_padding
+from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.gradients import Sums
 from anybatch.engine.observer import Reader
 from anybatch.engine.plan import Plan
@@ -252,7 +252,7 @@ def _recover_memory(said: str, schedule: Schedule, sums: Accumulator, before: Sn
     rows = max(sizes) if is_first_pass else sizes[0]
     is_complete = _undo(before, task, said, OutOfMemoryError)
     task.tell(MicroBatchRedone(index=sums.count, rows=rows, reason=said))
-    reason = why_not_cut(sums, rows := max(rows, stop_padding(sums)))
+    reason = why_not_cut(sums, rows)
     sums.redone.append(Redone(rows, may_be_cut=not reason))
     first = -1 if is_first_pass else schedule.left[0][0]
     if reason and first in sums.last_tries:

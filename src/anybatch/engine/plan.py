@@ -38,8 +38,6 @@ class Plan:
         precision: in which dtypes (`anybatch.Precision`).
         non_finite: what becomes of a micro-batch whose loss or gradient is not finite, at a loss scale of 1:
             "raise", "drop" (its rows and their weight leave the step) or "skip" (no update).
-        pad_to: rows that go through a compiled model; a shorter micro-batch is filled up by repeating a row,
-            and outputs are cut. 0 for as many as there are.
 
     Raises:
         PlanError: a value that cannot be carried out.
@@ -73,7 +71,6 @@ class Plan:
     foreach: bool | None = None
     precision: Precision = FLOAT32
     non_finite: NonFinitePolicy = "raise"
-    pad_to: int = 0
 
     def __post_init__(self) -> None:
         if self.rows:
@@ -162,7 +159,6 @@ class Plan:
             "foreach": "as set" if self.foreach is None else "yes" if self.foreach else "no",
             "precision": str(self.precision),
             "non_finite": self.non_finite,
-            **({"pad_to": f"{self.pad_to} rows"} if self.pad_to else {}),
         }
         return "\n".join(f"{name:12} {value}" for name, value in table.items())
 

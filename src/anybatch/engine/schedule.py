@@ -72,6 +72,8 @@ class Schedule:
         sums = self._sums
         if not self.is_open:
             return "the first pass over the rows of the batch"
+        if not self.left:
+            return "what follows the last micro-batch"
         rows, sizes = self.left[0], [*sums.rows, *map(len, self.left)]
         single = ""
         if len(rows) == 1 < len(sizes) and not sums.is_in_window:

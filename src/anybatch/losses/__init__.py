@@ -5,7 +5,6 @@ from anybatch.losses.linear import linear_cross_entropy
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Share
 from anybatch.losses.model.model_loss import ModelLoss, ModelTerms
 from anybatch.losses.model.read import read_afresh
-from anybatch.losses.padded import ANY_ROWS, PaddedModel
 from anybatch.losses.padding import find_paddings
 from anybatch.losses.resolve import check_loss, module_of, resolve
 from anybatch.losses.terms import Terms, call_loss
@@ -13,14 +12,12 @@ from anybatch.losses.torch_losses import SummedLoss, summed_loss
 from anybatch.losses.whole_batch import WholeBatch
 
 __all__ = [
-    "ANY_ROWS",
     "TARGET_KEYS",
     "EvaluateAgain",
     "Evaluated",
     "Loss",
     "ModelLoss",
     "ModelTerms",
-    "PaddedModel",
     "Share",
     "SummedLoss",
     "Terms",

@@ -27,7 +27,7 @@ from anybatch.planner import (
 )
 from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
-from anybatch.step.look import Doubt, read_rows, refuse_padding, refuse_what_depends_on_the_cut
+from anybatch.step.look import Doubt, read_rows, refuse_what_depends_on_the_cut
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 _WHOLE = {"cut_refused": _DEPENDS}
@@ -50,7 +50,6 @@ class Planning:
         self._distrusted: set[tuple[str, str]] = set()  # block and policy
         self.limits = Limits()
         self._plans: dict[tuple[int, int], Plan] = {}  # without a budget, by rows of batch and micro-batch
-        self.compiled = 0, 0  # rows that a compiled model was called with; smaller batches since
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._measured: Measured | None = None  # what chose the cut of this step
         self._refused = ""  # why the batch at hand must not be cut, as far as a few rows have shown
@@ -98,19 +97,6 @@ class Planning:
         self._wanted = min(rows, like.micro_batch)
         return _of_size(like, rows, self._limited(task, batch, self._wanted))
 
-    def padded(self, task: Task, plan: Plan) -> Plan:
-        """The plan, with rows filled up where the model would otherwise be compiled once more.
-
-        Where several batches in a row are smaller, the last of them is the new size.
-        """
-        if not task.is_static or (task.reader is not None and self.micro_batch is None):
-            return plan  # several sizes are read or raced
-        known, short = self.compiled
-        short = short + 1 if plan.micro_batch < known and short < _SHORT else 0
-        rows = known if short else plan.micro_batch
-        self.compiled = rows, short
-        return plan if min(plan.sizes) == rows else replace(plan, pad_to=rows)
-
     def _by_readings(
         self, task: Task, batch: Batch, guard: "Guard", budget: Budget, *, in_window: bool = False
     ) -> tuple[Measured | None, tuple[int, ...]]:
@@ -157,8 +143,6 @@ class Planning:
             self._measured.finish(is_random=is_random)
         if not (failed or self.limits.known):
             return
-        if failed:
-            self.compiled = 0, 0
         as_asked = self.budget is None and not in_window
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
@@ -287,14 +271,6 @@ class Guard:
         if doubt is not None:
             task.progress.unchecked = doubt.reason
 
-    def before_padding(self, task: Task, batch: Batch, plan: Plan) -> None:
-        """Refuse a model in which repeated rows would change what others give; once for each kind of rows."""
-        kind = _kind(batch), "padded"
-        left, _ = self._looks.get(kind, _NEW)
-        told = refuse_padding(task, batch, plan, check=self.checks and left > 0)
-        if left:
-            self._looks[kind] = 0 if told else left - 1, None
-
     def refuse_meetings(self, task: Task) -> None:
         """Where there is more than one micro-batch: no BatchNorm in training mode unless one was chosen."""
         if self.batch_norm is None:
@@ -314,7 +290,6 @@ def whole_number(micro_batch: object) -> int | None:
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 _FEWEST = 4  # rows that can be read in more than one cut
-_SHORT = 3  # batches in a row that are filled up whole
 _NEW = 3, None  # some batches tell nothing
 
 

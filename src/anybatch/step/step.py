@@ -233,11 +233,9 @@ class Step:
         rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
-            cut = rows.cut(plan) if rows.needs else self.planning.padded(running, plan)
+            cut = rows.cut(plan) if rows.needs else plan
             if cut.is_cut or rows.needs or is_many:
                 self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
-            if cut.pad_to:
-                self.guard.before_padding(task, rows.batch, cut)
             try:
                 with self.planning.enforced(task):
                     report = carry_out(cut, running, rows.batch, is_dry=is_dry)

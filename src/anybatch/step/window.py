@@ -140,13 +140,11 @@ class Window:
         if self._rows:
             guard.refuse_meetings(self._task)
         if not self._is_skipped:
-            plan = planning.padded(self._task, planning.of_window(self._task, batch, guard))
+            plan = planning.of_window(self._task, batch, guard)
             if plan.is_cut:
                 guard.refuse_meetings(self._task)
             if self._rows or plan.is_cut:
                 guard.look(self._task, batch, plan, plan.micro_batch)
-            if plan.pad_to:
-                guard.before_padding(self._task, batch, plan)
             with planning.enforced(self._task):
                 part = self._added(plan, batch)
             if part is not None:

@@ -21,7 +21,7 @@ from anybatch.core import (
     weighted_mean,
 )
 from anybatch.core import torch_private as private
-from anybatch.losses import ModelTerms, PaddedModel, WholeBatch, resolve, split_batch
+from anybatch.losses import resolve, split_batch
 from anybatch.state import evaluating
 from anybatch.step import Step
 from anybatch.train.loader import Rows, Stream
@@ -70,7 +70,7 @@ def evaluate(
     folds = {name: _as_fold(name, metric) for name, metric in metrics.items()}
     states = {name: fold.init() for name, fold in folds.items()}
     modules = [*step.model.modules(), *step.loss_module.modules()]
-    with evaluating(modules), _outputs_of(step, micro_batch or batch_size or 0) as (model, outputs):
+    with evaluating(modules), _outputs_of(step) as (model, outputs):
         for totals, is_fixed, micro in _totals(step, model, rows, micro_batch, batch_size):
             undivided.update(totals if is_fixed else ())
             for name, total in totals.items():
@@ -193,18 +193,27 @@ def _single(values: Any) -> Any:
     return values[0] if isinstance(values, tuple) and len(cast("tuple[Any, ...]", values)) == 1 else values
 
 
-@contextmanager
-def _outputs_of(step: Step, rows: int) -> Generator[tuple[Any, list[Any]]]:
-    """The model, and what it returns while the loss runs it, so that metrics need no second forward.
+class _Told:
+    """A compiled model in a loss, whose outputs are told."""
 
-    One that is compiled for one number of rows gets that: a hook would have it compiled anew.
-    """
+    def __init__(self, model: Any, tell: Callable[[Any], None]) -> None:
+        self._model, self._tell = model, tell
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        output = self._model(*inputs, **named)
+        self._tell(output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+@contextmanager
+def _outputs_of(step: Step) -> Generator[tuple[Any, list[Any]]]:
+    """Yield the model, and its outputs while the loss runs it, so that metrics need no second forward."""
     outputs: list[Any] = []
-    loss = resolve(step.loss)
-    if any(map(private.is_static, step.model.modules())):
-        rows = 0 if isinstance(loss, ModelTerms) else rows
-        shares = isinstance(loss, WholeBatch)
-        yield PaddedModel(step.model, rows, shares_numbers=shares, tell=outputs.append), outputs
+    if any(map(private.is_static, step.model.modules())):  # a hook would have it compiled anew
+        yield _Told(step.model, outputs.append), outputs
         return
     hook = step.model.register_forward_hook(lambda module, inputs, value: outputs.append(value))
     try:

@@ -282,7 +282,6 @@ class Trainer:
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
             self.step.planning.budget.load(then.get("plans", ()))
-        self.step.planning.compiled = tuple(then.get("compiled", (0, 0)))
         load_states(path, [*self.callbacks, *self.step.observers], then.get("callbacks", ()))
         if then.get("window") is not None:
             self.step.window(then["window"])
@@ -451,7 +450,6 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
         "run": identity(trainer),
         "config": trainer.config,
         "plans": [] if trainer.step.planning.budget is None else trainer.step.planning.budget.state(),
-        "compiled": [*trainer.step.planning.compiled],
         "window": None if window is None else window.state(),
         "callbacks": states([*trainer.callbacks, *trainer.step.observers]),
     }
