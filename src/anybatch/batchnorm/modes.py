@@ -73,13 +73,16 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ran
 
 def warn_of_untrained(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
     """Warn if BatchNorms that are to be frozen hold the running statistics of a layer that never trained."""
-    tracked = [norm for norm in norms if norm.running_mean is not None and norm.running_var is not None]
-    if tracked and not any(
-        bool(norm.running_mean.any() or (norm.running_var != 1).any()) for norm in tracked
-    ):
+    pairs = [(norm.running_mean, norm.running_var) for norm in norms]
+    is_new = [
+        bool((mean == 0).all() and (var == 1).all())
+        for mean, var in pairs
+        if mean is not None and var is not None
+    ]
+    if is_new and all(is_new):
         warnings.warn(
             f'Expected trained running statistics with batch_norm="frozen", got those of new layers in '
-            f"{names_of_batch_norms(model, tracked)}: they would not normalise at all. Load trained weights, "
+            f"{names_of_batch_norms(model, norms)}: they would not normalise at all. Load trained weights, "
             "or use ab.batch_norm_to_group_norm(model).",
             stacklevel=2,
         )
