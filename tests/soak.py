@@ -24,10 +24,12 @@ import torch
 
 from tests.conftest import TORCH_RANDOM
 from tests.faults.test_kill import assert_same_end, draw_scenarios, played
+from tests.laws import planted
 from tests.laws.drawn import LAWS, run
 from tests.parallel import cases, faults
 from tests.parallel.deadly import AGENTS_S, stay
 from tests.parallel.spawned import spawned
+from tests.step import test_budgets_hold
 
 EXAMPLES = 10  # of a law in a round, times its share
 KILLED = 6  # tens of drawn kills in a round; some come after the end, so that about 50 kill
@@ -58,6 +60,37 @@ def fault(seed: int) -> int:
     return 2 * FAULTS
 
 
+def look(seed: int) -> int:
+    """Losses and models with a fault that makes the result depend on the split, and without."""
+    with warnings.catch_warnings():
+        for number in range(seed * LOOKS, (seed + 1) * LOOKS):
+            planted.assert_said(number)
+    return LOOKS
+
+
+def end(seed: int) -> int:
+    """Windows of two ranks, in which one has a fault."""
+    with spawned(2) as ranks:
+        found = ranks.run(faults.in_windows, seed * FAULTS, FAULTS, seconds=300.0)
+        faults.assert_windows_ended(found)
+    return FAULTS
+
+
+def keep(seed: int) -> int:
+    """Budgets in which memory runs out in drawn steps."""
+    for number in range(seed * LOOKS, (seed + 1) * LOOKS):
+        test_budgets_hold.run(number)
+    return LOOKS
+
+
+CAMPAIGNS = {
+    "a fault planted in a loss": look,
+    "a fault in a window of two ranks": end,
+    "memory that runs out within a budget": keep,
+}
+LOOKS = 100  # cases in a round
+
+
 def serve(seed: int) -> Counter[str]:
     """A training by servers and workers on Ray; how many of them, and of its drivers, ended."""
     command = [sys.executable, "-m", "tests.parallel.deadly", str(seed), str(DEATHS), "1"]
@@ -75,6 +108,8 @@ def attempt(law: str, seed: int) -> tuple[Counter[str], str]:
     torch.manual_seed(0)
     random.seed(0)
     try:
+        if law in CAMPAIGNS:
+            return Counter({law: CAMPAIGNS[law](seed)}), ""
         if law == KILLS:
             return Counter({law: kill(seed)}), ""
         if law == RANKS:
@@ -93,7 +128,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="no round begins after these")
     parser.add_argument("--rounds", type=int, help="instead of minutes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=[*LAWS, KILLS, RANKS, *SERVERS])
+    parser.add_argument("--only", choices=[*LAWS, *CAMPAIGNS, KILLS, RANKS, *SERVERS])
     asked = parser.parse_args()
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "reduction. 'mean' divides", UserWarning)
@@ -103,7 +138,7 @@ def main() -> int:
     broken: list[str] = []
     start, number = time.monotonic(), 0
     while number < asked.rounds if asked.rounds else time.monotonic() - start < 60 * asked.minutes:
-        for law in [asked.only] if asked.only else [*LAWS, KILLS, RANKS, *SERVERS]:
+        for law in [asked.only] if asked.only else [*LAWS, *CAMPAIGNS, KILLS, RANKS, *SERVERS]:
             count, wrong = attempt(law, 1000 * asked.seed + number)
             tried += count
             if wrong:

@@ -4,12 +4,15 @@ import math
 import os
 import random
 import signal
+import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from anybatch.core.errors import RankError
+import anybatch as ab
+from anybatch.core.errors import BatchError, RankError
 from anybatch.testing import tolerance
 from tests.faults.faulty import NO_MEMORY, ROWS, SIZE, VARIANTS, assert_as_unfaulted, build, make_batch, take
 from tests.parallel.cases import digest
@@ -108,6 +111,86 @@ def ended(rank: int, size: int, at_rank: int) -> str:
         assert not changes(before, snapshot(step))
         return str(error)
     return "no error"
+
+
+def in_windows(rank: int, size: int, seed: int, count: int) -> list[dict[str, Any]]:
+    """Windows with a drawn fault on one rank, each followed by a step; what each rank says, and its wait."""
+    found: list[dict[str, Any]] = []
+    for number in range(seed, seed + count):
+        drawn = random.Random(number)
+        at_rank, adds = drawn.randrange(size), drawn.randint(1, 3)
+        what, place = drawn.choice([NO, KeyboardInterrupt(), "discarded"]), drawn.choice(PLACES[:2])
+        is_with, at = drawn.random() < 0.5, drawn.randrange(adds)
+        step = build("plain")
+        before, told = snapshot(step), {"at": at_rank, "said": "", "seconds": 0.0}
+        window = step.window()
+        try:
+            with window if is_with else nullcontext():
+                for index in range(adds):
+                    if rank == at_rank and index == at:
+                        if what == "discarded":
+                            window.discard()
+                            break
+                        step.model.fault.arm(place, 0, what)
+                    window.add(make_batch(10 * number + rank))
+                began = time.monotonic()
+                if not (rank == at_rank and what == "discarded"):
+                    window.close()
+        except BaseException as error:
+            told["said"] = f"{type(error).__name__}: {error}"
+        told["seconds"] = time.monotonic() - began if rank != at_rank else 0.0
+        step.model.fault.planted = []
+        assert step.open_window is None
+        assert not changes(before, snapshot(step))
+        assert step(make_batch(number)).updated
+        found.append(told)
+    return found
+
+
+def assert_windows_ended(found: list[list[dict[str, Any]]]) -> None:
+    """The others raise within a second, by the name of the rank."""
+    for told in zip(*found, strict=True):
+        at_rank = told[0]["at"]
+        for rank, one in enumerate(told):
+            assert rank == at_rank or f"on rank {at_rank}" in one["said"], one
+            assert one["seconds"] < 1.0
+
+
+def left_alone(rank: int, size: int) -> str:
+    """What is said of an add without rows."""
+    window = build("plain").window()
+    try:
+        window.add((torch.zeros(0, 4), torch.zeros(0, 3)))
+    except BatchError as error:
+        return str(error)
+    return ""
+
+
+def contrast(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+class Towers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = (torch.nn.Linear(6, 64).double() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x).tanh(), self.other(y).tanh()
+
+
+def whole_batch_in_a_budget(rank: int, size: int) -> tuple[float, int]:
+    """The error of an update beside one process with all rows, and micro-batches."""
+    drawn = torch.Generator().manual_seed(1)
+    x, y = torch.randn(2, 40 * size, 6, generator=drawn).double()
+    model, same = Towers(), Towers()
+    loss, sgd = ab.WholeBatch(contrast), torch.optim.SGD
+    mine = slice(40 * rank, 40 * rank + 40)
+    report = ab.Step(model, loss, sgd(model.parameters(), lr=1.0), memory="300KB")((x[mine], y[mine]))
+    ab.Step(same, loss, sgd(same.parameters(), lr=1.0), strategy="local")((x, y))
+    pairs = zip(model.parameters(), same.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs), report.micro_batches
 
 
 def in_the_update(rank: int, size: int) -> list[str]:

@@ -155,8 +155,19 @@ def test_drawn_faults_are_agreed_upon(four: Ranks) -> None:
 def test_a_failure_in_the_update_ends_the_others_at_their_next_step(two: Ranks) -> None:
     first, second = two.run(faults.in_the_update)
     assert first[0] == ""
-    assert "ValueError on rank 1" in first[1]
+    assert "ValueError on rank 1 after update 1, which all ranks have made" in first[1]
     assert second == ["no"]
+
+
+def test_a_fault_in_a_window_ends_it_on_all_ranks_at_once(two: Ranks) -> None:
+    faults.assert_windows_ended(two.run(faults.in_windows, 0, 6))
+    assert all("Leave the add out" in said for said in two.run(faults.left_alone))
+
+
+def test_whole_batch_losses_have_budgets_on_ranks(two: Ranks) -> None:
+    for error, micro_batches in two.run(faults.whole_batch_in_a_budget):
+        assert error < tolerance(torch.float64, 100)
+        assert micro_batches > 1
 
 
 def test_a_rank_that_dies_ends_all() -> None:
@@ -164,7 +175,7 @@ def test_a_rank_that_dies_ends_all() -> None:
         ranks.start(faults.ended, 1)
         (kind, said), (end, _) = ranks.answers()
     assert (kind, end) == ("value", "ended")
-    assert "got none from at least one of them" in said
+    assert "got none from rank 1 (it sent 0 of 1 messages)" in said
 
 
 # ---- what is refused

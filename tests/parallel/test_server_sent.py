@@ -286,7 +286,7 @@ def test_model_and_rows_are_on_the_device_of_the_worker(
 ) -> None:
     """The device without numbers is another one, too."""
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)  # as for CUDA, in place
-    monkeypatch.setattr(fingerprint, "_checksum", lambda value: 0)  # which needs numbers
+    monkeypatch.setattr(fingerprint, "checksum", lambda value: 0)  # which needs numbers
     SEEN.clear()
     model = network()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)

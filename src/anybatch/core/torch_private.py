@@ -414,6 +414,12 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
     return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
 
 
+def default_store(c10d: Any) -> Any:
+    """Return the store of the default process group in `torch.distributed`'s c10d. Where missing: None."""
+    read: Any = getattr(c10d, "_get_default_store", None)
+    return None if read is None else read()
+
+
 def told_to_wrapper(model: nn.Module) -> str:
     """Return what a DistributedDataParallel was told besides its process group. Where missing: nothing."""
     found: dict[str, Any] = {

@@ -2,13 +2,11 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
-from torch.autograd.profiler import record_function
 
 from anybatch.batchnorm import names_of_batch_norms
 from anybatch.core import (
@@ -29,13 +27,12 @@ from anybatch.core import (
     ran_out_of_memory,
     released,
 )
-from anybatch.core import torch_private as private
 from anybatch.engine.accumulate import Accumulator, Redone
 from anybatch.engine.gradients import Sums
 from anybatch.engine.observer import Reader
 from anybatch.engine.plan import Plan
 from anybatch.engine.schedule import Schedule
-from anybatch.engine.task import Task, context
+from anybatch.engine.task import Task, context, label_for_profiler
 from anybatch.engine.update import (
     TornUpdateError,
     clip,
@@ -137,9 +134,9 @@ def execute(plan: Plan, task: Task, batch: Batch, *, is_dry: bool = False, **aga
         except BaseException as error:
             failed = no_room_for_update(error, sums)
             put_back(before, sums, error)
-            if failed is not None:
-                raise failed from None
-            raise
+            if failed is None:
+                raise
+            raise _smaller(sums) or failed from None
         finally:
             sums.close()
             (task.reader or _NO_READER).close()
@@ -360,11 +357,6 @@ def why_not_cut(sums: Accumulator, rows: int) -> str:
     return ""
 
 
-def label_for_profiler() -> Callable[[str], AbstractContextManager[object]]:
-    """What marks a range in the caller's profiler. Without one it is left out: it takes 11 us on a CPU."""
-    return record_function if private.has_caller_profiler() else nullcontext
-
-
 _NO_READER = Reader()
 
 
@@ -448,6 +440,19 @@ def no_room_for_update(error: BaseException, sums: Accumulator) -> OutOfMemoryEr
         f"({said}). No update was made, and everything is as before. Free memory, or accumulate in "
         "a narrower dtype."
     )
+
+
+_AT_END = -2  # in `last_tries`: memory ran out after the last micro-batch
+
+
+def _smaller(sums: Accumulator) -> Restart | None:
+    """Return a restart in parts of half the size, once a step, where one process may choose them."""
+    rows = max(sums.rows, default=0)
+    if _AT_END in sums.last_tries or sums.task.strategy.is_many or not rows or why_not_cut(sums, rows):
+        return None
+    sums.last_tries = sums.last_tries | {_AT_END}
+    sums.redone.append(Redone(rows, may_be_cut=True))
+    return Restart(sums, Cut.of_sizes(sums.rows).halved().sizes)
 
 
 def finish(sums: Accumulator, before: Snapshot) -> None:

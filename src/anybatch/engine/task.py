@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -275,6 +276,11 @@ def _context(plan: Plan, task: Task, norms: Sequence[BatchNorm]) -> Generator[No
     policies = apply_policies(task.model, plan.blocks, verify=task.effects.is_looking)
     with plan.precision.arithmetic(), frozen_batch_norms(norms), policies:
         yield
+
+
+def label_for_profiler() -> Callable[[str], AbstractContextManager[object]]:
+    """Return what marks a range in the caller's profiler; without one nothing does, as it takes 11 us."""
+    return record_function if private.has_caller_profiler() else nullcontext
 
 
 class Signature:

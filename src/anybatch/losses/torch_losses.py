@@ -152,6 +152,11 @@ class SummedLoss(Plain):
         """Whether a setting has one entry for each row of this batch."""
         return any(self._is_per_row(name, batch) for name in self.kind.per_row)
 
+    def of_rows(self, batch: Batch, rows: Sequence[int]) -> "SummedLoss":
+        """Return the loss of some rows of a batch: settings with an entry for each row have theirs."""
+        named = [name for name in self.kind.per_row if self._is_per_row(name, batch)]
+        return self._with({name: self.settings[name][[*rows]] for name in named}) if named else self
+
     def _is_per_row(self, name: str, batch: Batch) -> bool:
         if not isinstance(self.settings.get(name), Tensor) or batch.whole is None:
             return False

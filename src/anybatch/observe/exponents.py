@@ -12,6 +12,7 @@ from torch import Tensor
 from anybatch.core import PlanError
 from anybatch.observe.figure import checked, new_figure, save
 from anybatch.precision import Precision, PrecisionName, find_precision
+from anybatch.step import dry_run
 
 DTYPES = ("float16", "bfloat16")
 _LEAST, _MOST = -1074, 1023  # exponents of float64
@@ -114,7 +115,7 @@ def gradient_exponents(
             "Make a step of that precision, on a copy of the model."
         )
     tally = _Tally()
-    step.show_gradients(batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
+    dry_run.show_gradients(step, batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
     return tally.record(scale, str(chosen))
 
 

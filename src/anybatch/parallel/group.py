@@ -4,7 +4,7 @@ import atexit
 import importlib
 import json
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anybatch.core import RankError
+from anybatch.core import torch_private as private
 
 _SIZE = 4096  # bytes of a message: whatever a rank has to say, all ranks send and expect as much
 
@@ -71,7 +72,8 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
     device, heard = device_for_messages(group), bytearray(_SIZE * ranks(group))
     host = torch.frombuffer(heard, dtype=torch.uint8)
     received = [*host.to(device).split(_SIZE)]  # on a CPU without a copy: what comes is in `heard`
-    with answered():
+    _leave_word(group)
+    with answered(group):
         dist.all_gather(
             received,
             torch.frombuffer(bytearray(said.ljust(_SIZE)), dtype=torch.uint8).to(device),
@@ -83,16 +85,46 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
 
 
 @contextmanager
-def answered() -> Generator[None]:
-    """Collectives: where another rank does not take part, a RankError says so."""
+def answered(group: Group = None) -> Generator[None]:
+    """Raise a RankError where another rank takes no part in a collective; it names ranks that fell behind."""
     try:
         yield
     except RuntimeError as error:  # each backend has errors of its own
         raise RankError(
-            f"Expected an answer from all {ranks()} ranks, got none from at least one of them: it has ended "
+            f"Expected an answer from all {ranks(group)} ranks, got none from {_behind(group)}: it has ended "
             f"or takes longer than the group's timeout ({str(error).splitlines()[0][:200]}). No update was "
             "made. Read that rank's error, then start all ranks again from the last checkpoint."
         ) from error
+
+
+_messages: dict[tuple[int, ...], int] = {}  # sent so far, by the ranks of a group
+
+
+def _leave_word(group: Group) -> None:
+    """Leave the number of this message in the store of the processes, before others are waited for."""
+    members = tuple(dist.get_process_group_ranks(group))
+    _messages[members] = count = _messages.get(members, 0) + 1
+    store = private.default_store(dist.distributed_c10d)
+    with suppress(RuntimeError):  # its host may have ended
+        if store is not None:
+            store.set(f"anybatch {members} {dist.get_rank()}", str(count))
+
+
+def _behind(group: Group) -> str:
+    """Return the ranks that sent fewer messages than this one; as many as can be told without waiting."""
+    members, store, found = (
+        tuple(dist.get_process_group_ranks(group)),
+        private.default_store(dist.distributed_c10d),
+        list[str](),
+    )
+    mine = _messages.get(members, 0)
+    with suppress(RuntimeError):
+        for place, member in enumerate(members if store is not None else ()):
+            key = f"anybatch {members} {member}"
+            count = int(store.get(key)) if store.check([key]) else 0
+            if count < mine:
+                found.append(f"rank {place} (it sent {count} of {mine} messages)")
+    return " and ".join(found) or "at least one of them"
 
 
 def device_for_messages(group: Group = None) -> torch.device:
@@ -111,7 +143,7 @@ def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Grou
         Each tensor with `sum(counts)` rows, the same on all ranks.
     """
     joined: list[Tensor] = []
-    with answered():
+    with answered(group):
         for value in values:
             # Collectives need equal shapes.
             mine = value.new_zeros(max(counts), *value.shape[1:])

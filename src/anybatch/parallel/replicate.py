@@ -295,7 +295,7 @@ class Replicate:
         self.bytes_sent = 0
         has = torch.tensor([float(p in gradients) for p in like])
         found: Sums = {}
-        with answered():
+        with answered(self.group):
             for index, bucket in enumerate(_buckets(like)):  # the smallest first
                 parts = [_flat(gradients.get(p), p, like[p]) for p in bucket]
                 if not index:

@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, tree
 from anybatch.core import torch_private as private
 from anybatch.engine import Reader, Task
+from anybatch.losses import WholeBatch
 from anybatch.memory import Reading
 from anybatch.planner.law import Law, Size
 from anybatch.planner.shapes import longest
@@ -365,12 +366,10 @@ def length_of(batch: Batch) -> int:
 
 
 def may_be_read(task: Task) -> bool:
-    """Whether what micro-batches take tells what a step takes.
-
-    It does not where rows meet in the loss, nor where gradients are sparse, whose sums grow.
-    """
+    """Return True if readings of micro-batches tell what a step takes; sums of sparse gradients grow."""
     unread = any(isinstance(one, LazyModuleMixin) or getattr(one, "sparse", False) for one in task.modules)
-    return is_one_pass(task.loss, task.model) and not unread and len(task.devices) == 1
+    is_read = isinstance(task.loss, WholeBatch) or is_one_pass(task.loss, task.model)
+    return is_read and not unread and len(task.devices) == 1
 
 
 def _static_bytes(task: Task) -> int:

@@ -57,8 +57,8 @@ class SeenDraws(private.TorchDispatchMode):
             return self.draw(func, args, kwargs)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) and result else result
-        if isinstance(first, Tensor) and first.is_floating_point():
-            self.dtypes.add(first.dtype)
+        if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
+            self.dtypes.add(first.dtype)  # not of constants, which are exact
         return result
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -70,6 +70,10 @@ class SeenDraws(private.TorchDispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         self.unreplayed += 1
         return func(*args, **kwargs)
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 @cache

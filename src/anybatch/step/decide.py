@@ -11,9 +11,19 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import refuse_batch_norms
-from anybatch.core import Batch, BudgetError, LossError, Padding, PlanError, cut_sizes
+from anybatch.core import (
+    Batch,
+    BudgetError,
+    LossError,
+    Padding,
+    PlanError,
+    TraceError,
+    cut_sizes,
+    format_bytes,
+)
 from anybatch.engine import Plan, Task, check_micro_batch
 from anybatch.planner import (
     Budget,
@@ -27,7 +37,7 @@ from anybatch.planner import (
 )
 from anybatch.recompute import find_blocks
 from anybatch.step.limits import Limits
-from anybatch.step.look import Doubt, read_rows, refuse_what_depends_on_the_cut
+from anybatch.step.look import Doubt, error_of, read_rows, refuse_what_depends_on_the_cut
 
 _DEPENDS = "with batch_norm='micro' the result depends on the cut"
 _WHOLE = {"cut_refused": _DEPENDS}
@@ -53,6 +63,11 @@ class Planning:
         self._wanted = 0  # rows of a micro-batch within the budget, before what memory has taught
         self._measured: Measured | None = None  # what chose the cut of this step
         self._refused = ""  # why the batch at hand must not be cut, as far as a few rows have shown
+
+    @property
+    def is_asked(self) -> bool:
+        """Return True if the caller chose the size of micro-batches, and no budget does."""
+        return self.budget is None or self.micro_batch is not None
 
     def by_rows(self, rows: int, like: Hashable = ()) -> Plan:
         """The plan of a batch of so many rows, where there is no budget (PlanError)."""
@@ -102,9 +117,11 @@ class Planning:
     ) -> tuple[Measured | None, tuple[int, ...]]:
         """Rows of each micro-batch by what was read; none where the step has to be traced."""
         norms = task.batch_norms and self.settings.batch_norm != "frozen"
+        measured = budget.measured(task, self.settings, _kind(batch))
+        if not any(map(is_lazy, task.everyone)):
+            _refuse_too_small(task, measured.static_bytes(task, batch), measured.num_bytes)
         if norms or batch.rows < _FEWEST or not may_be_read(task):
             return None, ()
-        measured = budget.measured(task, self.settings, _kind(batch))
         static, length = measured.static_bytes(task, batch), length_of(batch)
         if not (measured.law.readings or measured.is_refused):
             like, read_by = _of_size(self.settings, batch.rows, 2), replace(task, reader=measured)
@@ -199,14 +216,19 @@ class Planning:
 
     def _within(self, request: Request, budget: Budget, whole: Mapping[str, Any] = _WHOLE) -> Plan:
         """The plan; where the result depends on the cut, rows stay uncut (`whole`) as long as that fits."""
-        return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
+        try:
+            return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
+        except TraceError:
+            if error := error_of(request.task, request.batch, self.settings):
+                raise error from None  # the model's own
+            raise
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
         norms = task.batch_norms if self.settings.batch_norm is None else ()
         size = rows if as_it_comes else self._size(rows)
         blocks = find_blocks(task.model) if self._may_choose_blocks else ()
         return Request(
-            task=task,
+            task=task.alone(),
             batch=batch,
             like=_of_size(self.settings, rows, size),
             cut_refused=f"rows meet in {len(norms)} BatchNorm layer{'s' * (len(norms) > 1)} in training mode."
@@ -287,6 +309,17 @@ def whole_number(micro_batch: object) -> int | None:
     return cast("int", micro_batch)
 
 
+def _refuse_too_small(task: Task, static: int, budget: int) -> None:
+    """Refuse a budget below what every step holds: parameters, gradients, optimizer state and the batch."""
+    least = static + sum(p.nbytes for p in task.parameters)
+    if least > budget:
+        raise BudgetError(
+            f"Expected a budget above parameters, gradients, optimizer state and batch, which take "
+            f"{format_bytes(least)} together, got {format_bytes(budget)}. Activations come on top; 16-bit "
+            "weights, fewer trained parameters or another optimizer take less."
+        )
+
+
 _NOTHING = nullcontext()
 _dtype_and_axes: Callable[[Tensor], Hashable] = attrgetter("dtype", "ndim")
 _FEWEST = 4  # rows that can be read in more than one cut
@@ -311,7 +344,7 @@ def _at_least_one(rows: object) -> int:
 
 @lru_cache(maxsize=64)  # batches of an epoch have one or two sizes
 def _of_size(like: Plan, rows: int, micro_batch: int) -> Plan:
-    return replace(like, rows=rows, micro_batch=micro_batch)
+    return replace(like, rows=rows, micro_batch=micro_batch, cut=())
 
 
 def _of_cut(like: Plan, cut: tuple[int, ...]) -> Plan:

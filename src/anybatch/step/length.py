@@ -25,13 +25,16 @@ class Ordered:
     # at each place, tokens of the longest row from there on; empty where rows are cut as they come
     needs: Sequence[int] = ()
 
-    def cut(self, plan: Plan) -> Plan:
-        """The plan with parts of at most as many tokens as its own have in rows of the batch's longest.
+    def cut(self, plan: Plan, *, is_asked: bool) -> Plan:
+        """Return the plan with parts of at most as many tokens as its own have in rows of the longest.
 
-        Where these have one size, tokens are spread evenly over as few parts as there can be.
+        Where these have one size, tokens are spread evenly over as few parts as there can be. Unless
+        `is_asked` for its size, a batch that fits whole is cut all the same: in one part all is padded.
         """
         if not self.needs:
             return plan
+        if not (plan.is_cut or is_asked):
+            plan = replace(plan, micro_batch=-(-plan.rows // _PARTS))
         longest = self.needs[0]
         most = [size * longest for size in plan.cut or (plan.micro_batch,)]
         sizes = _sizes(self.needs, most) if plan.cut else _even(self.needs, most[0])
@@ -49,6 +52,9 @@ class Ordered:
         starts = accumulate(report.cut[:-1], initial=0)
         done = max(size * self.needs[start] for size, start in zip(report.cut, starts, strict=True))
         return max(1, min(plan.micro_batch, -(-2 * done // self.needs[0])))  # parts were halved
+
+
+_PARTS = 8  # of a batch of uneven rows, if nothing else cuts it
 
 
 def check_order(order: str | None, batch_norm: str | None) -> None:

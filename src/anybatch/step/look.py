@@ -10,15 +10,24 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, cut_sizes
 from anybatch.engine import Plan, Task
-from anybatch.losses import ModelTerms, SummedLoss, Terms, WholeBatch, read_afresh
+from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
 from anybatch.state import rng
 from anybatch.step.choose_rows import choose_rows
 from anybatch.step.dry_run import reached_by
-from anybatch.step.outcome import Difference, Outcome, Split, differ, outcome_of
+from anybatch.step.outcome import Difference, Outcome, Split, differ, only_rows, outcome_of
 
 ROWS = 8
 LEAST = 3  # rows of which two parts of several can be made
 _AGAIN = 4  # times that rows are tried again before they are refused: a hidden coin may fall alike
+
+
+def error_of(task: Task, batch: Batch, plan: Plan) -> Exception | None:
+    """Return the error that two rows raise in forward and backward; None if there is none."""
+    rows = min(2, batch.rows)
+    with _few_rows(task, batch, rows) as (task, few), suppress(OutOfMemoryError):
+        found = outcome_of(task, few, plan, Split((few.rows,)))
+        return found if isinstance(found, Exception) else None
+    return None
 
 
 class Doubt(NamedTuple):
@@ -27,9 +36,6 @@ class Doubt(NamedTuple):
     reason: str
     lasts: bool = False
     is_quiet: bool = False  # nobody is warned
-
-
-_ENTRIES = "its settings have an entry for every row, so that no part can be taken alone"
 
 
 def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> Doubt | None:
@@ -54,8 +60,6 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     """
     if task.batch_norms and plan.batch_norm != "frozen":  # else it is refused
         return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_quiet=True)
-    if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        return Doubt(_ENTRIES, lasts=True, is_quiet=True)
     rows = min(batch.rows, ROWS)
     if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward makes lazy parameters what they are
         return Doubt("the first rows were too few, or parameters lazy")
@@ -64,7 +68,7 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     # A loss over all rows may pair them by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with _few_rows(task, batch, rows) as few:
+    with _few_rows(task, batch, rows) as (task, few):
         for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
             with suppress(OutOfMemoryError):
                 doubt = _look(task, few, plan, size, _cuts(few.rows, size, small, is_mixed=is_mixed))
@@ -93,12 +97,10 @@ def read_rows(
     Raises:
         LossError: loss, gradient or weights depend on the cut.
     """
-    if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
-        return Doubt(_ENTRIES, lasts=True, is_quiet=True)
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
-    with _few_rows(task, batch, rows) as few, suppress(OutOfMemoryError):
+    with _few_rows(task, batch, rows) as (task, few), suppress(OutOfMemoryError):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
             return _look(task, few, plan, 2, cuts)
@@ -119,14 +121,14 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 
 @contextmanager
-def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[Batch]:
+def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
     """Choose so many rows; afterwards all that a forward reaches is put back."""
     streams = rng.capture_process()  # `collate` may draw
-    few = batch.only(choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+    task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
     noted = reached_by(task, few)
     try:
         with read_afresh(task.model):
-            yield few
+            yield task, few
     finally:
         noted.put_back()
         rng.restore_process(streams)
@@ -166,8 +168,9 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
             found = _confirmed(task, few, plan, most, (first, whole), (cut, parts))
         if isinstance(found, Doubt):
             return found
+        if not told:
+            _warn_of_buffers(task, (first, whole), (cut, parts))
         told = True
-        _warn_of_buffers(task, (first, whole), (cut, parts))
         if not found:
             continue
         compared = f"got {found.words} for {few.rows} rows as {first} and as {cut}"
@@ -202,8 +205,9 @@ def _confirmed(
     """Return a difference that is there again, and is no rounding of rows that cancel in the sum."""
     padded, (first, whole) = few.padded(), one
     again = [outcome_of(task, padded, plan, first) for _ in range(_AGAIN)]
-    halves = [few.only(half) for half in (range(few.rows // 2), range(few.rows // 2, few.rows))]
-    alone = [outcome_of(task, half, plan, Split(_sizes(half.rows, [most]))) for half in halves]
+    places = range(few.rows // 2), range(few.rows // 2, few.rows)
+    halves = [only_rows(task, few, half) for half in places]
+    alone = [outcome_of(own, half, plan, Split(_sizes(half.rows, [most]))) for own, half in halves]
     if not all(isinstance(each, Outcome) and not differ(whole, each) for each in again):
         return Doubt("the same rows give another loss or gradient the second time", lasts=True)
     return differ(whole, other[1], *[each for each in alone if isinstance(each, Outcome)])

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.core import Batch, Event, OutOfMemoryError
 from anybatch.core import torch_private as private
 from anybatch.engine import Observer, Plan, Task, carry_out
-from anybatch.losses import ModelLoss, ModelTerms
+from anybatch.losses import ModelLoss, ModelTerms, SummedLoss
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, SeenDraws, plain_kernels
 from anybatch.step.tolerance import limit_of
@@ -34,6 +34,13 @@ class Split:
 
     def __str__(self) -> str:
         return "+".join(map(str, self.sizes)) + " in another order" * self.is_interleaved
+
+
+def only_rows(task: Task, batch: Batch, rows: Sequence[int]) -> tuple[Task, Batch]:
+    """Return a batch of these rows, and the task with the settings that its loss has for them."""
+    if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
+        task = replace(task, loss=task.loss.of_rows(batch, rows))
+    return task, batch.only(rows)
 
 
 class Outcome(Observer):
@@ -56,7 +63,9 @@ class Outcome(Observer):
         )
         effects.begin(own.modules)
         order = range(few.rows)
-        chosen = few.only([*order[::2], *order[1::2]]) if cut.is_interleaved else few
+        chosen = few
+        if cut.is_interleaved:
+            own, chosen = only_rows(own, few, [*order[::2], *order[1::2]])
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self.buffers: dict[str, float] = {}

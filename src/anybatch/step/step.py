@@ -1,11 +1,11 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -50,7 +50,6 @@ from anybatch.precision import NonFinitePolicy, Precision, PrecisionName, at_wor
 from anybatch.recompute import Asked, choose_blocks
 from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
-from anybatch.step.dry_run import show_gradients
 from anybatch.step.length import Order, check_order, ordered
 from anybatch.step.remote import Remote
 from anybatch.step.window import Window
@@ -233,7 +232,7 @@ class Step:
         rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
-            cut = rows.cut(plan) if rows.needs else plan
+            cut = rows.cut(plan, is_asked=self.planning.is_asked) if rows.needs else plan
             if cut.is_cut or rows.needs or is_many:
                 self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
@@ -277,18 +276,6 @@ class Step:
         if report.plan.is_cut:
             self.guard.refuse_meetings(task)
         return report
-
-    def show_gradients(
-        self,
-        batch: Any,
-        see: Callable[[Tensor], object],
-        *,
-        precision: Precision,
-        scale: float = 1.0,
-        micro_batch: int | None = None,
-    ) -> None:
-        """Pass each gradient of a batch to `see`, without an update. See `anybatch.step.dry_run`."""
-        show_gradients(self, batch, see, precision=precision, scale=scale, micro_batch=micro_batch)
 
     def window(self, state: Mapping[str, Any] | None = None) -> Window:
         """Open a window, for a loop that provides the micro-batches itself.

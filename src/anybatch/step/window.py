@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anybatch.core import (
     Batch,
+    BatchError,
     Collate,
     NonFinite,
     NonFiniteLossError,
@@ -124,6 +125,8 @@ class Window:
     def add(self, micro: Any) -> None:
         """Run forward and backward on one micro-batch, and add its gradient to the sums.
 
+        If this fails, the window is as before; on several ranks it ends, and the others raise at `close`.
+
         Args:
             micro: the rows of one micro-batch, in the same form as a batch.
 
@@ -132,10 +135,24 @@ class Window:
             BatchError, LossError: see `Step.__call__`.
         """
         self._expect("open", "add a micro-batch")
+        try:
+            self._add(micro)
+        except BaseException as error:
+            if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
+                self._task.strategy.abandon(error)
+                self.discard()
+            raise
+
+    def _add(self, micro: Any) -> None:
         began = perf_counter()
         self._refuse_gradients()
         self._refuse_unfrozen()
         batch = admit(micro, self._task, self._step.collate)
+        if not batch.rows:
+            raise BatchError(
+                f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
+                "closes its window all the same."
+            )
         guard, planning = self._step.guard, self._step.planning
         if self._rows:
             guard.refuse_meetings(self._task)

@@ -1,0 +1,157 @@
+"""Budgets that survive: any number of out-of-memory errors, and what was traced or refused without need."""
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import anybatch as ab
+from anybatch.core import BudgetError
+from anybatch.engine import execute
+from anybatch.planner import trace
+from anybatch.testing import relative_error, tolerance
+
+STEPS = 12
+
+
+class Limited(nn.Module):
+    """A network in which memory runs out above a number of rows."""
+
+    def __init__(self, inputs: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 4)).double()
+        self.most = 10**9
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("planted")
+        return self.body(x)
+
+
+def by_rows(model: nn.Module, micro: Any) -> ab.Total:
+    return ab.Total(F.cross_entropy(model(micro[0]), micro[1], reduction="sum"), len(micro[0]))
+
+
+def spread(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs @ outputs.T).logsumexp(1).mean() + F.cross_entropy(outputs, targets)
+
+
+LOSSES = {"torch's": nn.CrossEntropyLoss(), "own": by_rows, "whole batch": ab.WholeBatch(spread)}
+
+
+def make(model: nn.Module, loss: Any, **options: Any) -> ab.Step:
+    return ab.Step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def run(seed: int) -> None:
+    """Out of memory in drawn steps of a drawn budget: all updates are made, and equal to undisturbed ones."""
+    drawn = random.Random(seed)
+    loss, rows = LOSSES[drawn.choice([*LOSSES])], drawn.randint(5, 70)
+    memory: Any = drawn.choice(["auto", 200_000, 400_000, 10_000_000])
+    model = Limited()
+    twin = copy.deepcopy(model)
+    step, plain = make(model, loss, memory=memory), make(twin, loss)
+    for index in range(STEPS):
+        batch = torch.randn(rows, 6).double(), torch.randint(4, (rows,))
+        model.most = drawn.randint(1, rows) if index and drawn.random() < 0.4 else model.most
+        assert step(batch).updated
+        assert plain(batch).updated
+    named = [dict(one.named_parameters()) for one in (model, twin)]
+    assert relative_error(*named) <= tolerance(torch.float64, rows * STEPS), seed
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_budget_survives_any_number_of_out_of_memory_errors(seed: int) -> None:
+    torch.manual_seed(seed)
+    run(seed)
+
+
+def test_settings_with_an_entry_per_row_have_budgets() -> None:
+    model, x = Limited(), torch.randn(40, 6).double()
+    loss = nn.BCEWithLogitsLoss(weight=torch.rand(40, 4).double())
+    twin, target = copy.deepcopy(model), torch.rand(40, 4).double()
+    report = make(model, loss, memory="200KB")((x, target))
+    make(twin, loss)((x, target))
+    assert (report.micro_batches > 1, report.checked) == (True, True)
+    named = [dict(one.named_parameters()) for one in (model, twin)]
+    assert relative_error(*named) <= tolerance(torch.float64, 40)
+
+
+def test_whole_batch_losses_are_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "trace", lambda *_, **__: pytest.fail("traced"))
+    step = make(Limited(), LOSSES["whole batch"], memory="100KB")
+    assert step((torch.randn(60, 6).double(), torch.randint(4, (60,)))).micro_batches > 1
+
+
+def test_a_budget_below_what_is_held_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Limited()
+    model.most = 0
+    with pytest.raises(BudgetError, match="above parameters, gradients"):
+        make(model, by_rows, memory="8KB")((torch.randn(9, 6).double(), torch.randint(4, (9,))))
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_an_error_of_the_model_comes_through_as_itself(rows: int) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("my own")
+
+    model = Limited()
+    model.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError, match="my own"):
+        make(model, nn.CrossEntropyLoss(), memory="100KB")(
+            (torch.randn(rows, 6).double(), torch.ones(rows).long())
+        )
+
+
+@pytest.mark.parametrize("place", ["norm_of", "observe", "clip"])
+def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_parts(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, calls = getattr(execute, place), list[int]()
+
+    def fails_once(*values: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("planted")
+        return found(*values)
+
+    model, batch = Limited(), (torch.randn(9, 6).double(), torch.randint(4, (9,)))
+    twin = copy.deepcopy(model)
+    step = make(model, nn.CrossEntropyLoss(), clip_norm=0.1, check=False)
+    monkeypatch.setattr(execute, place, fails_once)
+    report = step(batch)
+    make(twin, nn.CrossEntropyLoss(), clip_norm=0.1)(batch)
+    assert (report.updated, report.micro_batches, len(calls) > 1) == (True, 2, True)
+    named = [dict(one.named_parameters()) for one in (model, twin)]
+    assert relative_error(*named) <= tolerance(torch.float64, 9)
+
+
+def test_a_fixed_size_is_checked_against_the_budget() -> None:
+    batch = torch.randn(40, 6).double(), torch.randint(4, (40,))
+    assert make(Limited(), by_rows, memory="1MB", micro_batch=8)(batch).cut == (8,) * 5
+    with pytest.raises(BudgetError, match="32 rows at a time"):
+        make(Limited(), by_rows, memory="45KB", micro_batch=32)(batch)
+
+
+def test_auto_keeps_the_cut_by_length() -> None:
+    tokens = torch.zeros(32, 40, dtype=torch.long)
+    for row in range(32):
+        tokens[row, : 1 + row] = 1
+    model = nn.Sequential(nn.Embedding(3, 4, padding_idx=0), nn.Linear(4, 3))
+
+    def loss(model: nn.Module, micro: Any) -> ab.Total:
+        scores = model(micro[0])
+        lengths.append(scores.shape[:2])
+        return ab.Total((scores.square().sum(-1) * (micro[0] != 0)).sum(), (micro[0] != 0).sum())
+
+    lengths: list[Any] = []
+    step = make(model, loss, memory="auto", order="length")
+    step((tokens, torch.zeros(32)))
+    lengths.clear()
+    assert step((tokens, torch.zeros(32))).micro_batches > 1
+    assert sum(rows * length for rows, length in lengths) < 0.75 * 32 * 32
