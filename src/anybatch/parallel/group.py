@@ -112,13 +112,10 @@ def _leave_word(group: Group) -> None:
 
 def _behind(group: Group) -> str:
     """Return the ranks that sent fewer messages than this one; as many as can be told without waiting."""
-    members, store, found = (
-        tuple(dist.get_process_group_ranks(group)),
-        private.default_store(dist.distributed_c10d),
-        list[str](),
-    )
-    mine = _messages.get(members, 0)
-    with suppress(RuntimeError):
+    members = tuple(dist.get_process_group_ranks(group))
+    mine, found = _messages.get(members, 0), list[str]()
+    store: Any = private.default_store(dist.distributed_c10d)
+    with suppress(RuntimeError):  # its host may have ended
         for place, member in enumerate(members if store is not None else ()):
             key = f"anybatch {members} {member}"
             count = int(store.get(key)) if store.check([key]) else 0

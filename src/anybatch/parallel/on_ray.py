@@ -1,10 +1,13 @@
 """Servers and workers as Ray actors: the only file that knows Ray"""
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,9 +50,10 @@ class RayCluster:
                 "ray.shutdown() first, or stop the other ParameterServer."
             )
         self.address = address
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of a unit: told once, by `get`
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if not _OPEN:
+            _SET.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
+            os.environ.update(_SET)
+        _make_token_private(is_local=address is None)
         self._ray = ray
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         try:
@@ -74,6 +78,7 @@ class RayCluster:
             ray.exceptions.AuthenticationError,
         ) as error:
             ray.shutdown()
+            _leave_environment()
             raise RankError(
                 f"Expected a Ray cluster at {address or _LOCAL}, got none "
                 f"({str(error).splitlines()[0][:200]}). "
@@ -157,9 +162,37 @@ class RayCluster:
         _OPEN.remove(self)
         if not _OPEN:
             self._ray.shutdown()
+            _leave_environment()
 
 
 _OPEN: list[RayCluster] = []  # in this process
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a unit: told once, by `get`
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+_SET: dict[str, str] = {}  # what of it was not there before
+
+
+def _leave_environment() -> None:
+    """Take out of the environment what was put there, unless it was changed since."""
+    for name, value in _SET.items() if not _OPEN else ():
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    _SET.clear()
+
+
+def _make_token_private(*, is_local: bool) -> None:
+    """Let nobody else read Ray's token; make one for this machine, as Ray's own could be read by all."""
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if os.environ.get("RAY_AUTH_TOKEN") or not (is_local or path.exists()):
+        return
+    with suppress(OSError):  # of another user, or where nothing can be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+            path.chmod(0o600)
+            if not file.read().strip():
+                file.write(secrets.token_hex(32))
 
 
 def _to_bytes(value: Tensor) -> tuple[Any, ...]:

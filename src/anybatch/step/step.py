@@ -79,7 +79,8 @@ class Step:
         micro_batch: rows per micro-batch. A smaller batch is not split. None for the whole batch, or, with
             `memory`, for what fits.
         memory: budget in bytes: a number, "12GB", "2GiB", "80%" of the device, or "auto" for what is free.
-            The fastest plan that fits is chosen for each shape of rows. None for no budget.
+            The fastest plan that fits is chosen for each shape of rows. With `micro_batch`, that size is
+            checked against it. None for no budget.
         recompute: modules whose activations are recomputed in backward (checkpointing): "all", "selective",
             "offload", patterns of module names, or a mapping from pattern to one of these policies. None for
             none, or, with `memory`, for what fits.
