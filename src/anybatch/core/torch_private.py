@@ -416,8 +416,8 @@ def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
 
 def default_store(c10d: Any) -> Any:
     """Return the store of the default process group in `torch.distributed`'s c10d. Where missing: None."""
-    read: Any = getattr(c10d, "_get_default_store", None)
-    return None if read is None else read()
+    read: Any = getattr(c10d, "_get_default_store", lambda: None)
+    return read()
 
 
 def told_to_wrapper(model: nn.Module) -> str:
