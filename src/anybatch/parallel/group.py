@@ -115,8 +115,8 @@ def _behind(group: Group) -> str:
     members = tuple(dist.get_process_group_ranks(group))
     mine, found = _messages.get(members, 0), list[str]()
     store: Any = private.default_store(dist.distributed_c10d)
-    with suppress(RuntimeError):  # its host may have ended
-        for place, member in enumerate(members if store is not None else ()):
+    with suppress(RuntimeError, AttributeError):  # its host may have ended, or there is none
+        for place, member in enumerate(members):
             key = f"anybatch {members} {member}"
             count = int(store.get(key)) if store.check([key]) else 0
             if count < mine:
