@@ -92,7 +92,7 @@ def test_a_budget_below_what_is_held_is_refused_at_once(monkeypatch: pytest.Monk
     model = Limited()
     model.most = 0
     with pytest.raises(BudgetError, match="above parameters, gradients"):
-        make(model, by_rows, memory="8KB")((torch.randn(9, 6).double(), torch.randint(4, (9,))))
+        make(model, LOSSES["whole batch"], memory="8KB")((torch.randn(9, 6).double(), torch.randint(4, (9,))))
 
 
 @pytest.mark.parametrize("rows", [3, 40])

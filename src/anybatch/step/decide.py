@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from anybatch.batchnorm import refuse_batch_norms
 from anybatch.core import (
@@ -25,6 +24,7 @@ from anybatch.core import (
     format_bytes,
 )
 from anybatch.engine import Plan, Task, check_micro_batch
+from anybatch.losses import WholeBatch
 from anybatch.planner import (
     Budget,
     Measured,
@@ -117,11 +117,11 @@ class Planning:
     ) -> tuple[Measured | None, tuple[int, ...]]:
         """Rows of each micro-batch by what was read; none where the step has to be traced."""
         norms = task.batch_norms and self.settings.batch_norm != "frozen"
-        measured = budget.measured(task, self.settings, _kind(batch))
-        if not any(map(is_lazy, task.everyone)):
-            _refuse_too_small(task, measured.static_bytes(task, batch), measured.num_bytes)
         if norms or batch.rows < _FEWEST or not may_be_read(task):
             return None, ()
+        measured = budget.measured(task, self.settings, _kind(batch))
+        if isinstance(task.loss, WholeBatch):  # a trace of these takes minutes before it says no
+            _refuse_too_small(task, measured.static_bytes(task, batch), measured.num_bytes)
         static, length = measured.static_bytes(task, batch), length_of(batch)
         if not (measured.law.readings or measured.is_refused):
             like, read_by = _of_size(self.settings, batch.rows, 2), replace(task, reader=measured)
