@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from anybatch.engine import Accumulator
+from anybatch.engine import Part
 
 
 class Scarce(TorchDispatchMode):
@@ -70,4 +70,4 @@ def scarce(owner: Any, names: str, *args: Any, **options: Any) -> Generator[Scar
 
 
 # Forward and backward of micro-batches.
-scarce_in_passes = partial(scarce, Accumulator, "evaluate backward")
+scarce_in_passes = partial(scarce, Part, "evaluate backward")

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from anybatch.core import Cut, TensorBatch
-from anybatch.engine import Accumulator, Apart, Gradients, Schedule, execute, gradients
+from anybatch.engine import Apart, Gradients, Sums, Window, gradients, window
 from anybatch.engine.gradients import InPlace
+from anybatch.engine.part import Part
 from anybatch.losses import reductions as kinds
 from anybatch.losses.loss import Evaluated, Plain
 from anybatch.losses.torch_losses import SummedLoss
@@ -119,19 +120,21 @@ def one_bank_for_all_terms(right: Any, sums: Apart, values: Any, cotangents: Any
     sums.add([*values.values()], [cotangents[name] for name in values], unscale=unscale)
 
 
-@_in_place_of(Accumulator, "_open")
-def coefficients_forgotten(right: Any, sums: Accumulator, *args: Any) -> None:
-    right(sums, *args)
-    forgotten = dict.fromkeys(sums._division.coefficients, 1.0)
-    sums._division = replace(sums._division, coefficients=forgotten, cotangents={})
+@_in_place_of(Part, "_open")
+def coefficients_forgotten(right: Any, part: Part, *args: Any) -> None:
+    right(part, *args)
+    division = part.sums.division
+    forgotten = dict.fromkeys(division.coefficients, 1.0)
+    part.sums.division = replace(division, coefficients=forgotten, cotangents={})
 
 
-@_in_place_of(Accumulator, "_open")
-def another_provisional_divisor_in_each_add(right: Any, sums: Accumulator, *args: Any) -> None:
-    right(sums, *args)
-    if sums._window is not None:
-        halved = {name: value / 2 for name, value in sums._division.provisional.items()}
-        sums._division = replace(sums._division, provisional=halved, cotangents={})
+@_in_place_of(Part, "_open")
+def another_provisional_divisor_in_each_add(right: Any, part: Part, *args: Any) -> None:
+    right(part, *args)
+    if not part.ways.is_whole:
+        division = part.sums.division
+        halved = {name: value / 2 for name, value in division.provisional.items()}
+        part.sums.division = replace(division, provisional=halved, cotangents={})
 
 
 # ---- the sum
@@ -144,9 +147,9 @@ def mean_times_count(evaluate: Any, loss: SummedLoss, *args: Any) -> Evaluated:
     return Evaluated({"loss": mean.sums["loss"] * mean.weigh()["loss"]}, mean.weigh)
 
 
-@_in_place_of(Schedule, "__init__")
-def last_micro_batch_dropped(begin: Any, schedule: Schedule, *args: Any) -> None:
-    begin(schedule, *args)
+@_in_place_of(Part, "__init__")
+def last_micro_batch_dropped(begin: Any, schedule: Part, *args: Any, **options: Any) -> None:
+    begin(schedule, *args, **options)
     schedule._cut = Cut(schedule._cut.parts[:-1]) if len(schedule._cut.parts) > 1 else schedule._cut
 
 
@@ -156,11 +159,10 @@ def first_micro_batch_twice(right: Any, batch: TensorBatch, parts: Any) -> Any:
     return iter([found[0], *found[:-1]])
 
 
-@_in_place_of(Accumulator, "backward")
-def tail_scaled_like_a_full_one(backward: Any, sums: Accumulator, terms: Evaluated) -> None:
-    assert sums._micro is not None
-    factor = sums.plan.micro_batch / len(sums._micro.indices)
-    backward(sums, terms._replace(sums={name: value * factor for name, value in terms.sums.items()}))
+@_in_place_of(Part, "backward")
+def tail_scaled_like_a_full_one(backward: Any, part: Part, terms: Evaluated) -> None:
+    factor = part.ways.plan.micro_batch / len(part.left[0])
+    backward(part, terms._replace(sums={name: value * factor for name, value in terms.sums.items()}))
 
 
 weights_of_rows_left_uncut = _put(SummedLoss, "along", Plain.along)
@@ -182,7 +184,7 @@ def weights_of_other_rows(
 
 sums_in_the_parameters_dtype = _put(gradients, "accumulation_dtype", lambda own, chosen=None: chosen or own)
 memory_left_shared = _put(InPlace, "_own_memory", lambda self: None)
-gradients_of_the_step_before_left_over = _put(execute, "finish", lambda sums, before: None)
+gradients_of_the_step_before_left_over = _put(window, "clear", lambda parameters: None)
 gradients_found_dropped = _put(Snapshot, "gradients_found", lambda self: [])
 what_was_accepted_comes_again = _put(InPlace, "has_accepted", False)
 
@@ -199,39 +201,42 @@ def kahan_without_compensation(right: Any, sums: Apart, parameter: Any, value: A
     return sums._banks[name][parameter] + value, torch.zeros_like(value)
 
 
-@_in_place_of(Apart, "absorb")
-def windows_merged_twice(absorb: Any, sums: Apart, other: Gradients) -> None:
-    absorb(sums, other)
-    absorb(sums, other)
+@_in_place_of(Apart, "take")
+def windows_merged_twice(take: Any, sums: Apart, other: Any) -> None:
+    found = {p: p.grad for p in sums._parameters}
+    take(sums, other)
+    for parameter, gradient in found.items():
+        parameter.grad = gradient
+    take(sums, other)
 
 
 # ---- the update
 
 
-@_in_place_of(Accumulator, "backward")
-def clip_per_micro_batch(backward: Any, sums: Accumulator, terms: Evaluated) -> None:
-    backward(sums, terms)
-    torch.nn.utils.clip_grad_norm_(sums.task.parameters, sums.plan.clip_norm)
+@_in_place_of(Part, "backward")
+def clip_per_micro_batch(backward: Any, part: Part, terms: Evaluated) -> None:
+    backward(part, terms)
+    torch.nn.utils.clip_grad_norm_(part.task.parameters, part.ways.plan.clip_norm)
 
 
-@_in_place_of(Accumulator, "backward")
-def update_per_micro_batch(backward: Any, sums: Accumulator, terms: Evaluated) -> None:
-    backward(sums, terms)
-    for optimizer in sums.task.optimizers:
+@_in_place_of(Part, "backward")
+def update_per_micro_batch(backward: Any, part: Part, terms: Evaluated) -> None:
+    backward(part, terms)
+    for optimizer in part.task.optimizers:
         optimizer.step()
 
 
-@_in_place_of(execute, "update")
-def schedule_per_micro_batch(update: Any, gradient: Any, weights: Any, sums: Accumulator, before: Any) -> Any:
-    report = update(gradient, weights, sums, before)
-    for scheduler in [*sums.task.schedulers] * (report.micro_batches - 1):
+@_in_place_of(Window, "write")
+def schedule_per_micro_batch(write: Any, one: Window) -> Any:
+    report = write(one)
+    for scheduler in [*one._task.schedulers] * (report.micro_batches - 1):
         scheduler.step()
     return report
 
 
-@_in_place_of(Accumulator, "weights")
-def masked_batches_update_too(weights: Any, sums: Accumulator) -> Mapping[str, float]:
-    return {name: weight or 1.0 for name, weight in weights(sums).items()}
+@_in_place_of(Sums, "weigh")
+def masked_batches_update_too(weigh: Any, sums: Sums) -> Mapping[str, Any]:
+    return {name: weight or 1.0 for name, weight in weigh(sums).items()}
 
 
 # ---- precision
@@ -260,22 +265,22 @@ attributes_left_by_a_first_pass = _put(
 )
 
 
-@_in_place_of(Schedule, "cut_smaller")
-def a_half_that_is_forgotten(right: Any, schedule: Schedule, most: int) -> None:
+@_in_place_of(Part, "cut_smaller")
+def a_half_that_is_forgotten(right: Any, schedule: Part, most: int) -> None:
     rest = schedule._cut.after(schedule._done, most=most)
     schedule._cut = Cut((*schedule._cut.parts[: schedule._done], *rest.parts[1:]))
 
 
-@_in_place_of(execute, "recover")
-def a_micro_batch_accepted_twice(recover: Any, error: Exception, schedule: Schedule, *rest: Any) -> None:
+@_in_place_of(window, "recover")
+def a_micro_batch_accepted_twice(recover: Any, error: Exception, schedule: Part, *rest: Any) -> None:
     """After the first failure the one before it comes again; after each of them a step would not end."""
     recover(error, schedule, *rest)
     if schedule._done and not hasattr(schedule, "was_here"):
         schedule._done, schedule.was_here = schedule._done - 1, True  # type: ignore[attr-defined]
 
 
-@_in_place_of(Schedule, "cut_smaller")
-def a_row_repeated_in_halves(right: Any, schedule: Schedule, most: int) -> None:
+@_in_place_of(Part, "cut_smaller")
+def a_row_repeated_in_halves(right: Any, schedule: Part, most: int) -> None:
     rest = schedule._cut.after(schedule._done, most=most).parts
     again = (rest[0], (rest[0][-1], *rest[1][1:]), *rest[2:])
     schedule._cut = Cut((*schedule._cut.parts[: schedule._done], *again))
@@ -293,7 +298,8 @@ def a_buffer_put_in_the_place_of_another_forgotten(begin: Any, attributes: Any, 
         attributes._tables[id(slots)] = slots
 
 
-@_in_place_of(Accumulator, "leave_out")
-def dropped_rows_keep_their_weight(leave_out: Any, sums: Accumulator, rows: int) -> None:
-    leave_out(sums, rows)
-    sums._weights.append({"loss": rows})
+@_in_place_of(Part, "leave_out")
+def dropped_rows_keep_their_weight(leave_out: Any, part: Part) -> None:
+    rows = len(part.left[0])
+    leave_out(part)
+    part.sums.weights.append({"loss": rows})

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anybatch as ab
 from anybatch.core import tree
-from anybatch.engine import Agreed, Observer, tally
+from anybatch.engine import Agreed, Observer
 from anybatch.parallel import DeepGradientCompression, Replicate
 from anybatch.testing import GradientRecorder
 from tests.faults import faulty
@@ -256,7 +256,7 @@ class OwnLoss(Replicate):
 
     def close(self, sums: Any) -> Any:
         weights, agreed = super().close(sums), sums.agreed
-        sums.agreed = Agreed(tally(sums).totals or agreed.totals, agreed.rows, agreed.dropped)
+        sums.agreed = Agreed(sums.tally().totals or agreed.totals, agreed.rows, agreed.dropped)
         return weights
 
 

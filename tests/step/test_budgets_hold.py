@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core import BudgetError
-from anybatch.engine import execute
+from anybatch.engine import window
 from anybatch.planner import trace
 from anybatch.testing import relative_error, tolerance
 
@@ -112,7 +112,7 @@ def test_an_error_of_the_model_comes_through_as_itself(rows: int) -> None:
 def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_parts(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, calls = getattr(execute, place), list[int]()
+    found, calls = getattr(window, place), list[int]()
 
     def fails_once(*values: Any) -> Any:
         calls.append(1)
@@ -123,7 +123,7 @@ def test_memory_that_runs_out_after_the_last_micro_batch_is_tried_in_smaller_par
     model, batch = Limited(), (torch.randn(9, 6).double(), torch.randint(4, (9,)))
     twin = copy.deepcopy(model)
     step = make(model, nn.CrossEntropyLoss(), clip_norm=0.1, check=False)
-    monkeypatch.setattr(execute, place, fails_once)
+    monkeypatch.setattr(window, place, fails_once)
     report = step(batch)
     make(twin, nn.CrossEntropyLoss(), clip_norm=0.1)(batch)
     assert (report.updated, report.micro_batches, len(calls) > 1) == (True, 2, True)

@@ -1,4 +1,4 @@
-"""What divides each term of a loss, and when: early where the batch tells it, else at the end."""
+"""The divisor of each term of a loss: known early if the batch tells the weight, else at the end."""
 
 import math
 from collections.abc import Mapping
@@ -14,27 +14,28 @@ from anybatch.losses import Evaluated, Loss
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Division:
-    """What divides each term: decided after the first forward of a step or of a window.
+    """The divisor of each loss term, fixed after the first forward of a step or window.
 
-    Where the weight of the whole batch is known from the batch, it divides what flows back (early): with one
-    micro-batch that is torch's own arithmetic, bit for bit. Where it is not known before the end (late), a
-    power of two near the weight of the first micro-batch stands in for it, and `factors` multiplies by that
-    over the weight: powers of two change no digit, and float16 does not overflow.
+    If the weight of the whole batch is known from the batch, it divides the cotangent (early): with one
+    micro-batch that is torch's own arithmetic, bit for bit. If it is known at the end only (late), the
+    cotangent is divided by a provisional divisor, a power of two near the weight of the first micro-batch,
+    and `factors` multiplies the sums by provisional / weight. Powers of two change no digit, and float16 does
+    not overflow.
     """
 
     coefficients: Mapping[str, float]  # the factor of each term in the loss
-    divisors: Mapping[str, Number] | None  # of each term; None where they are not known before the end
-    provisional: Mapping[str, float]  # what stands in for them until then
+    divisors: Mapping[str, Number] | None  # of each term; None if they are known at the end only
+    provisional: Mapping[str, float]  # the powers of two used until then
     is_counted: bool  # the divisors are exact without weighing the micro-batches
     is_divided: bool  # the sums are divided already
     # dtype and device of each sum
     like: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict[str, Any])
-    # what flows into each sum, by loss scale
+    # the cotangent of each sum, by loss scale
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod
     def decide(loss: Loss, batch: Batch, terms: Evaluated, rows: int) -> "Division":
-        """Ask a loss what divides the terms of this batch, after the forward of its first rows."""
+        """Ask a loss for the divisors of this batch, after the forward of its first rows."""
         divisors = loss.divisors(batch, terms, rows)
         weights = terms.weigh() if divisors is None else {}
         return Division(
@@ -46,7 +47,7 @@ class Division:
         )
 
     def made_cotangents(self, scale: float) -> dict[str, Tensor]:
-        """What flows into each sum at this loss scale; made once for each scale."""
+        """Make the cotangent of each sum at this loss scale."""
         made: dict[str, Tensor] = {}
         for name, (dtype, device) in self.like.items():
             if self.divisors is None:
@@ -58,17 +59,17 @@ class Division:
         self.cotangents[scale] = made
         return made
 
-    def factors(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """What the gradient of each term is still to be multiplied by."""
-        factors: dict[str, float] = {}
-        if self.divisors is None:
-            for name, provisional in self.provisional.items():
-                weight = weights.get(name)
-                factors[name] = self.coefficients[name] * provisional / weight if weight else 0.0
-        return factors
+    def factors(self, weights: Mapping[str, Number]) -> dict[str, Number]:
+        """Return the factor by which the gradient sums of each term are still to be multiplied."""
+        if self.divisors is not None:
+            return {}
+        return {
+            name: _quotient(self.coefficients[name] * provisional, weights.get(name, 0.0))
+            for name, provisional in self.provisional.items()
+        }
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, for a checkpoint."""
+        """Return plain values, for a checkpoint."""
         return {
             "coefficients": {name: float(value) for name, value in self.coefficients.items()},
             "provisional": dict(self.provisional),
@@ -79,7 +80,7 @@ class Division:
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "Division":
-        """What `plain` was given."""
+        """Return the division that `plain` has written."""
         return Division(
             coefficients=dict(plain["coefficients"]),
             divisors=plain["divisors"],
@@ -93,22 +94,27 @@ UNDECIDED = Division(coefficients={}, divisors=None, provisional={}, is_counted=
 
 
 def to_host(weights: Mapping[str, Number]) -> dict[str, float]:
-    """Weights as numbers."""
+    """Return weights as numbers."""
     return dict(zip(weights, map(float, weights.values()), strict=True))
 
 
 def _stand_in(weight: Number, rows: int) -> float:
-    """The power of two nearest a micro-batch's weight; nearest its rows where a device would have to stop."""
+    """Return the power of two nearest a weight on the host, or nearest the rows: a device need not stop."""
     is_far = isinstance(weight, Tensor) and weight.device.type != "cpu"
     size = rows if is_far else float(weight) or rows
     return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
 
 
 def _cotangent(coefficient: float, divisor: Number, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """coefficient / divisor as a scalar like the sum it flows into; 0 where nothing is to be divided."""
-    if isinstance(divisor, Tensor) and divisor.device.type == "cpu":
-        divisor = divisor.item()  # no device has to stop for it
-    if not isinstance(divisor, Tensor):
-        return torch.full((), coefficient / divisor if divisor else 0.0, dtype=dtype, device=device)
-    divisor = divisor.to(device, dtype)
-    return torch.where(divisor == 0, 0, coefficient / divisor)
+    """Return coefficient / divisor as a scalar like the sum it flows into; 0 if nothing is to be divided."""
+    if isinstance(divisor, Tensor) and divisor.device.type != "cpu":
+        divisor = divisor.to(device, dtype)
+    value = _quotient(coefficient, divisor)
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=device)
+
+
+def _quotient(coefficient: float, divisor: Number) -> Number:
+    """Return coefficient / divisor, or 0 if the divisor is 0; on its device, which need not stop for it."""
+    if isinstance(divisor, Tensor) and divisor.device.type != "cpu":
+        return torch.where(divisor == 0, 0, coefficient / divisor)
+    return coefficient / float(divisor) if divisor else 0.0

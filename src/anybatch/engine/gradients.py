@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import Look, NonFinite
+from anybatch.core import Look, NonFinite, Number
 from anybatch.core import torch_private as private
 
-Sums = dict[nn.Parameter, Tensor]
+Gradient = dict[nn.Parameter, Tensor]
 BUCKET = 64 << 20  # bytes of gradients that are looked at together
 
 
@@ -32,7 +32,7 @@ def accumulation_dtype(parameter: torch.dtype, chosen: torch.dtype | None = None
 
 
 class Gradients:
-    """Sums of J^T c by term and parameter, not yet divided: the state of the gradient fold.
+    """Gradient of J^T c by term and parameter, not yet divided: the state of the gradient fold.
 
     The law: sums of a batch cut anywhere merge to the sums of the batch; `merge` is associative and
     commutative up to rounding, and no banks at all are its identity.
@@ -47,7 +47,7 @@ class Gradients:
         tensor([1.5000, 1.5000])
     """
 
-    def __init__(self, banks: dict[str, Sums]) -> None:
+    def __init__(self, banks: dict[str, Gradient]) -> None:
         self.banks = banks
 
     def merge(self, other: "Gradients") -> "Gradients":
@@ -59,16 +59,26 @@ class Gradients:
                 mine[parameter] = mine[parameter] + value if parameter in mine else value
         return Gradients(merged)
 
-    def finish(self, factors: Mapping[str, float]) -> Sums:
+    def finish(self, factors: Mapping[str, Number]) -> Gradient:
         """Multiply each bank once by its factor, in place, and add the banks up, in the dtype of the sums."""
         for name, factor in factors.items():
-            if self.banks.get(name) and factor != 1.0:
-                private.foreach_mul_([*self.banks[name].values()], factor)
+            bank = self.banks.get(name)
+            if bank and (isinstance(factor, Tensor) or factor != 1.0):
+                _scale([*bank.values()], factor)
         first, *others = self.banks.values() if self.banks else [{}]
         for bank in others:
             for parameter, value in bank.items():
                 first[parameter] = first[parameter].add_(value) if parameter in first else value
         return first
+
+
+def _scale(values: Sequence[Tensor], factor: Number) -> None:
+    """Multiply in place, also by a scalar of one device where tensors are on several."""
+    if isinstance(factor, Tensor) and any(value.device != factor.device for value in values):
+        for value in values:
+            value.mul_(factor.to(value.device))
+    else:
+        private.foreach_mul_(values, factor)
 
 
 class InPlace:
@@ -79,11 +89,6 @@ class InPlace:
         self._awaited: Sequence[nn.Parameter] = parameters  # will get a first `.grad`
         self._sums: list[Tensor] = []  # added to in place, from their first micro-batch on
         self._versions: list[int] = []
-        self._has_flowed = False
-
-    def restart(self) -> None:
-        """The first micro-batch again: no parameter has a gradient."""
-        self._awaited, self._sums, self._versions = self._parameters, [], []
         self._has_flowed = False
 
     def begin(self) -> None:
@@ -137,7 +142,7 @@ class InPlace:
 
 
 class Apart:
-    """Sums beside `.grad`: of another dtype, compensated, one for each term, or looked at before they grow.
+    """Sums beside `.grad`: of another dtype, compensated, one per term, or looked at before they grow.
 
     The gradients of a micro-batch are held until its backward is over, looked at where that is asked for, and
     then added as a whole. Where they are larger than a bucket they are added bucket by bucket as autograd
@@ -166,9 +171,9 @@ class Apart:
     ) -> None:
         self._parameters, self._compensated, self._is_looked_at = parameters, compensated, is_looked_at
         self._dtypes = {p: accumulation_dtype(p.dtype, dtype) for p in parameters}
-        self._banks: dict[str, Sums] = {name: {} for name in names}
+        self._banks: dict[str, Gradient] = {name: {} for name in names}
         self._tell = tell
-        self.errors: dict[str, Sums] = {name: {} for name in names}  # rounding errors carried along
+        self.errors: dict[str, Gradient] = {name: {} for name in names}  # rounding errors carried along
         self._at, self._unscale, self._in_backward = names[0], 1.0, False
         self._waiting: dict[str, dict[nn.Parameter, Tensor]] = {}
         self._look = Look()
@@ -226,26 +231,21 @@ class Apart:
 
     taken = gradients
 
-    def restore(self, banks: Mapping[str, Sums], errors: Mapping[str, Sums]) -> None:
+    def restore(self, banks: Mapping[str, Gradient], errors: Mapping[str, Gradient]) -> None:
         """Go on from sums that were saved."""
         for name in self._banks:
             self._banks[name].update(banks.get(name, {}))
             self.errors[name].update(errors.get(name, {}))
 
-    def absorb(self, other: "Gradients") -> None:
-        """Merge sums into these, in place; their memory may become ours."""
+    def take(self, other: "InPlace | Apart") -> None:
+        """Merge the sums of one `add` into these. Their memory may become ours; no `.grad` is left."""
+        other.close()
         self._unscale = 1.0
-        for name, bank in other.banks.items():
+        for name, bank in other.taken().banks.items():
             self._add(name if name in self._banks else self._at, bank)
-
-    def absorb_in_place(self, other: InPlace) -> None:
-        """Merge sums into these, in place; the parameters keep no gradient."""
-        values = [*map(_gradient_of, self._parameters)]
-        sums = self._banks[self._at]
-        if self._compensated or not _add_together(sums, self._parameters, values, 1.0):
-            self.absorb(other.taken())
-        for parameter in self._parameters:
-            parameter.grad = None
+        if isinstance(other, InPlace):
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def close(self) -> None:
         """Take the hooks off."""

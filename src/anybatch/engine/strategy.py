@@ -1,15 +1,16 @@
-"""Many processes, as the step sees them: add up weights and gradients over all. `Single` is one process."""
+"""Strategy: how the sums of several processes become one; `Single` is one process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from anybatch.engine.gradients import Sums
+from anybatch.core import Number, StepReport
+from anybatch.engine.gradients import Gradient
 
 
 class Agreed(NamedTuple):
-    """What all processes together have."""
+    """The totals of all processes together."""
 
     totals: Mapping[str, float]  # the summed loss of each term
     rows: int
@@ -17,54 +18,75 @@ class Agreed(NamedTuple):
 
 
 class Strategy(Protocol):
-    """How the partial sums of several processes become one. All call each method in one order.
+    """The work of several processes on one batch. All call each method in one order.
 
     Attributes:
-        is_many: whether other processes hold rows of the same batch.
+        is_many: other processes hold rows of the same batch.
+        takes_windows: callers may bring micro-batches one by one.
     """
 
     is_many: bool
+    takes_windows: bool
 
     def begin(self, task: Any, settings: Any) -> None:
-        """A step or a window of this `Task` begins, with these settings (a `Plan` without rows)."""
+        """Begin a step or a window of a `Task`, with a `Plan` without rows; refuse what cannot be done."""
+        ...
+
+    def carry_out(
+        self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
+    ) -> StepReport | None:
+        """Make a whole step elsewhere, and return its report; None to run it here.
+
+        Args:
+            task: the `Task`.
+            batch: the `Batch`.
+            settings: a `Plan` without rows.
+            remote: makes the maker of a step like this one, for a device of this type in another process.
+        """
         ...
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """The rows of all processes, and how many come before those of this one; once per step."""
+        """Return the rows of all processes, and how many come before those of this one; once per step."""
         ...
 
-    def close(self, sums: Any) -> Mapping[str, float]:
-        """All micro-batches of an `Accumulator` are done: the weight of each term over all processes."""
+    def close(self, sums: Any) -> Mapping[str, Number]:
+        """Return the weight of each term over all processes, after the last micro-batch of these `Sums`."""
         ...
 
-    def reduce(self, gradients: Sums) -> Sums:
-        """The gradients, added up over all processes; after `close`."""
+    def reduce(self, gradients: Gradient) -> Gradient:
+        """Return the gradients summed over all processes; after `close`."""
         ...
 
     def abandon(self, error: BaseException) -> None:
-        """This process has failed: let the others know, once. Does nothing between `close` and `reduce`."""
+        """Tell the others, once, that this process has failed. Does nothing between `close` and `reduce`."""
         ...
 
 
 class Single:
-    """One process: nothing to add up."""
+    """The strategy of one process: nothing is added up."""
 
     is_many = False
+    takes_windows = True
 
     def begin(self, task: Any, settings: Any) -> None:
-        """Nobody waits."""
+        """Begin; no other process waits."""
+
+    def carry_out(
+        self, task: Any, batch: Any, settings: Any, remote: Callable[[str], Any]
+    ) -> StepReport | None:
+        """Leave the step to the caller."""
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """The same."""
+        """Return the same values."""
         return [*values], 0
 
-    def close(self, sums: Any) -> Mapping[str, float]:
-        """The weights here."""
-        return sums.weights()
+    def close(self, sums: Any) -> Mapping[str, Number]:
+        """Return the weights of this process."""
+        return sums.weigh()
 
-    def reduce(self, gradients: Sums) -> Sums:
-        """The same."""
+    def reduce(self, gradients: Gradient) -> Gradient:
+        """Return the same gradients."""
         return gradients
 
     def abandon(self, error: BaseException) -> None:
-        """Nobody waits."""
+        """Do nothing; no other process waits."""

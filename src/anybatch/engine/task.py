@@ -113,9 +113,11 @@ class Task:
     is_shown: bool = field(init=False)  # an observer wants each micro-batch's gradients, now or later
     kinds: Set[str] = field(init=False)  # of the devices that compute
     is_static: bool = field(init=False)  # compiled, anew for each number of rows
+    made: dict[Any, Any] = field(init=False)  # what is made once for a plan: `engine.part.Ways`
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
+        put("made", {})
         put("state", ModuleState(self.modules))
         put("everyone", (*self.parameters, *self.others))
         put("reached", tuple([p for p in self.others if p.requires_grad]))
@@ -149,10 +151,6 @@ class Task:
     def learning_rate(self) -> float:
         """Return that of the first group of parameters; NaN if it is not a number."""
         return learning_rate_of(self.optimizers)
-
-    def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
-        """What makes the context of model and loss in a mixed precision; None where none is needed."""
-        return partial(plan.precision.computing, self.kinds) if plan.precision.is_mixed else None
 
     def names(self) -> dict[nn.Parameter, str]:
         """The trained parameters and their names in the model; positions where the loss holds them."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anybatch.core import Batch, PlanError
 from anybatch.core import torch_private as private
-from anybatch.engine import Accumulator, Task
+from anybatch.engine import Sums, Task
 from anybatch.parallel.fingerprint import (
     buffers_of_model,
     checksum,
@@ -57,7 +57,7 @@ class Drift:
             "optimizer state": _part(state_of(task), self._turn),
         }
 
-    def message(self, sums: Accumulator) -> dict[str, Any]:
+    def message(self, sums: Sums) -> dict[str, Any]:
         """Return what is compared with the other ranks, after the last forward."""
         after = self._sums_of(buffers_of_model(sums.task))
         self.written |= {place for place, value in after.items() if self._before.get(place) != value}

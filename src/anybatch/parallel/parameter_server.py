@@ -75,6 +75,7 @@ class ParameterServer(Single):
     """
 
     is_many = True
+    takes_windows = False
 
     def __init__(
         self,

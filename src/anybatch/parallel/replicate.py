@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import LossError, NonFiniteLossError, PlanError, RankError, all_finite
-from anybatch.engine import Accumulator, Agreed, Plan, Progress, Sums, Task, tally
+from anybatch.engine import Agreed, Gradient, Plan, Progress, Single, Sums, Task
 from anybatch.parallel.compression import Codec
 from anybatch.parallel.drift import Drift, refuse_drift
 from anybatch.parallel.fingerprint import fingerprint, refuse_differences
@@ -22,7 +22,7 @@ _SAID = 600  # characters of an error that others are told: a message holds them
 _BUCKET = 8 << 20  # bytes of gradients that are sent together; a larger one is sent alone, without a copy
 
 
-class Replicate:
+class Replicate(Single):
     """Exact data parallelism: each rank passes its own rows, and their union is the logical batch.
 
     Every rank holds the whole model. The gradient of each rank's rows is divided by the weight (rows, tokens)
@@ -73,7 +73,7 @@ class Replicate:
         self.drift = Drift()
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
-        self._sums: Accumulator | None = None
+        self._sums: Sums | None = None
 
     def begin(self, task: Task, settings: Plan) -> None:
         """A step or a window begins.
@@ -89,7 +89,7 @@ class Replicate:
                 f"Expected all ranks at the same step, got rank {rank(self.group)} that failed while "
                 "gradients were summed. Start all ranks again from the last checkpoint."
             )
-        if any(p.grad is not None for p in task.parameters):
+        if task.optimizers and any(p.grad is not None for p in task.parameters):
             found = [task.names()[p] for p in task.parameters if not _is_zero(p.grad)]
             if found:
                 raise PlanError(
@@ -149,7 +149,7 @@ class Replicate:
             ]
         return all_gather_rows(values, counts, self.group), sum(counts[: rank(self.group)])
 
-    def close(self, sums: Accumulator) -> dict[str, float]:
+    def close(self, sums: Sums) -> dict[str, float]:
         """Add up weights and summed losses over ranks, and agree on the loss scale.
 
         Raises:
@@ -158,7 +158,7 @@ class Replicate:
             PlanError: the ranks were not made alike.
         """
         self._undo()  # of an attempt whose gradient was not finite
-        here = tally(sums)
+        here = sums.tally()
         message = {
             "weights": here.weights,
             "totals": here.totals,
@@ -206,7 +206,7 @@ class Replicate:
         self._is_empty = not any(weights.values())
         return weights
 
-    def reduce(self, gradients: Sums) -> Sums:
+    def reduce(self, gradients: Gradient) -> Gradient:
         """Sum the gradients over ranks: bit-identical on all of them.
 
         Raises:
@@ -290,11 +290,11 @@ class Replicate:
         self._is_told = True
         raise kind(f"{said} {update}")
 
-    def _all_reduced(self, gradients: Sums, like: Mapping[nn.Parameter, torch.dtype]) -> Sums:
+    def _all_reduced(self, gradients: Gradient, like: Mapping[nn.Parameter, torch.dtype]) -> Gradient:
         """One sum per bucket. A parameter without gradient here counts as zeros, if other ranks have one."""
         self.bytes_sent = 0
         has = torch.tensor([float(p in gradients) for p in like])
-        found: Sums = {}
+        found: Gradient = {}
         with answered(self.group):
             for index, bucket in enumerate(_buckets(like)):  # the smallest first
                 parts = [_flat(gradients.get(p), p, like[p]) for p in bucket]
@@ -314,10 +314,10 @@ class Replicate:
     def _compressed(
         self,
         codec: Codec,
-        gradients: Sums,
+        gradients: Gradient,
         like: Mapping[nn.Parameter, torch.dtype],
         names: Mapping[nn.Parameter, str],
-    ) -> Sums:
+    ) -> Gradient:
         named = {names[p]: torch.empty_like(p, dtype=dtype) for p, dtype in like.items()}
         mine = codec.encode({names[p]: value for p, value in gradients.items()}, named)
         self._has_encoded, self.bytes_sent = True, mine.nbytes

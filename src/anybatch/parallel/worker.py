@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import AnybatchError, PlanError, tree
-from anybatch.engine import Plan, Single, Task, tally, undivided
+from anybatch.engine import Plan, Single, Sums, Task
 from anybatch.parallel.fingerprint import fingerprint
 from anybatch.parallel.server import Array, Layout
 from anybatch.state import Reachable, rng
@@ -48,34 +48,10 @@ class Folded:
     sent: tuple[int, ...] = ()
 
 
-class HandOver(Single):
-    """A strategy that keeps what the rows here add up to, so that somebody else divides it."""
+class _Unit(Single):
+    """A strategy for some rows of a batch whose weight is unknown here, so nothing is divided."""
 
-    is_many = True  # nobody knows the weight of all rows here
-
-    def __init__(self) -> None:
-        self.folded: Folded | None = None
-        self.banks: list[list[Tensor | None]] = []
-
-    def close(self, sums: Any) -> dict[str, float]:
-        """Keep the sums; no weights, so that nothing is divided."""
-        here, (banks, coefficients) = tally(sums), undivided(sums)
-        parameters: Sequence[nn.Parameter] = sums.task.parameters
-        self.banks = [[bank.get(p) for p in parameters] for bank in banks]
-        self.folded = Folded(
-            weights=here.weights,
-            totals=here.totals,
-            rows=sum(sums.rows),
-            cut=tuple(sums.rows),
-            is_shared=here.is_shared,
-            coefficients=coefficients,
-            used=frozenset(i for i, p in enumerate(parameters) if any(p in bank for bank in banks)),
-        )
-        return {}
-
-    def reduce(self, gradients: Any) -> Any:
-        """Nothing is left to do."""
-        return {}
+    is_many = True
 
 
 def _told(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,14 +88,16 @@ class Worker:
     def __init__(
         self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
     ) -> None:
-        self._layout, self._hand = layout, HandOver()
+        self._layout = layout
+        self._folded: Folded | None = None
+        self._banks: list[list[Tensor | None]] = []
         self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # what waits is of one shard
         self._version = -1
         self._room: dict[int, Array] = {}
         # Raised when there is something to do: who makes the worker does not wait for it.
         self._failed: Exception | None = None
         try:
-            self._step = make("local" if is_alone else self._hand)
+            self._step = make("local" if is_alone else _Unit())
             here = identity(self._step.task())
         except Exception as error:
             self._failed = error
@@ -180,12 +158,25 @@ class Worker:
             self._layout.write(values, task.parameters)
             self._version = version
         with _seeded(seed):
-            self._step.fold(self._here(rows, task))
+            self._step.fold(self._here(rows, task), self._take)
         self._refuse_writes()
-        folded, banks = self._hand.folded, self._hand.banks
-        self._hand.folded, self._hand.banks = None, []
-        terms = banks or [[None] * len(task.parameters)]
+        terms, folded = self._banks or [[None] * len(task.parameters)], self._folded
+        self._folded, self._banks = None, []
         return self._pushed(folded, [self._sums(terms, shard) for shard in range(len(self._layout.pieces))])
+
+    def _take(self, sums: Sums) -> None:
+        here, (banks, coefficients) = sums.tally(), sums.undivided()
+        parameters: Sequence[nn.Parameter] = sums.task.parameters
+        self._banks = [[bank.get(p) for p in parameters] for bank in banks]
+        self._folded = Folded(
+            weights=here.weights,
+            totals=here.totals,
+            rows=sum(sums.rows),
+            cut=tuple(sums.rows),
+            is_shared=here.is_shared,
+            coefficients=coefficients,
+            used=frozenset(i for i, p in enumerate(parameters) if any(p in bank for bank in banks)),
+        )
 
     def _sums(self, terms: Sequence[Sequence[Tensor | None]], shard: int) -> Array:
         """What goes to a shard, in memory of before: that of a new array takes longer than the copy."""

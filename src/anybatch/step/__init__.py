@@ -1,11 +1,11 @@
 """The front door: Step, Window and what they decide about each batch."""
 
+from anybatch.engine import Window
 from anybatch.step import dry_run, foresee
 from anybatch.step.choose_rows import choose_rows
 from anybatch.step.foresee import plan
 from anybatch.step.step import Step
 from anybatch.step.tolerance import limit_of, relative_error, tolerance
-from anybatch.step.window import Window
 
 __all__ = [
     "Step",

@@ -1,7 +1,8 @@
 """The step: one exact optimizer update per batch, for any size of the micro-batches."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,9 @@ from anybatch.engine import (
     Progress,
     Signature,
     Strategy,
+    Sums,
     Task,
+    Window,
     admit,
     carry_out,
     check_parts,
@@ -37,7 +40,6 @@ from anybatch.engine import (
 )
 from anybatch.losses import module_of, resolve
 from anybatch.parallel import (
-    ParameterServer,
     StrategyName,
     choose_strategy,
     group_of,
@@ -52,7 +54,7 @@ from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.length import Order, check_order, ordered
 from anybatch.step.remote import Remote
-from anybatch.step.window import Window
+from anybatch.step.window import Adds
 
 
 class Step:
@@ -206,30 +208,36 @@ class Step:
         """
         self._refuse_open_window()
         try:
-            return self._step(self._begun(), batch)
-        except BaseException as error:
+            return self._step(self._begun(), batch, self.end)
+        except BaseException as error:  # also before a window has begun
             self.strategy.abandon(error)
             raise
 
-    def fold(self, batch: Any) -> StepReport:
-        """Run forward and backward and give the sums to the strategy, without an update.
+    def fold(self, batch: Any, take: Callable[[Sums], object]) -> StepReport:
+        """Run forward and backward and hand the undivided sums over, without an update.
 
         Parameters, buffers and random streams are as before. Memory that runs out is handled as in a step.
-        """
-        return self._step(self._begun(), batch, is_dry=True)
 
-    def _step(self, task: Task, batch: Any, *, is_dry: bool = False) -> StepReport:
+        Args:
+            batch: as for a step.
+            take: called with the sums of all rows.
+        """
+        return self._step(self._begun(), batch, partial(Window.give_sums, take=take))
+
+    def end(self, window: Window) -> StepReport:
+        """End a window with the update."""
+        return window.write()
+
+    def _step(self, task: Task, batch: Any, end: Callable[[Window], StepReport]) -> StepReport:
         is_many, task.progress.unchecked = self.strategy.is_many, ""
         if is_many:
             self.strategy.begin(task, self.planning.settings)
         logical = admit(batch, task, self.collate)
-        if isinstance(self.strategy, ParameterServer):
-            self.guard.refuse_meetings(task)
-            return self.strategy.carry_out(
-                task, logical, self.planning.settings, lambda to: Remote.of(self, to)
-            )
+        settings = self.planning.settings
+        if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
+            return report
         if not logical.rows:
-            return carry_out(self.planning.settings, task, logical)
+            return carry_out(settings, task, logical, end)
         rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
@@ -238,7 +246,7 @@ class Step:
                 self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
                 with self.planning.enforced(task):
-                    report = carry_out(cut, running, rows.batch, is_dry=is_dry)
+                    report = carry_out(cut, running, rows.batch, end)
             except BlockError as error:
                 if not self.planning.distrust(error.block, plan):  # it was asked for by name
                     raise
@@ -305,13 +313,15 @@ class Step:
                 f"Expected whole batches with order={self.order!r}, got a window, whose rows are never all "
                 "there. Call step(batch), or make a Step without order."
             )
-        if isinstance(self.strategy, ParameterServer):
+        if not self.strategy.takes_windows:
             raise WindowError(
-                "Expected whole batches with a ParameterServer, got a window. Call step(batch), which cuts "
-                "the batch into units for the workers."
+                f"Expected whole batches with a {type(self.strategy).__name__}, got a window. Call "
+                "step(batch), which cuts the batch into units for the workers."
             )
         try:
-            opened = vars(self)["open_window"] = Window(self, self._begun(), state)
+            task = self._begun()
+            window = Window(task, self.planning.settings, source=Adds(self, task))
+            opened = vars(self)["open_window"] = window.open(state)
         except BaseException as error:
             self.strategy.abandon(error)
             raise

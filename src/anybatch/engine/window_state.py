@@ -1,7 +1,4 @@
-"""A window saved half-way: its sums and what it would put back, as plain values, and read again."""
-
-# Who writes a run down, and puts one together again, has to know its inside.
-# pyright: reportPrivateUsage=false
+"""The state of an open window: its sums as plain values, for a checkpoint, and how they are read again."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -11,47 +8,61 @@ from torch import Tensor, nn
 
 from anybatch.core import CheckpointError
 from anybatch.core import torch_private as private
-from anybatch.engine import Accumulator, Apart, Plan, Redone, Task, accumulation_dtype
+from anybatch.engine.division import Division, to_host
+from anybatch.engine.gradients import Apart, Gradient, accumulation_dtype
+from anybatch.engine.sums import Redone, Sums
 
 FORMAT = "window 2"
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError)
 
 
-def write(
-    sums: Accumulator, task: Task, settings: Plan, loss: object, *, rows: int, is_skipped: bool
-) -> dict[str, Any]:
-    """All that a window needs to go on elsewhere: copies on the host, as a checkpoint can hold them."""
+def write(sums: Sums, loss: object, *, rows: int, is_skipped: bool) -> dict[str, Any]:
+    """Return all that a window needs to go on elsewhere: plain values, and copies of tensors on the CPU."""
+    position = {parameter: index for index, parameter in enumerate(sums.task.parameters)}
+
+    def plain(banks: Mapping[str, Gradient]) -> dict[str, dict[int, Any]]:
+        return {
+            name: {position[parameter]: _plain(total) for parameter, total in bank.items()}
+            for name, bank in banks.items()
+        }
+
+    fold, gradients = dict[str, Any](), dict[str, Any]()
+    if isinstance(sums.gradients, Apart):
+        fold = sums.division.plain() | {
+            "sums": [*map(to_host, sums.values)],
+            "weights": [*map(to_host, sums.weights)],
+            "has_flowed": sums.has_flowed,
+        }
+        gradients = {"banks": plain(sums.gradients.gradients().banks), "errors": plain(sums.gradients.errors)}
     return {
         "format": FORMAT,
-        "made": _conditions(task, settings, loss),
-        "bits": _bits(task.parameters),
+        "made": _conditions(sums, loss),
+        "bits": _bits(sums.task.parameters),
         "rows": rows,
         "is_skipped": is_skipped,
         "cut": list(sums.rows),
         "redone": [[one.rows, one.may_be_cut] for one in sums.redone],
         "dropped": sums.dropped,
-        "fold": sums.fold() if sums.gradients is not None else {},  # nothing was added before that
-        "gradients": _gradients(sums) if sums.gradients is not None else {},
-        "scale": task.scale.state(),
+        "fold": fold,
+        "gradients": gradients,
+        "scale": sums.task.scale.state(),
         "scale_before": sums.scale_before,
     }
 
 
-def restore(
-    state: Mapping[str, Any], sums: Accumulator, task: Task, settings: Plan, loss: object
-) -> tuple[int, bool]:
-    """Let the sums of a window that has just begun go on from what `write` gave, for the same step.
+def restore(state: Mapping[str, Any], sums: Sums, loss: object) -> tuple[int, bool]:
+    """Fill the sums of a window that has just begun with those of `write`, from the same step.
 
     Returns:
-        The rows added so far, and whether no update is to be made.
+        The rows added so far, and whether the update is to be skipped.
 
     Raises:
         CheckpointError: the state is something else, or of a step that differs in what the sums depend on;
             nothing was changed.
     """
     try:
-        _check(state, task, settings, loss)
-        return _restore(state, sums, task, settings)
+        _check(state, sums, loss)
+        return _restore(state, sums)
     except _UNREADABLE as error:
         if isinstance(error, CheckpointError):
             raise
@@ -61,10 +72,10 @@ def restore(
         ) from None
 
 
-def _check(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -> None:
+def _check(state: Mapping[str, Any], sums: Sums, loss: object) -> None:
     if state["format"] != FORMAT:
         raise ValueError(f"a state of the format {state['format']!r}, not {FORMAT!r}")
-    there, here = state["made"], _conditions(task, settings, loss)
+    there, here = state["made"], _conditions(sums, loss)
     if len(there["parameters"]) == len(here["parameters"]):  # then the first one that differs is enough
         pairs = zip(there["parameters"], here["parameters"], strict=True)
         differing = next((pair for pair in pairs if pair[0] != pair[1]), (0, 0))
@@ -79,7 +90,7 @@ def _check(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -
             f"Expected the state of a window of this step, got one of another: {'; '.join(changed)}. Make "
             "model, loss and step as they were when it was saved."
         )
-    pairs = zip(state["bits"], _bits(task.parameters), state["made"]["parameters"], strict=True)
+    pairs = zip(state["bits"], _bits(sums.task.parameters), state["made"]["parameters"], strict=True)
     moved = [form for was, now, form in pairs if was != now]
     if moved:
         raise CheckpointError(
@@ -89,8 +100,9 @@ def _check(state: Mapping[str, Any], task: Task, settings: Plan, loss: object) -
         )
 
 
-def _conditions(task: Task, settings: Plan, loss: object) -> dict[str, Any]:
-    """What the sums depend on besides rows and values, in words."""
+def _conditions(sums: Sums, loss: object) -> dict[str, Any]:
+    """Return in words what the sums depend on, besides rows and values."""
+    task, settings = sums.task, sums.plan
     names = {parameter: private.plain_name(name) for name, parameter in task.model.named_parameters()}
     return {
         "parameters": [
@@ -109,7 +121,7 @@ def _conditions(task: Task, settings: Plan, loss: object) -> dict[str, Any]:
 
 
 def _named(loss: object) -> str:
-    """A loss by its name; one of torch's with its settings, such as a reduction."""
+    """Return the name of a loss; one of torch's with its settings, such as a reduction."""
     inner = getattr(loss, "function", loss)  # of ab.Terms
     given: Mapping[str, Any] = getattr(inner, "keywords", {})  # of a partial
     inner = getattr(inner, "func", inner)
@@ -122,7 +134,7 @@ def _named(loss: object) -> str:
 
 
 def _bits(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """A sum of each parameter's bits, read as whole numbers: the same in any order, on any device."""
+    """Return the sum of each parameter's bits, read as integers: the same in any order, on any device."""
     whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums: list[Tensor] = []
     for parameter in parameters:
@@ -132,33 +144,16 @@ def _bits(parameters: Sequence[nn.Parameter]) -> list[int]:
     return torch.stack([one.to(sums[0].device) for one in sums]).tolist() if sums else []
 
 
-# ---- sums
-
-
-def _gradients(sums: Accumulator) -> dict[str, Any]:
-    """Sums and their rounding errors, by bank and the position of the parameter."""
-    position = {parameter: index for index, parameter in enumerate(sums.task.parameters)}
-    assert isinstance(sums.gradients, Apart)  # noqa: S101 - as in every window
-
-    def plain(banks: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> dict[str, dict[int, Any]]:
-        return {
-            name: {position[parameter]: _plain(total) for parameter, total in bank.items()}
-            for name, bank in banks.items()
-        }
-
-    return {"banks": plain(sums.gradients.gradients().banks), "errors": plain(sums.gradients.errors)}
-
-
-def _restore(state: Mapping[str, Any], sums: Accumulator, task: Task, settings: Plan) -> tuple[int, bool]:
-    """Read all of it first, then write."""
-    fold = dict(state["fold"])
+def _restore(state: Mapping[str, Any], sums: Sums) -> tuple[int, bool]:
+    """Read all of the state first, then write."""
+    task, fold = sums.task, dict(state["fold"])
     found = state["gradients"] if fold else {"banks": {}, "errors": {}}
     if list(found["banks"]) != list(fold.get("coefficients", ())):
         raise ValueError(f"gradients of {list(found['banks'])}, not of {list(fold.get('coefficients', ()))}")
 
-    def by_parameter(values: Mapping[int, Any]) -> dict[nn.Parameter, Tensor]:
+    def by_parameter(values: Mapping[int, Any]) -> Gradient:
         pairs = [(task.parameters[int(position)], value) for position, value in values.items()]
-        chosen = settings.accumulation_dtype
+        chosen = sums.plan.accumulation_dtype
         return {p: _tensor(value, p, accumulation_dtype(p.dtype, chosen)) for p, value in pairs}
 
     banks, errors = (
@@ -169,7 +164,10 @@ def _restore(state: Mapping[str, Any], sums: Accumulator, task: Task, settings: 
     redone = [Redone(int(rows), may_be_cut=bool(may)) for rows, may in state["redone"]]
     scale_before, scale = _scale(state["scale_before"]), _scale(state["scale"])
     if fold:
-        sums.restore(fold, banks, errors)
+        sums.division = Division.of(fold)
+        sums.values, sums.weights = [*map(dict, fold["sums"])], [*map(dict, fold["weights"])]
+        sums.has_flowed, sums.gradients = bool(fold["has_flowed"]), sums.apart([*banks])
+        sums.gradients.restore(banks, errors)
     sums.rows, sums.dropped, sums.redone, sums.scale_before = cut, dropped, redone, scale_before
     task.scale.load(scale)
     return counts
@@ -179,24 +177,15 @@ def _scale(state: Mapping[str, Any]) -> dict[str, Any]:
     return {"value": float(state["value"]), "clean": int(state["clean"])}
 
 
-# ---- tensors
-
-
-def _copied(value: Tensor) -> Tensor:
-    """A copy on the host."""
-    return value.detach().to("cpu", copy=True)
-
-
 def _plain(value: Tensor) -> Any:
-    """A copy on the host; of a sparse tensor its parts, because a checkpoint holds dense ones."""
-    if not value.is_sparse:
-        return _copied(value)
-    indices, values = private.sparse_parts(value)
-    return [_copied(indices), _copied(values), value.is_coalesced()]
+    """Return a copy on the CPU; of a sparse tensor its parts, because a checkpoint holds dense ones."""
+    parts = private.sparse_parts(value) if value.is_sparse else [value]
+    copies = [part.detach().to("cpu", copy=True) for part in parts]
+    return [*copies, value.is_coalesced()] if value.is_sparse else copies[0]
 
 
 def _tensor(value: Any, like: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """What `_plain` was given, laid out as a parameter is; ValueError for another shape or dtype."""
+    """Return the tensor that `_plain` has copied, laid out as a parameter is."""
     if isinstance(value, list):
         indices, values, is_coalesced = cast("list[Any]", value)
         size, device = like.shape, like.device

@@ -1,0 +1,356 @@
+"""Part: the rows of one `add`, micro-batch by micro-batch: forward, backward, and what is left to do."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import Batch, Cut, LossError, Micro, NonFinite, OpenBatch, all_finite
+from anybatch.engine.division import UNDECIDED, Division
+from anybatch.engine.gradients import Apart, InPlace, accumulation_dtype
+from anybatch.engine.observer import Reader
+from anybatch.engine.plan import Plan
+from anybatch.engine.sums import Redone, Sums
+from anybatch.engine.task import Task
+from anybatch.losses import Evaluated, Loss, Share
+from anybatch.state import Snapshot
+
+_SHOWN = 9  # parts of a cut that are written out
+NO_READER = Reader()
+
+
+class Tried(NamedTuple):
+    """The experience of earlier attempts at one `add`."""
+
+    redone: tuple[Redone, ...] = ()
+    is_guarded: bool = False  # look at each micro-batch before it is added
+    scale_limit: float = math.inf  # the largest loss scale
+    last: frozenset[int] = frozenset()  # first rows of micro-batches that were tried again uncut
+
+
+class Ways:
+    """The choices that are the same for every micro-batch of a plan; made once for a plan and a task.
+
+    Args:
+        plan: how rows are cut, and in which dtypes.
+        task: what it is carried out on.
+        is_whole: the rows are a whole batch, not one `add` of a window.
+        is_dry: gradients are only shown, so they need not be finite.
+    """
+
+    def __init__(self, plan: Plan, task: Task, *, is_whole: bool, is_dry: bool) -> None:
+        self.plan, self.is_whole = plan, is_whole  # not the task, which holds this: a circle is freed late
+        # If the batch is not cut, the loss is torch's own, bit-identical. The total weight of a window, or of
+        # several ranks, is unknown before its end.
+        is_open = not is_whole or task.add_rows > 0 or task.strategy.is_many
+        self.loss: Loss = task.loss if plan.is_cut or is_open else task.uncut_loss
+        self.holds_whole = not is_whole or task.add_rows > 0  # gradients of a micro-batch, until it is over
+        self.is_late = is_open or (plan.non_finite == "drop" and plan.is_cut)
+        self.is_guarded = plan.is_guarded and not is_dry
+        self.is_plain = not is_whole or self.loss.is_plain  # a window has opened its loss
+        self.computing = partial(plan.precision.computing, task.kinds) if plan.precision.is_mixed else None
+        self.can_add_in_place = task.is_wide
+        if plan.accumulation_dtype is not None:
+            chosen = plan.accumulation_dtype
+            self.can_add_in_place = all(
+                accumulation_dtype(p.dtype, chosen) == p.dtype for p in task.parameters
+            )
+
+    @staticmethod
+    def of(plan: Plan, task: Task, *, is_whole: bool, is_dry: bool) -> "Ways":
+        """Return the ways of a plan, made once."""
+        key = id(plan), is_whole, is_dry
+        known = task.made.get(key)
+        if known is None or known.plan is not plan:
+            if len(task.made) > _MOST_WAYS:
+                task.made.clear()
+            known = task.made[key] = Ways(plan, task, is_whole=is_whole, is_dry=is_dry)
+        return known
+
+
+_MOST_WAYS = 32
+
+
+class Part:
+    """The rows of one `add`: their sums so far, and the micro-batches that are left.
+
+    Args:
+        task: the model, loss and parameters.
+        ways: the choices of the plan.
+        batch: the rows.
+        window: the sums of the `add`s before this one; None for a whole batch.
+        share: returns the loss of rows [start, stop), counted from the window's first row.
+        tried: the experience of earlier attempts.
+
+    Attributes:
+        sums: of the micro-batches that are done.
+        offset: rows of the window before these.
+        tried: grows while micro-batches are undone.
+        scale_before: the loss scale before the current micro-batch lowered it; None if it has not.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        ways: Ways,
+        batch: Batch,
+        window: Sums | None,
+        *,
+        share: Share | None,
+        tried: Tried,
+    ) -> None:
+        self.ways, self.batch = ways, batch
+        self.sums = Sums(ways.plan, task, batch)
+        self.sums.redone += tried.redone
+        self.offset = self._earlier = 0
+        if window is not None:
+            self.sums.division = window.division
+            self.offset, self._earlier = sum(window.rows), len(window.rows)
+        self.tried, self._scale_limit = tried, tried.scale_limit
+        self._share, self._is_scaled = share, task.scale.value != 1.0
+        self._cut, self._done = ways.plan.parts, 0
+        self.scale_before: dict[str, float] | None = None
+        self._micro: Micro | None = None
+        self._beside: list[Tensor] = []  # placeholders with the size of a window's sums, for planning
+        for observer in task.observers:
+            observer.begin(self.count)
+
+    @property
+    def task(self) -> Task:
+        """The model, loss and parameters."""
+        return self.sums.task
+
+    @property
+    def count(self) -> int:
+        """Micro-batches that are done, with those of the window before these."""
+        return self._earlier + len(self.sums.rows)
+
+    @property
+    def is_guarded(self) -> bool:
+        """True if each micro-batch is looked at before it is added."""
+        return self.ways.is_guarded or self.tried.is_guarded
+
+    @property
+    def is_open(self) -> bool:
+        """True once the first pass is over, if the loss makes one."""
+        return self.ways.is_plain or self._share is not None
+
+    @property
+    def left(self) -> Sequence[Sequence[int]]:
+        """Row indices of the micro-batches still to be done, the current one first."""
+        return self._cut.parts[self._done :]
+
+    # ---- the order of the work
+
+    def first_pass(self, passes: ExitStack, before: Snapshot) -> None:
+        """Enter the loss's own context, in which a loss that mixes rows makes a pass over the whole batch."""
+        ways, task = self.ways, self.task
+        with ways.plan.precision.computing(task.kinds):
+            along = ways.loss.along(self.batch, self._cut.sizes, task.model, before.put_modules_back)
+            self._share = passes.enter_context(along)
+
+    def micro_batches(self, before: Snapshot) -> Iterator[Micro]:
+        """Yield the micro-batches that are left; note first what making one may change."""
+        left, self._micro = self.left, None
+        micro_batches = self.batch.micro_batches(left)
+        for _ in left:
+            before.begin()
+            micro = next(micro_batches)
+            self._begin(micro)
+            yield micro
+            del micro  # before the next one is made
+
+    def _begin(self, micro: Micro) -> None:
+        self._micro = micro
+        if self._is_scaled:
+            self.task.scale.begin(self.tried.scale_limit)
+        gradients, reader = self.sums.gradients, self.task.reader
+        if gradients is not None:
+            gradients.begin()
+        if reader is not None:
+            reader.begin(micro, 0 if gradients is None else _nbytes(gradients, self.ways.plan))
+
+    def done(self) -> None:
+        """Mark the current micro-batch as done: its rows are not run again."""
+        self._done += 1
+        self.scale_before = self._micro = None
+        if self.tried.scale_limit != self._scale_limit:  # a fixed loss scale comes back for the next one
+            self.tried = self.tried._replace(scale_limit=self._scale_limit)
+
+    def leave_out(self) -> None:
+        """Drop the current micro-batch: neither its rows nor their weight count."""
+        rows = len(self.left[0])
+        self.sums.rows.append(rows)
+        self.sums.dropped += rows
+        self.done()
+
+    def cut_smaller(self, most: int) -> None:
+        """Cut the rows that are left into micro-batches of at most so many rows."""
+        left = Cut(tuple(self.left))
+        # Parts that were cut by tokens differ in rows, but all need as much memory.
+        rest = left.halved() if self.batch.order else left.after(0, most=most)
+        self._cut = Cut((*self._cut.parts[: self._done], *rest.parts))
+
+    def sizes(self) -> list[int]:
+        """Return the rows of all micro-batches, done and left."""
+        return [*self.sums.rows, *map(len, self.left)]
+
+    def place(self) -> str:
+        """Return the current micro-batch and its rows, for an error."""
+        if not self.is_open:
+            return "the first pass over the rows of the batch"
+        if not self.left:
+            return "what follows the last micro-batch"
+        rows, sizes, single = self.left[0], self.sizes(), ""
+        if len(rows) == 1 < len(sizes) and self.ways.is_whole:
+            shown = sizes if len(sizes) <= _SHOWN else [*sizes[:2], "...", *sizes[-2:]]
+            single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
+        return f"micro-batch {self.count} ({self.rows_in_words()} of the batch{single})"
+
+    def rows_in_words(self) -> str:
+        """Return the rows of the current micro-batch, by their numbers in the window."""
+        rows = self.left[0]
+        return self.batch.rows_in_words(self.offset + rows[0], self.offset + rows[-1] + 1)
+
+    # ---- forward and backward
+
+    def loss_of(self, index: Sequence[int]) -> Loss:
+        """Return the loss of these rows."""
+        if self._share is None:
+            return self.ways.loss
+        return self._share(self.offset + index[0], self.offset + index[-1] + 1)
+
+    def evaluate(self, micro: Micro) -> Evaluated:
+        """Run the model and the loss on the rows of a micro-batch."""
+        ways, loss = self.ways, self.loss_of(micro.indices)
+        if ways.computing is None:
+            terms = loss.evaluate(self.task.model, micro.rows)
+        else:
+            with ways.computing():
+                terms = loss.evaluate(self.task.model, micro.rows)
+        if self.sums.gradients is None:
+            self._open(terms, len(micro.indices))
+        known = self.sums.division.coefficients
+        if terms.sums.keys() != known.keys():
+            raise LossError(
+                f"Expected the same terms from every micro-batch, got {sorted(terms.sums)} after "
+                f"{sorted(known)}. Return ab.Total.zero() for a term that has nothing to add."
+            )
+        if self.task.reader is not None:
+            self.task.reader.forward_done()
+        return terms
+
+    def _open(self, terms: Evaluated, rows: int) -> None:
+        """Fix the divisors after the first forward, and how gradients are accumulated."""
+        ways, sums = self.ways, self.sums
+        division = sums.division
+        if division is UNDECIDED:
+            known = OpenBatch() if ways.is_late else self.batch
+            division = Division.decide(ways.loss, known, terms, rows)
+        for name, one in terms.sums.items():
+            division.like[name] = one.dtype, one.device
+        banks = [*division.coefficients]
+        banks = banks if division.divisors is None else banks[:1]
+        task = self.task
+        is_shown = task.is_shown and any(one.wants_micro and one.is_due for one in task.observers)
+        is_apart = is_shown or task.add_rows > 0
+        if (
+            self.is_guarded
+            or ways.plan.compensated
+            or is_apart
+            or len(banks) > 1
+            or not ways.can_add_in_place
+        ):
+            gradients = sums.apart(
+                banks,
+                is_looked_at=self.is_guarded,
+                is_whole=is_shown or ways.holds_whole or ways.plan.non_finite == "drop",
+                tell=self._tell if is_shown else None,
+            )
+        else:
+            gradients = InPlace(task.parameters, banks[0])
+        sums.gradients, sums.division = gradients, division  # last: weights take memory, which may run out
+
+    def _tell(self, held: Mapping[str, Mapping[nn.Parameter, Tensor]]) -> None:
+        task, shown = self.task, dict[str, list[Tensor]]()
+        names = task.names()
+        for bank in held.values():
+            for parameter, gradient in bank.items():
+                shown.setdefault(names[parameter], []).append(gradient)
+        if self._micro is not None:
+            micro = self._micro._replace(indices=self.batch.callers(self._micro.indices))
+            for observer in task.observers:
+                if observer.wants_micro and observer.is_due:
+                    observer.micro(micro, shown, task.scale.value)
+
+    def backward(self, terms: Evaluated) -> None:
+        """Accumulate the gradient of a micro-batch, and count its sums and weights.
+
+        Raises:
+            NonFinite: the loss or a gradient is not finite, and each micro-batch is looked at.
+        """
+        sums, task = self.sums, self.task
+        division = sums.division
+        values, weights = terms.sums, None if division.is_counted else terms.weigh()
+        del terms  # and with it the model's outputs, as far as backward does not need them
+        flowing: dict[str, Tensor] = {}
+        for name, one in values.items():
+            if one.requires_grad and division.coefficients[name]:
+                flowing[name] = one
+        if self.is_guarded and len(flowing) < len(values) and not all_finite(list(values.values())):
+            raise NonFinite("loss")
+        if flowing:
+            sums.has_flowed = True
+            try:
+                self._flow(flowing)
+            except NonFinite:  # the sums were looked at with the gradients
+                raise NonFinite("gradient" if all_finite(list(values.values())) else "loss") from None
+            finally:
+                for parameter in task.reached:  # not ours, and they may share memory with ours
+                    parameter.grad = None
+            if task.add_rows and not self._beside:
+                self._hold_beside()
+        sums.count(values, weights, len(self.left[0]))
+        if task.reader is not None:
+            task.reader.done()
+
+    def _flow(self, flowing: Mapping[str, Tensor]) -> None:
+        gradients, division, scale = self.sums.gradients, self.sums.division, self.task.scale.value
+        assert gradients is not None  # noqa: S101 - `evaluate` has opened them
+        cotangents = division.cotangents.get(scale) or division.made_cotangents(scale)
+        if isinstance(gradients, Apart) and division.divisors is None and len(cotangents) > 1:
+            gradients.add_each(flowing, cotangents, 1 / scale)
+        else:
+            gradients.add([*flowing.values()], [*map(cotangents.__getitem__, flowing)], 1 / scale)
+
+    def _hold_beside(self) -> None:
+        """Take as much memory as a window's sums do, beside those that a cut or wider `add` has itself."""
+        gradients, plan = self.sums.gradients, self.ways.plan
+        assert gradients is not None  # noqa: S101 - they have grown
+        is_cut = plan.micro_batch < self.task.add_rows
+        for bank in gradients.taken().banks.values():
+            for parameter, value in bank.items():
+                if is_cut or value.dtype != parameter.dtype:
+                    copies = 2 if plan.compensated else 1  # the rounding errors
+                    self._beside += [torch.empty_like(value) for _ in range(copies)]
+
+    @property
+    def has_accepted(self) -> bool:
+        """True if anything of the current micro-batch has reached the gradient sums."""
+        return self.sums.gradients is not None and self.sums.gradients.has_accepted
+
+    def close(self) -> None:
+        """Remove hooks, and drop readings of a micro-batch that has begun."""
+        self.sums.close()
+        (self.task.reader or NO_READER).close()
+
+
+def _nbytes(gradients: InPlace | Apart, plan: Plan) -> int:
+    """Return the bytes of gradient sums and of their rounding errors."""
+    held = [one for bank in gradients.taken().banks.values() for one in bank.values()]
+    dense = sum(one.untyped_storage().nbytes() for one in held if one.layout is torch.strided)
+    return 2 * dense if plan.compensated else dense

@@ -1,0 +1,203 @@
+"""Recovery: undo the micro-batch that failed; then cut the rest smaller, restart the `add`, or raise."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from anybatch.batchnorm import names_of_batch_norms
+from anybatch.core import (
+    AnybatchError,
+    Cut,
+    LossError,
+    MicroBatchRedone,
+    NonFinite,
+    NonFiniteLossError,
+    OutOfMemoryError,
+    PlanError,
+    cut_sizes,
+    free_caches,
+    ran_out_of_memory,
+    released,
+)
+from anybatch.engine.part import NO_READER, Part, Tried
+from anybatch.engine.sums import Redone
+from anybatch.engine.update import note
+from anybatch.losses import EvaluateAgain
+from anybatch.state import Snapshot, rng
+
+_AT_END = -2  # in `Tried.last`: memory ran out after the last micro-batch
+
+
+class Restart(Exception):  # noqa: N818
+    """A request to undo this `add` and begin it again, with another plan and what was tried so far."""
+
+    def __init__(
+        self, part: Part, sizes: Sequence[int], *, is_guarded: bool = False, scale: float = math.inf
+    ) -> None:
+        super().__init__(f"to be cut into {tuple(sizes)}")
+        tried = part.tried
+        self.plan = replace(part.ways.plan, cut=tuple(sizes))
+        self.tried = Tried(
+            redone=tuple(part.sums.redone),
+            is_guarded=is_guarded or tried.is_guarded,
+            scale_limit=min(scale, tried.scale_limit),
+            last=tried.last,
+        )
+
+
+class NotUndoneError(NonFiniteLossError):
+    """An error for values that are not finite, and a forward that cannot be undone: it is never skipped."""
+
+
+def recover(error: Exception, part: Part, before: Snapshot) -> None:
+    """Undo the micro-batch that failed and change what is left; or ask for a restart; or raise.
+
+    | failure | what comes next |
+    |---|---|
+    | memory ran out, nothing of the micro-batch accepted | its rows, and those that follow, in halves |
+    | memory ran out, part of it accepted, or in a first pass | the `add` again, at half the size |
+    | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the `add` |
+    | a model's loss has another form than it had | the micro-batch again |
+    | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
+    | anything else | raised: all is as before |
+    """
+    (part.task.reader or NO_READER).close()
+    if isinstance(error, EvaluateAgain):
+        if not _undo(part, before, "to be evaluated again", LossError):
+            raise Restart(part, part.sizes())
+    elif isinstance(error, NonFinite):
+        _recover_from_overflow(error.where, part, before)
+    elif not isinstance(error, AnybatchError) and ran_out_of_memory(error):
+        said = released(error)
+        free_caches()  # before anything is put back, which takes memory
+        _recover_memory(said, part, before)
+    else:
+        note(error, f"This error was raised in {part.place()}.")
+        try:
+            raise error
+        finally:
+            del error  # this frame would hold it, and it the frame: a circle that keeps the step's tensors
+
+
+def _recover_memory(said: str, part: Part, before: Snapshot) -> None:
+    task, batch, left = part.task, part.batch, part.left
+    is_first_pass = not part.is_open
+    rows = max(map(len, left)) if is_first_pass else len(left[0])
+    is_complete = _undo(part, before, said, OutOfMemoryError)
+    task.tell(MicroBatchRedone(index=part.count, rows=rows, reason=said))
+    reason = why_not_cut(part, rows)
+    part.sums.redone.append(Redone(rows, may_be_cut=not reason))
+    first = -1 if is_first_pass else left[0][0]
+    if reason and first in part.tried.last:
+        raise OutOfMemoryError(
+            f"Expected a micro-batch of {rows} rows to fit into memory, got none left ({said}). It was tried "
+            f"again with caches freed, and {reason}. No update was made. Free memory, make rows smaller or "
+            "the model, or keep less: recompute, offload, a smaller optimizer state."
+        )
+    must_restart = is_first_pass or part.has_accepted or not is_complete
+    if reason:  # once more, with caches freed
+        part.tried = part.tried._replace(last=part.tried.last | {first})
+        if must_restart:
+            raise Restart(part, part.sizes())
+        return
+    half = -(-rows // 2)
+    is_whole_loss = part.ways.is_whole and not part.ways.plan.is_cut  # another form of the loss than a part's
+    if must_restart or is_whole_loss or part.loss_of(left[0]).tied:
+        halves = Cut.of_sizes(part.sizes()).halved().sizes  # parts of as many tokens
+        raise Restart(part, halves if batch.order else cut_sizes(batch.rows, half))
+    part.cut_smaller(half)
+
+
+def _recover_from_overflow(where: str, part: Part, before: Snapshot) -> None:
+    plan, task = part.ways.plan, part.task
+    scale, at = task.scale, task.scale.value
+    reached = rng.capture_process()
+    said = f"the {where} overflowed at a loss scale of {at:g}"
+    is_complete = _undo(part, before, said, NotUndoneError)
+    rows = part.left[0]
+    part.scale_before = part.scale_before or scale.state()
+    if where == "gradient" and scale.give_way():
+        task.tell(MicroBatchRedone(index=part.count, rows=len(rows), reason=said))
+        part.sums.redone.append(Redone(len(rows), may_be_cut=False))
+        if part.has_accepted or not is_complete:
+            raise Restart(part, part.sizes(), scale=scale.value)
+        part.tried = part.tried._replace(scale_limit=scale.value)
+        return
+    scale.load(part.scale_before)  # it was not at fault, and would take many updates to come back
+    is_tied = part.loss_of(rows).tied
+    if plan.non_finite == "drop" and not is_tied:
+        if not is_complete:
+            raise Restart(part, part.sizes())
+        rng.restore_process(reached)  # with the same random numbers the next attempt might fail again
+        part.leave_out()
+        return
+    meet = ", and rows that meet in the loss cannot be left out" if plan.non_finite == "drop" else ""
+    failed = NonFiniteLossError(
+        f"Expected a finite {where}, got NaN or infinity in micro-batch {part.count} "
+        f"({part.rows_in_words()} of the batch) at a loss scale of {at:g}{meet}. No update was made. "
+        "Look for bad data in these rows, a division by zero (a mean over no valid target), or "
+        'too high a learning rate; Step(non_finite="drop") leaves such rows out, "skip" the update.'
+    )
+    failed.reached = reached
+    raise failed
+
+
+def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) -> bool:
+    """Undo the current micro-batch; return True if everything is as before it.
+
+    Raises:
+        AnybatchError: the forward has changed what cannot be put back; the message names it.
+    """
+    task, what, got, advice = part.task, "", "", ""
+    if written := before.written():
+        task.effects.writes(written)  # next time they are noted before
+        what, got = "to no parameter", f"{len(written)} that it had changed"
+        advice = "load them again. From now on they are noted before each micro-batch."
+    elif before.written_rows():
+        what, got = "not to its rows", "rows changed"
+        advice = "hand them over anew, and let the model work on a copy (x = x.clone())."
+    elif tensors := before.written_tensors():
+        what, got = "to no tensor but buffers", f"{tensors} changed"
+        advice = "register them as buffers, which are put back."
+    if advice:
+        raise kind(
+            f"Expected a forward that writes {what}, got {got} when a micro-batch was to be undone ({said}). "
+            f"No update was made, but these are not as before: {advice}"
+        )
+    return before.undo_micro_batch()
+
+
+def why_not_cut(part: Part, rows: int) -> str:
+    """Return the reason why parts of fewer rows are impossible or inexact; empty if they are neither."""
+    plan, task = part.ways.plan, part.task
+    if rows == 1:
+        return "one row is the least that can go through the model"
+    if plan.batch_norm != "frozen" and task.batch_norms:
+        return (
+            f"BatchNorm ({names_of_batch_norms(task.model, task.batch_norms)}) takes the statistics of each "
+            "micro-batch, so the result would depend on the cut "
+            '(batch_norm="frozen" and ab.batch_norm_to_group_norm do not)'
+        )
+    if part.ways.is_whole and not plan.is_cut:
+        try:
+            task.before_cut(task, part.batch, plan, -(-rows // 2))
+        except (PlanError, LossError) as error:
+            return f"the batch must not be cut: {error}"
+    return ""
+
+
+def restart_after_end(part: Part, *, is_memory: bool) -> Restart | None:
+    """Return a restart after a failure behind the last micro-batch; None if the rows were run again before.
+
+    Memory that ran out is met with parts of half the size, in one process only. A gradient that is not finite
+    is met with a look at each micro-batch, which names the rows.
+    """
+    sums = part.sums
+    if not is_memory:
+        return None if part.is_guarded else Restart(part, sums.rows, is_guarded=True)
+    rows = max(sums.rows, default=0)
+    if _AT_END in part.tried.last or part.task.strategy.is_many or not rows or why_not_cut(part, rows):
+        return None
+    part.tried = part.tried._replace(last=part.tried.last | {_AT_END})
+    sums.redone.append(Redone(rows, may_be_cut=True))
+    return Restart(part, Cut.of_sizes(sums.rows).halved().sizes)

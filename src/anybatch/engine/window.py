@@ -1,0 +1,738 @@
+"""Window: from one update to the next. READ FIRST: forward, backward, end, update, failure."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from itertools import repeat
+from operator import attrgetter, is_not
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+from torch import Tensor, nn
+
+from anybatch.core import (
+    AnybatchError,
+    Batch,
+    BatchError,
+    LossError,
+    MicroBatchDone,
+    NonFinite,
+    NonFiniteLossError,
+    OpenBatch,
+    OutOfMemoryError,
+    StepReport,
+    WindowError,
+    all_finite,
+    free_caches,
+    ran_out_of_memory,
+    released,
+)
+from anybatch.engine import window_state
+from anybatch.engine.gradients import Gradient
+from anybatch.engine.part import NO_READER, Part, Tried, Ways
+from anybatch.engine.plan import Plan
+from anybatch.engine.recover import NotUndoneError, Restart, recover, restart_after_end
+from anybatch.engine.sums import Sums
+from anybatch.engine.task import Task, context, label_for_profiler
+from anybatch.engine.update import (
+    TornUpdateError,
+    clip,
+    norm_of,
+    note_update,
+    schedule_learning_rates,
+    step_optimizers,
+)
+from anybatch.losses import Share
+from anybatch.state import Snapshot, rng
+
+
+class Ended(NamedTuple):
+    """The finished gradient of a window, before anything is written."""
+
+    gradient: Gradient
+    weights: Mapping[str, float]
+    norm: float  # 2-norm before clipping; NaN if nothing counts
+    size: Tensor  # the same, on its device
+
+
+class Source(Protocol):
+    """The part of a step that a window asks about each `add`."""
+
+    def admit(self, micro: Any) -> Batch:
+        """Check the rows of a micro-batch."""
+        ...
+
+    def plan(self, batch: Batch, *, is_first: bool) -> Plan:
+        """Return how the rows of an `add` are cut."""
+        ...
+
+    def enforced(self) -> AbstractContextManager[None]:
+        """Return a context in which the device keeps to the budget."""
+        ...
+
+    def learn(self, batch: Batch, plan: Plan, part: Part) -> None:
+        """Learn from an `add` that went through."""
+        ...
+
+    def end(self, window: "Window") -> StepReport:
+        """Update, or hand the gradient over."""
+        ...
+
+    def closed(self) -> None:
+        """Note that the window is over."""
+        ...
+
+    @property
+    def loss(self) -> object:
+        """The loss as the caller gave it."""
+        ...
+
+
+class Window:
+    """Gradient accumulation for a loop that provides the micro-batches itself.
+
+    Call `add` (forward and backward) for each micro-batch, then `close`, which is `update` and `clear`. As a
+    context manager, a window closes itself at the end of the block; an exception discards it.
+
+    While it is open, the window keeps the gradient sums, and every `.grad` is None. If an `add` fails, the
+    window is as before that `add`. If memory runs out in an `add`, its rows are processed in halves. Do not
+    use a torch `GradScaler` with a window: `precision="fp16-mixed"` scales the loss.
+
+    Example:
+        >>> import torch
+        >>> from torch import nn
+        >>> from anybatch import Step
+        >>> model = nn.Linear(2, 1)
+        >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with step.window() as window:
+        ...     window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+    """
+
+    # A step is a window with one `add`: see `carry_out` below. Phases: open -> updated -> closed.
+
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "_phase",
+        "_report",
+        "_rows",
+        "_seconds",
+        "_settings",
+        "_share",
+        "_skipped",
+        "_source",
+        "_sums",
+        "_task",
+        "_trained",
+    )
+
+    def __init__(
+        self, task: Task, settings: Plan, batch: Batch | None = None, source: Source | None = None
+    ) -> None:
+        self._task, self._settings, self._source = task, settings, source
+        self._before: Snapshot = snapshot(task, batch or OpenBatch())
+        self._sums = Sums(settings, task, batch)
+        self._phase = "open"
+        self._share: Share | None = None
+        self._skipped: NonFiniteLossError | None = None
+        self._report: StepReport | None = None
+        self._rows, self._seconds = 0, 0.0
+        self._trained: list[bool] = []
+
+    def open(self, state: Mapping[str, Any] | None = None) -> "Window":
+        """Begin, for callers who bring micro-batches; go on from a saved state if there is one."""
+        task = self._task
+        with task.loss.along(OpenBatch(), (), task.model, lambda: None) as self._share:
+            pass  # refused is a loss that needs the whole batch
+        self._trained = [*map(_is_trained, task.everyone)]
+        if state is not None:
+            source = self._source
+            assert source is not None  # noqa: S101 - only a step opens a window
+            self._rows, is_skipped = window_state.restore(state, self._sums, source.loss)
+            self._skipped = self._not_finite() if is_skipped else None
+        task.progress.unchecked = ""
+        task.strategy.begin(
+            task, self._settings
+        )  # before gradients that are refused on several ranks are gone
+        clear(task.parameters)
+        return self
+
+    # ---- forward and backward
+
+    def fold(
+        self, plan: Plan, batch: Batch, tried: Tried, *, is_whole: bool = False, is_dry: bool = False
+    ) -> Part:
+        """Run forward and backward of all rows; if this fails, all is as before it.
+
+        A whole batch is the only one of its window. It may divide early and use torch's uncut loss, its
+        snapshot is that of the window, and `discard` puts back.
+        """
+        task, wanted = self._task, plan
+        while True:
+            before = self._before if is_whole else snapshot(task, batch)
+            window = None if is_whole else self._sums
+            ways = Ways.of(plan, task, is_whole=is_whole, is_dry=is_dry)
+            part = Part(task, ways, batch, window, share=self._share, tried=tried)
+            try:
+                clear(task.everyone if is_whole else task.reached)
+                fold(part, before)
+                if task.reached and not is_whole:
+                    before.put_gradients_back(task.reached)
+                return part
+            except Restart as again:
+                put_back(before, part.sums)
+                plan, tried = again.plan, again.tried
+                if is_whole:
+                    self._before = snapshot(task, batch)
+            except BaseException as error:
+                if plan.non_finite == "skip" and _may_be_skipped(error):
+                    reached = error.reached or rng.capture_process()
+                    put_back(before, part.sums, error)
+                    rng.restore_process(reached)  # the same random numbers would be as bad again
+                    self._skipped = error
+                    return part
+                if not is_whole:
+                    put_back(before, part.sums, error)
+                if isinstance(error, LossError) and plan.is_cut != wanted.is_cut:
+                    raise OutOfMemoryError(
+                        f"Expected {batch.rows} rows to fit into memory uncut, got none left, and the loss "
+                        f"does not allow a cut: {error}"
+                    ) from error
+                raise
+            finally:
+                part.close()
+
+    def fold_whole(self, plan: Plan, batch: Batch, tried: Tried, *, is_dry: bool) -> Part:
+        """Run all rows of a step; their sums become the window's, without a copy."""
+        part = self.fold(plan, batch, tried, is_whole=True, is_dry=is_dry)
+        self._sums, self._rows = part.sums, batch.rows
+        return part
+
+    def try_again(self, error: BaseException, part: Part) -> Restart | None:
+        """Put all back after an end that failed, and return how the rows are run again; None if they are not.
+
+        Raises:
+            AnybatchError: they were run again already.
+        """
+        if self._phase != "open":  # an optimizer has written
+            return None
+        failed: AnybatchError | None = NonFiniteLossError(
+            f"Expected a finite sum of gradients, got NaN or infinity from {self._rows} rows, though "
+            "that of each micro-batch is finite. No update was made. Accumulate in a wider dtype, or make "
+            "the loss smaller."
+        )
+        if not isinstance(error, NonFinite):
+            failed = no_room_for_update(error, self._sums)
+        if failed is None:
+            return None
+        put_back(self._before, self._sums)
+        again = restart_after_end(part, is_memory=isinstance(failed, OutOfMemoryError))
+        if again is None:
+            raise failed from None
+        self._before = snapshot(self._task, part.batch)
+        self._sums = Sums(again.plan, self._task, part.batch)
+        return again
+
+    # ---- the end, before the update: nothing is written yet
+
+    def end(self, *, is_ours: bool = True) -> Ended:
+        """Divide once, sum over ranks, and look at the gradient.
+
+        Args:
+            is_ours: the update follows here, so gradients found before are added; else they are the caller's.
+
+        Raises:
+            NonFinite: the gradient is not finite.
+            LossError, NonFiniteLossError: see `Sums.read`.
+        """
+        task, sums = self._task, self._sums
+        weights = task.strategy.close(sums)
+        gradient = task.strategy.reduce(sums.finish(weights))
+        observe(gradient, task)
+        for parameter, found in self._before.gradients_found() if is_ours else ():
+            if parameter in task.trained:
+                gradient[parameter] = found + gradient[parameter] if parameter in gradient else found.clone()
+        values = [*gradient.values()]
+        size = norm_of(values)
+        known, (norm,) = sums.read(weights, size)
+        if not any(known.values()):
+            return Ended({}, known, math.nan, size)
+        if not math.isfinite(norm):
+            if not all_finite(values):
+                raise NonFinite("gradient")
+            if is_ours and not math.isinf(sums.plan.clip_norm):
+                raise NonFiniteLossError(
+                    f"Expected a gradient whose norm can be clipped, got a norm of {norm}. No update was "
+                    "made. Make the loss smaller, or accumulate in a wider dtype."
+                )
+        return Ended(gradient, known, norm, size)
+
+    def show(self) -> StepReport:
+        """End a dry run: only observers see the gradient."""
+        task, sums = self._task, self._sums
+        weights = task.strategy.close(sums)
+        observe(task.strategy.reduce(sums.finish(weights)), task)
+        known, _ = sums.read(weights, is_dry=True)
+        return report_of(sums, known, math.nan, updated=False)
+
+    def hand_over(self, take: Callable[[Gradient], object]) -> StepReport:
+        """End before the update: hand the unscaled gradient to `take`; gradients found stay the caller's."""
+        ended = self.end(is_ours=False)
+        if any(ended.weights.values()):
+            self._task.scale.updated()
+        report = report_of(self._sums, ended.weights, ended.norm, updated=False)
+        self._phase = "updated"
+        take(ended.gradient)
+        return report
+
+    def give_sums(self, take: Callable[[Sums], object]) -> StepReport:
+        """End before the division: the sums are handed to `take`, undivided, for a server that divides."""
+        report = report_of(self._sums, {}, math.nan, updated=False)
+        take(self._sums)
+        return report
+
+    # ---- the update
+
+    def write(self) -> StepReport:
+        """End, clip, and step optimizers and schedulers. The gradients stay in `.grad` until `discard`."""
+        gradient, weights, norm, size = self.end()
+        task, sums, plan = self._task, self._sums, self._sums.plan
+        if not any(weights.values()):
+            self._phase = "updated"
+            return report_of(sums, weights, norm, updated=False)
+        if not math.isinf(plan.clip_norm):
+            clip(gradient.values(), size, plan.clip_norm)
+        reader = task.reader or NO_READER
+        try:
+            reader.begin_update()
+            with label_for_profiler()("anybatch.update"), task.masters.raised(gradient, task.optimizers):
+                step_optimizers(gradient, task.optimizers, plan.foreach)
+                self._phase, sums.is_updated = "updated", True
+                task.progress.updates += 1
+            reader.update_done()
+            task.scale.updated()
+            report = report_of(sums, weights, norm, updated=True)  # the rate of this update
+            try:
+                schedule_learning_rates(task.schedulers)
+            finally:
+                task.progress.note(task.schedulers)
+            for observer in task.observers:
+                if observer.wants_updated:
+                    observer.updated({name: parameter for parameter, name in task.names().items()})
+        except TornUpdateError as torn:  # nothing can be put back
+            self._phase, sums.is_updated = "updated", True
+            raise torn.error from None
+        except BaseException as error:
+            if sums.is_updated:
+                note_update(error, task.progress.updates)
+            raise
+        return report
+
+    def finish(self, end: Callable[["Window"], StepReport]) -> StepReport:
+        """End in this way, unless something was not finite and such an update is to be skipped."""
+        try:
+            if self._skipped is None:
+                return end(self)
+        except (NonFinite, NonFiniteLossError) as error:
+            if self._settings.non_finite != "skip":
+                raise
+            self._skipped = error if isinstance(error, NonFiniteLossError) else self._not_finite()
+        self._task.strategy.abandon(self._skipped)  # then the other ranks skip it, too
+        reached = rng.capture_process()
+        self._before.put_back()
+        rng.restore_process(reached)  # the same random numbers would be as bad again
+        self._phase = "updated"
+        return report_of(self._sums, {}, math.nan, updated=False, rows=self._rows)
+
+    # ---- when it is over
+
+    def discard(self, error: BaseException | None = None) -> None:
+        """End the window. Without an update, model, gradients and random state are as before it.
+
+        Args:
+            error: the reason, which other ranks are told.
+        """
+        if self._phase == "closed":
+            return
+        task, sums = self._task, self._sums
+        sums.close()
+        (task.reader or NO_READER).close()
+        if error is not None or self._phase == "open":
+            task.strategy.abandon(error or WindowError(f"A window of {self._rows} rows was discarded."))
+        if self._phase == "open":
+            put_back(self._before, sums, error)
+        else:
+            if sums.is_updated:
+                clear(task.parameters)
+            else:
+                self._before.put_gradients_back(task.parameters)
+            if self._source is None:  # a step has cleared theirs, too
+                self._before.put_gradients_back(task.others)
+        self._phase = "closed"
+        if self._source is not None:
+            self._source.closed()
+
+    # ---- for callers who bring micro-batches
+
+    @property
+    def rows(self) -> int:
+        """Rows added so far."""
+        return self._rows
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report of the update; None before it."""
+        return self._report
+
+    def add(self, micro: Any) -> None:
+        """Run forward and backward on one micro-batch, and add its gradient to the sums.
+
+        If this fails, the window is as before; on several ranks it ends, and the others raise at `close`.
+
+        Args:
+            micro: the rows of one micro-batch, in the same form as a batch.
+
+        Raises:
+            WindowError: the window is not open, or a `.grad` is not zero.
+            BatchError, LossError: see `Step.__call__`.
+        """
+        self._expect("open", "add a micro-batch")
+        try:
+            self._add(micro)
+        except BaseException as error:
+            if self._task.strategy.is_many and self._phase == "open":  # others must not wait for this one
+                self.discard(error)
+            raise
+
+    def _add(self, micro: Any) -> None:
+        began, source, task = perf_counter(), self._source, self._task
+        assert source is not None  # noqa: S101 - only a step opens a window
+        self._refuse_gradients()
+        self._refuse_unfrozen()
+        batch = source.admit(micro)
+        if not batch.rows:
+            raise BatchError(
+                f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
+                "closes its window all the same."
+            )
+        if self._skipped is None:
+            plan = source.plan(batch, is_first=not self._rows)
+            with source.enforced(), context(plan, task):
+                part = self.fold(plan, batch, Tried())
+            if self._skipped is None:
+                try:
+                    self._sums.take(part.sums)
+                except BaseException as error:  # some sums may hold it and others not
+                    self.discard(error)
+                    raise
+                source.learn(batch, plan, part)
+        self._rows += batch.rows
+        self._seconds += perf_counter() - began
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of an open window, to continue it in another process with `Step.window(state)`.
+
+        It holds copies on the CPU of the gradient sums, their counts and weights, and the loss scale. It does
+        not hold the model, the optimizer or the random state: save them with
+        `anybatch.train.checkpoint.save`, and this state as its `progress`.
+
+        Raises:
+            WindowError: the window is not open.
+
+        Example:
+            >>> import torch
+            >>> from torch import nn
+            >>> from anybatch import Step
+            >>> model = nn.Linear(2, 1)
+            >>> step = Step(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> window = step.window()
+            >>> window.add((torch.zeros(3, 2), torch.zeros(3, 1)))
+            >>> state = window.state()
+            >>> window.discard()
+            >>> again = step.window(state)
+            >>> again.add((torch.zeros(2, 2), torch.zeros(2, 1)))
+            >>> again.close().cut
+            (3, 2)
+        """
+        self._expect("open", "be saved")
+        assert self._source is not None  # noqa: S101 - only a step opens a window
+        is_skipped = self._skipped is not None
+        return window_state.write(self._sums, self._source.loss, rows=self._rows, is_skipped=is_skipped)
+
+    def update(self) -> StepReport:
+        """Divide and clip the gradient, and step optimizers and schedulers.
+
+        The gradients stay in `.grad` until `clear`. If the update fails, the window is discarded.
+
+        Raises:
+            WindowError: nothing was added, the window is not open, or gradients were changed.
+            LossError: see `Step.__call__`.
+        """
+        self._expect("open", "update")
+        self._refuse_gradients()
+        task, source = self._task, self._source
+        assert source is not None  # noqa: S101 - only a step opens a window
+        if not (self._rows or task.strategy.is_many):  # other ranks may have rows
+            raise WindowError(
+                f"Expected at least one micro-batch in the window, got {self._rows} rows. "
+                "Call add() first, or discard()."
+            )
+        task.progress.began = perf_counter() - self._seconds
+        try:
+            with context(self._settings, task):
+                self._report = self.finish(source.end)
+        except BaseException as error:
+            failed = no_room_for_update(error, self._sums) if self._phase == "open" else None
+            if isinstance(error, NonFinite):
+                failed = self._not_finite()
+            self.discard(failed or error)
+            if failed is not None:
+                raise failed from None
+            raise
+        try:
+            task.tell(self._report)
+        except BaseException as error:
+            task.strategy.abandon(error)
+            raise
+        return self._report
+
+    def _not_finite(self) -> NonFiniteLossError:
+        return NonFiniteLossError(
+            f"Expected a finite gradient, got NaN or infinity in the sum of {self._rows} rows. No update "
+            'was made. A step on all rows at once names those that are bad, and non_finite="drop" or '
+            '"skip" looks at each micro-batch as it comes.'
+        )
+
+    def clear(self) -> None:
+        """Clear the gradients and end the window.
+
+        Raises:
+            WindowError: no update was made yet.
+        """
+        self._expect("updated", "clear")
+        self.discard()
+
+    def close(self) -> StepReport:
+        """Update and clear.
+
+        Raises:
+            WindowError, LossError: see `update`.
+        """
+        self._expect("open", "close")
+        try:
+            return self.update()
+        finally:
+            if self._phase == "updated":
+                self.clear()
+
+    def __enter__(self) -> "Window":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._phase == "open":
+                self.close()
+        finally:
+            self.discard(error if self._phase == "open" else None)
+
+    def _refuse_gradients(self) -> None:
+        """Drop gradients that are zero, and refuse others by name: between two `add`s there are none."""
+        if not any(map(is_not, map(_gradient_of, self._task.parameters), repeat(None))):
+            return
+        found = [(p, p.grad) for p in self._task.parameters if p.grad is not None]
+        names = self._task.names()
+        wrong = [names[p] for p, gradient in found if not _is_zero(gradient)]
+        if wrong:
+            raise WindowError(
+                f"Expected no gradients while a window is open, got a `.grad` that is not zero of "
+                f"{wrong[:3]}. "
+                "Clear it with zero_grad(), and call backward() or clipping before the window is opened or "
+                "after it is over."
+            )
+        clear([p for p, _ in found])
+
+    def _refuse_unfrozen(self) -> None:
+        trained = [*map(_is_trained, self._task.everyone)]
+        if trained != self._trained:
+            raise WindowError(
+                f"Expected the same {sum(self._trained)} parameters to be trained throughout a window, got "
+                f"{sum(trained)}. Freeze and unfreeze between windows."
+            )
+
+    def _expect(self, phase: str, wish: str) -> None:
+        if self._phase != phase:
+            raise WindowError(
+                f"Expected a window that is {phase} to {wish}, got one that is {self._phase}. "
+                "Open a new one with step.window()."
+            )
+
+
+def carry_out(
+    plan: Plan,
+    task: Task,
+    batch: Batch,
+    end: Callable[[Window], StepReport] = Window.write,
+    *,
+    is_dry: bool = False,
+) -> StepReport:
+    """Carry out one step: a window with one `add`. On any failure before the update all is as before.
+
+    A step still has its rows. So it runs them again if memory runs out after the last micro-batch (in
+    halves), or if the gradient is not finite (looking at each micro-batch, which names the rows).
+
+    Args:
+        plan: what was decided.
+        task: on what.
+        batch: the rows.
+        end: update, or hand the gradient over.
+        is_dry: show the gradients to observers, make no update, and put everything back.
+
+    Raises:
+        OutOfMemoryError: one row does not fit, the update does not, or a smaller cut would change the result.
+    """
+    end = Window.show if is_dry else end
+    task.progress.began = perf_counter()
+    with context(plan, task):
+        window = Window(task, plan, batch)
+        try:
+            tried = Tried()
+            while True:
+                part = window.fold_whole(plan, batch, tried, is_dry=is_dry)
+                try:
+                    report = window.finish(end)
+                    break
+                except BaseException as error:
+                    again = window.try_again(error, part)
+                    if again is None:
+                        raise
+                    plan, tried = again.plan, again.tried
+        except BaseException as error:
+            window.discard(error)
+            raise
+        window.discard()
+    task.tell(report)
+    return report
+
+
+def fold(part: Part, before: Snapshot) -> None:
+    """Run forward and backward of every micro-batch: THE LOOP."""
+    listeners, labelled = part.task.listeners, label_for_profiler()
+    with ExitStack() as passes:
+        while part.left:
+            try:
+                if not part.is_open:
+                    part.first_pass(passes, before)
+                for micro in part.micro_batches(before):
+                    with labelled("anybatch.micro_batch"):
+                        part.backward(part.evaluate(micro))
+                    part.done()
+                    before.look()
+                    for listener in listeners:
+                        listener(MicroBatchDone(index=part.count - 1, rows=len(micro.indices)))
+                    del micro  # before the next one is made
+            except Exception as error:
+                recover(error, part, before)
+
+
+def observe(gradient: Gradient, task: Task) -> None:
+    """Show the finished gradient to observers, unscaled, before clipping."""
+    if task.observers:
+        names = task.names()
+        for observer in task.observers:
+            observer.update({names[parameter]: value for parameter, value in gradient.items()})
+
+
+def put_back(before: Snapshot, sums: Sums, error: BaseException | None = None) -> None:
+    """Put back all that a step may have changed, its loss scale too; the error names what cannot be."""
+    sums.close()
+    lost = [
+        *before.written_tensors(),
+        *[sums.task.names().get(one, "a parameter") for one in before.written()],
+    ]
+    if before.written_rows():
+        lost.append("rows of the batch")
+    if lost and error is not None:
+        error.add_note(
+            f"All is as before the step but for {lost}, which the forward has written to in place."
+        )
+    before.put_back()
+    sums.task.scale.load(sums.scale_before)
+
+
+def report_of(
+    sums: Sums, weights: Mapping[str, float], norm: float, *, updated: bool, rows: int | None = None
+) -> StepReport:
+    """Return the report of these sums."""
+    (loss, terms), agreed, task = sums.value(weights), sums.agreed, sums.task
+    return StepReport(
+        loss=loss,
+        terms=terms if weights else {},
+        weights=weights,
+        rows=(sum(sums.rows) if agreed is None else agreed.rows) if rows is None else rows,
+        micro_batches=len(sums.rows),
+        grad_norm=norm,
+        updated=updated,
+        cut=tuple(sums.rows),
+        redone=len(sums.redone),
+        too_large=sums.too_large(),
+        dropped=sums.dropped if agreed is None else agreed.dropped,
+        scale=task.scale.value,
+        update=task.progress.updates,
+        learning_rate=task.learning_rate(),
+        seconds=perf_counter() - task.progress.began,
+        unchecked=task.progress.unchecked,
+    )
+
+
+def snapshot(task: Task, batch: Batch) -> Snapshot:
+    """Snapshot the state before a step; if memory runs out free caches and try once more."""
+    rows: Sequence[Tensor] = getattr(batch, "leaves", ())
+    said = ""
+    for _ in range(2):
+        try:
+            return Snapshot(task.state, task.effects, parameters=task.everyone, rows=rows, draws=batch.draws)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            said = released(error)
+            free_caches()
+    raise OutOfMemoryError(
+        f"Expected room for copies of buffers, which a failed step puts back, got none left ({said}). "
+        "Nothing was changed. Free memory."
+    )
+
+
+def no_room_for_update(error: BaseException, sums: Sums) -> OutOfMemoryError | None:
+    """Free caches and return the error for memory that ran out after the last micro-batch; else None."""
+    if isinstance(error, AnybatchError) or not ran_out_of_memory(error):
+        return None
+    said = released(error)
+    free_caches()  # before anything is put back, which takes memory
+    return OutOfMemoryError(
+        f"Expected room to divide, clip or hand over the gradient of {sum(sums.rows)} rows, got none left "
+        f"({said}). No update was made, and everything is as before. Free memory, or accumulate in "
+        "a narrower dtype."
+    )
+
+
+def _may_be_skipped(error: BaseException) -> TypeGuard[NonFiniteLossError]:
+    return isinstance(error, NonFiniteLossError) and not isinstance(error, NotUndoneError)
+
+
+def clear(parameters: Iterable[nn.Parameter]) -> None:
+    """Drop the gradients of these parameters."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+_gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+_is_trained: Callable[[Tensor], bool] = attrgetter("requires_grad")
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    return all_finite([gradient]) and not bool(
+        gradient.count_nonzero() if not gradient.is_sparse else gradient.coalesce().values().count_nonzero()
+    )
