@@ -148,13 +148,13 @@ def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) ->
     Raises:
         AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
-    task, what, got, advice = part.task, "", "", ""
+    task, what, got, lost, advice = part.task, "", "", "these", ""
     if written := before.written():
         task.effects.writes(written)  # next time they are noted before
         what, got = "to no parameter", f"{len(written)} that it had changed"
         advice = "load them again. From now on they are noted before each micro-batch."
     elif before.written_rows():
-        what, got = "not to its rows", "rows changed"
+        what, got, lost = "not to its rows", "rows changed", "the rows"
         advice = "hand them over anew, and let the model work on a copy (x = x.clone())."
     elif tensors := before.written_tensors():
         what, got = "to no tensor but buffers", f"{tensors} changed"
@@ -162,7 +162,7 @@ def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) ->
     if advice:
         raise kind(
             f"Expected a forward that writes {what}, got {got} when a micro-batch was to be undone ({said}). "
-            f"No update was made, but these are not as before: {advice}"
+            f"No update was made, but {lost} are not as before: {advice}"
         )
     return before.undo_micro_batch()
 

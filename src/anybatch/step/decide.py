@@ -219,9 +219,10 @@ class Planning:
         try:
             return budget.plan(request, replace(request, **whole) if request.depends_on_cut else None)
         except TraceError:
-            if error := error_of(request.task, request.batch, self.settings):
-                raise error from None  # the model's own
-            raise
+            error = error_of(request.task, request.batch, self.settings)
+            if error is None:
+                raise
+        raise error  # the model's own; out here, since the trace's error would hold its fake tensors
 
     def _request(self, task: Task, batch: Batch, rows: int, *, as_it_comes: bool = False) -> Request:
         norms = task.batch_norms if self.settings.batch_norm is None else ()
