@@ -80,7 +80,9 @@ class Schedule:
             shown = sizes if len(sizes) <= _SHOWN else [*sizes[:2], "...", *sizes[-2:]]
             single = f"; the cut {'+'.join(map(str, shown))} leaves one row"
         named = sums.batch.rows_in_words(sums.offset + rows[0], sums.offset + rows[-1] + 1)
-        return f"micro-batch {sums.count} ({named} of the batch{single})"
+        trimmed = ", ".join([f"batch{path}" for path in sums.batch.trimmed])
+        cut_off = f', trimmed to its longest row in {trimmed} (order="length")' if trimmed else ""
+        return f"micro-batch {sums.count} ({named} of the batch{single}){cut_off}"
 
     def cut_smaller(self, most: int) -> None:
         """Cut what is left into parts of at most so many rows."""

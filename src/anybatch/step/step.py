@@ -89,8 +89,9 @@ class Step:
         collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
         order: "length" sorts the rows of a batch by length, cuts them by tokens (at most those of
             `micro_batch` rows of the batch's longest) and trims each micro-batch to its longest row. Rows are
-            padded tensors with a mask or a padding token, or samples with a `collate`. None for the order
-            in which they come.
+            padded tensors with a mask or a padding token, or samples with a `collate`.
+            `anybatch.step.ByLength(keep=...)` names columns that are not trimmed. None for the order in which
+            they come.
         accumulate: dtype of the gradient sums. None for float32, or the parameter's dtype if wider.
         compensated: use Kahan summation for the gradients. Takes one more buffer per parameter.
         batch_norm: BatchNorm in training mode. None refuses to split the batch. "micro" uses the statistics
