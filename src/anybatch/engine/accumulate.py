@@ -75,6 +75,7 @@ class Accumulator:
         is_part = plan.is_cut or window is not None or bool(task.add_rows) or task.strategy.is_many
         self.loss = task.loss if is_part else task.uncut_loss
         self.is_in_window = window is not None or isinstance(batch, OpenBatch)
+        self.is_synced = task.is_synced(plan)
         self.is_guarded = (is_guarded or plan.is_guarded) and not is_dry
         self._is_dry = is_dry
         # No closure over this object: a circle would keep its tensors until garbage is collected.
@@ -174,6 +175,11 @@ class Accumulator:
                 flowing[name] = one
         if self.is_guarded and len(flowing) < len(sums) and not all_finite(list(sums.values())):
             raise NonFinite("loss")
+        if self.is_synced and len(flowing) < len(sums):
+            raise LossError(
+                "Expected terms of the loss that depend on parameters on every rank with SyncBatchNorm, got "
+                f"{len(flowing)} of {len(sums)}: others wait in backward. Give every rank rows that count."
+            )
         if flowing:
             self._has_flowed = True
             try:
@@ -219,7 +225,13 @@ class Accumulator:
             # Where micro-batches may be left out, or others come, nobody knows the weight before the end.
             is_window = self._window is not None or bool(self.task.add_rows) or self.task.strategy.is_many
             is_late = is_window or (self.plan.non_finite == "drop" and self.plan.is_cut)
-            division = Division.decide(self.loss, OpenBatch() if is_late else self.batch, terms, rows)
+            given = OpenBatch() if is_late else self.batch
+            division = Division.decide(self.loss, given, terms, rows, is_synced=self.is_synced)
+            if self.is_synced and division.divisors is None and len(terms.sums) > 1:
+                raise LossError(
+                    f"Expected a loss of one term with SyncBatchNorm on several ranks, got {[*terms.sums]}, "
+                    "each of which needs a backward of its own. Return one Total."
+                )
         for name, one in terms.sums.items():
             division.like[name] = one.dtype, one.device
         self.gradients = self._accumulation(division)

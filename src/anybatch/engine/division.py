@@ -19,7 +19,8 @@ class Division:
     Where the weight of the whole batch is known from the batch, it divides what flows back (early): with one
     micro-batch that is torch's own arithmetic, bit for bit. Where it is not known before the end (late), a
     power of two near the weight of the first micro-batch stands in for it, and `factors` multiplies by that
-    over the weight: powers of two change no digit, and float16 does not overflow.
+    over the weight: powers of two change no digit, and float16 does not overflow. Where backward adds over
+    ranks, 1 stands in on all of them.
     """
 
     coefficients: Mapping[str, float]  # the factor of each term in the loss
@@ -33,14 +34,18 @@ class Division:
     cotangents: dict[float, dict[str, Tensor]] = field(default_factory=dict[float, dict[str, Tensor]])
 
     @staticmethod
-    def decide(loss: Loss, batch: Batch, terms: Evaluated, rows: int) -> "Division":
+    def decide(
+        loss: Loss, batch: Batch, terms: Evaluated, rows: int, *, is_synced: bool = False
+    ) -> "Division":
         """Ask a loss what divides the terms of this batch, after the forward of its first rows."""
         divisors = loss.divisors(batch, terms, rows)
         weights = terms.weigh() if divisors is None else {}
         return Division(
             coefficients=dict.fromkeys(terms.sums, 1.0) | {**loss.coefficients},
             divisors=divisors,
-            provisional={name: _stand_in(weight, rows) for name, weight in weights.items()},
+            provisional={
+                name: 1.0 if is_synced else _stand_in(weight, rows) for name, weight in weights.items()
+            },
             is_counted=loss.counted and divisors is not None,
             is_divided=loss.divided,
         )

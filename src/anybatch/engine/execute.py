@@ -223,7 +223,7 @@ def recover(error: Exception, schedule: Schedule, sums: Accumulator, before: Sna
     | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the step |
     | a model's loss has another form than it had | the micro-batch again |
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
-    | anything else | raised: all is as before |
+    | anything else, and all of these where other ranks wait | raised: all is as before |
     """
     if isinstance(error, EvaluateAgain):
         if not _undo(before, sums.task, "to be evaluated again", LossError):
@@ -315,8 +315,8 @@ def _undo(before: Snapshot, task: Task, said: str, kind: type[AnybatchError]) ->
     Raises:
         AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
-    written = before.written()
-    if written:
+    task.strategy.undo(said, kind)
+    if written := before.written():
         task.effects.writes(written)  # next time they are noted before
         raise kind(
             f"Expected a forward that writes to no parameter, got {len(written)} that it had changed when it "
@@ -485,7 +485,7 @@ def _refuse(sums: Accumulator) -> NoReturn:
     """The sum of gradients is not finite."""
     if sums.is_in_window:
         raise NonFinite("gradient")
-    if not sums.is_guarded:
+    if not (sums.is_guarded or sums.is_synced):
         raise Restart(sums, sums.rows, is_guarded=True)  # which sees in which rows
     raise NonFiniteLossError(
         f"Expected a finite sum of gradients, got NaN or infinity from {sum(sums.rows)} rows, though "

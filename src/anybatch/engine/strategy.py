@@ -33,6 +33,14 @@ class Strategy(Protocol):
         """The rows of all processes, and how many come before those of this one; once per step."""
         ...
 
+    def meet(self, task: Any, parts: int) -> None:
+        """Rows of all processes meet in a layer: raise unless each runs one micro-batch (`parts`)."""
+        ...
+
+    def undo(self, said: str, kind: type[Exception]) -> None:
+        """A micro-batch is to run again, for this reason: raise `kind` where other processes wait in it."""
+        ...
+
     def close(self, sums: Any) -> Mapping[str, float]:
         """All micro-batches of an `Accumulator` are done: the weight of each term over all processes."""
         ...
@@ -57,6 +65,12 @@ class Single:
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
         """The same."""
         return [*values], 0
+
+    def meet(self, task: Any, parts: int) -> None:
+        """Nobody else has rows."""
+
+    def undo(self, said: str, kind: type[Exception]) -> None:
+        """Nobody waits."""
 
     def close(self, sums: Any) -> Mapping[str, float]:
         """The weights here."""

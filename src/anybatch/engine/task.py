@@ -150,6 +150,11 @@ class Task:
         """Return that of the first group of parameters; NaN if it is not a number."""
         return learning_rate_of(self.optimizers)
 
+    def is_synced(self, plan: Plan) -> bool:
+        """Return True if rows of all ranks meet in a SyncBatchNorm, so that no forward may run twice."""
+        is_many = self.strategy.is_many and plan.batch_norm is None
+        return is_many and any(isinstance(norm, nn.SyncBatchNorm) for norm in self.batch_norms)
+
     def computing(self, plan: Plan) -> Callable[[], AbstractContextManager[Any]] | None:
         """What makes the context of model and loss in a mixed precision; None where none is needed."""
         return partial(plan.precision.computing, self.kinds) if plan.precision.is_mixed else None

@@ -154,7 +154,7 @@ class Window:
                 "closes its window all the same."
             )
         guard, planning = self._step.guard, self._step.planning
-        if self._rows:
+        if self._rows or self._task.strategy.is_many:
             guard.refuse_meetings(self._task)
         if not self._is_skipped:
             plan = planning.of_window(self._task, batch, guard)
