@@ -11,9 +11,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 import anybatch as ab
 from anybatch.core import Micro
-from anybatch.core.errors import AnybatchError, NonFiniteLossError, WindowError
+from anybatch.core.errors import AnybatchError, BatchError, LossError, NonFiniteLossError, WindowError
 from anybatch.engine import Observer
 from anybatch.losses import find_paddings
+from anybatch.step import ByLength
 from anybatch.testing import GradientRecorder, reference_step, relative_error
 
 transformers: Any = pytest.importorskip("transformers")
@@ -58,7 +59,7 @@ def gradient_error(model: nn.Module, loss: Any, batch: Any, **options: Any) -> t
     """How far a step by length is from all rows at once, padded; models of transformers add in float32."""
     recorder = GradientRecorder(model, loss)
     expected = reference_step(model, loss, batch, collate=options.get("collate"))
-    report = ab.Step(model, loss, recorder, order="length", **options)(batch)
+    report = ab.Step(model, loss, recorder, **{"order": "length", **options})(batch)
     assert report.loss == pytest.approx(expected.loss, rel=FLOAT32)
     return relative_error(recorder.gradients, expected.gradients), report
 
@@ -242,16 +243,65 @@ def test_what_padding_changes_is_refused_by_name(model: nn.Module, loss: Any, ba
     assert all(map(torch.equal, before, model.parameters()))
 
 
+class WithFeatures(nn.Module):
+    """A tagger that also takes a fixed number of features, read as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.features = Tagger(), nn.Bilinear(LONGEST, 4, 3)
+
+    def forward(self, tokens: Tensor, features: Tensor) -> Tensor:
+        weight = self.features.weight[:, : features.shape[1]] if self.training else self.features.weight
+        return self.tags(tokens) + torch.einsum("rik,oik->ro", features, weight)[..., None]
+
+
+@pytest.mark.parametrize("cuts_weight", [True, False])
+@pytest.mark.parametrize("name", ["features", 1])
+def test_a_column_as_wide_as_the_rows_are_long_is_named_and_may_be_kept(name: Any, cuts_weight: bool) -> None:
+    # Cut wrongly, it changes the result in one case and does not fit its weight in the other.
+    model = WithFeatures().double().train(cuts_weight)
+    named: Any = {"tokens": WORDS_AND_TAGS[0], "features": FEATURES, "labels": TAGS}
+    batch: Any = tuple(named.values()) if name == 1 else named
+    given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(LossError, match=rf"with column {name!r} left whole") as told:
+        ab.Step(*given, micro_batch=2, order="length")(batch)
+    assert f"batch[{name!r}], batch[" in str(told.value)
+    assert f"order=anybatch.step.ByLength(keep=({name!r},))" in str(told.value)
+    kept = ByLength(keep=(name,))
+    error, report = gradient_error(model, given[1], batch, micro_batch=2, order=kept)
+    assert error < 1e-12
+    assert report.micro_batches < ROWS // 2
+    assert report.checked
+    with pytest.raises(BatchError, match="'tokens'" if name != 1 else "0, 1, 2"):
+        ab.Step(*given, order=ByLength(keep=("feature",)))(batch)
+
+
+def test_an_error_in_a_trimmed_micro_batch_says_what_was_trimmed() -> None:
+    model = WithFeatures().double().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ab.Step(model, nn.CrossEntropyLoss(), optimizer, micro_batch=2, order="length", check=False)
+    with pytest.raises(RuntimeError) as told:
+        step((WORDS_AND_TAGS[0], FEATURES, TAGS))
+    assert "trimmed to its longest row in batch[0], batch[1], batch[2]" in told.value.__notes__[-1]
+
+
 def test_what_has_no_order_is_refused() -> None:
     model = Tagger()
     given: Any = (model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
-    for wrong in ({"order": "size"}, {"order": "length", "batch_norm": "micro"}):
+    kept: Any = ByLength(keep=(1,))
+    for wrong in (
+        {"order": "size"},
+        {"order": "length", "batch_norm": "micro"},
+        {"order": kept, "batch_norm": "micro"},
+    ):
         with pytest.raises(AnybatchError, match="order"):
             ab.Step(*given, **wrong)
     with pytest.raises(WindowError, match="whole batches"):
         ab.Step(*given, order="length").window()
     with pytest.raises(AnybatchError, match="samples whose lengths"):
         ab.Step(*given, order="length", collate=torch.tensor)([1, 2])
+    with pytest.raises(BatchError, match=r"got 1\. .*with a collate"):
+        ab.Step(*given, order=kept, collate=torch.tensor)([[1, 2], [3]])
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,11 @@ class Batch:
         """What rows of the same kind have in common: the dtypes and sizes of one row, as far as known."""
         return ()
 
+    @property
+    def trimmed(self) -> Sequence[str]:
+        """Paths of the tensors that are trimmed, each once."""
+        return ()
+
     def cut(self, micro_batch: int) -> Iterator[Any]:
         """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
         # A generator of this would hold each micro-batch until the next one is made.
@@ -243,6 +248,21 @@ class TrimmedBatch(TensorBatch):
     def __init__(self, value: object, paddings: Sequence[Padding], order: Sequence[int]) -> None:
         super().__init__(value)
         self.paddings, self.order = tuple(paddings), order
+
+    @property
+    def trimmed(self) -> list[str]:
+        """Paths of the tensors that are trimmed, each once."""
+        short = [one for one in self.paddings if min(one.valid) < one.length]
+        return list(dict.fromkeys(self._nest.paths[leaf] for one in short for leaf, _ in one.axes))
+
+    def keeping(self, column: str) -> "TrimmedBatch":
+        """The same rows, of which this column (`tree.column`) is not trimmed."""
+        kept = {at for at, path in enumerate(self._nest.paths) if tree.column(path) == column}
+        paddings = [
+            replace(one, axes=tuple([axis for axis in one.axes if axis[0] not in kept]))
+            for one in self.paddings
+        ]
+        return TrimmedBatch(self.whole, paddings, self.order)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
         """Yield each part, trimmed."""

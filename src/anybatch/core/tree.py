@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ from anybatch.core.errors import BatchError
 Build = Callable[[Iterator[Tensor]], Any]
 _PLAIN = (Tensor, str, bytes, int, float)
 _PAIR = ("[0]", "[1]")
+_FIRST = re.compile(r"\[(.*?)\](?=[\[.]|$)|\.(\w+)")
 
 
 class Nest(NamedTuple):
@@ -47,6 +49,17 @@ def flatten(tree: object) -> Nest:
     leaves: list[Tensor] = []
     build = _visit(tree, "", paths, leaves)
     return Nest(tuple(paths), tuple(leaves), build)
+
+
+def column(path: str) -> str:
+    """Return the `repr` of the key, position or field at the top of a nest below which a path leads.
+
+    Example:
+        >>> column("['x'][0]"), column("[1]"), column(".mask")
+        ("'x'", '1', "'mask'")
+    """
+    found = _FIRST.match(path)
+    return path if found is None else found[1] or repr(found[2])
 
 
 def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:

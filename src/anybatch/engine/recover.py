@@ -59,7 +59,7 @@ def recover(error: Exception, part: Part, before: Snapshot) -> None:
     | a gradient overflowed at a loss scale | the micro-batch again at half the scale, or the `add` |
     | a model's loss has another form than it had | the micro-batch again |
     | not finite at scale 1 | raise, drop the micro-batch, or skip the update: as asked |
-    | anything else | raised: all is as before |
+    | anything else, and all of these where other ranks wait | raised: all is as before |
     """
     (part.task.reader or NO_READER).close()
     if isinstance(error, EvaluateAgain):
@@ -149,6 +149,7 @@ def _undo(part: Part, before: Snapshot, said: str, kind: type[AnybatchError]) ->
         AnybatchError: the forward has changed what cannot be put back; the message names it.
     """
     task, what, got, lost, advice = part.task, "", "", "these", ""
+    task.strategy.undo(said, kind)
     if written := before.written():
         task.effects.writes(written)  # next time they are noted before
         what, got = "to no parameter", f"{len(written)} that it had changed"
@@ -194,7 +195,7 @@ def restart_after_end(part: Part, *, is_memory: bool) -> Restart | None:
     """
     sums = part.sums
     if not is_memory:
-        return None if part.is_guarded else Restart(part, sums.rows, is_guarded=True)
+        return None if part.is_guarded or part.ways.is_synced else Restart(part, sums.rows, is_guarded=True)
     rows = max(sums.rows, default=0)
     if _AT_END in part.tried.last or part.task.strategy.is_many or not rows or why_not_cut(part, rows):
         return None

@@ -17,22 +17,25 @@ _PICTURES = re.compile("pixel|image|patch|vision|input_features")  # or spectra
 _Leaves = list[tuple[int, str, Tensor]]  # number, place in the nest, tensor
 
 
-def find_paddings(batch: Any, model: nn.Module) -> Iterator[Padding]:
+def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) -> Iterator[Padding]:
     """What fills up the rows, for each length that tensors of the batch have on their second axis.
 
     Told by masks (an `attention_mask`, or one whose ones come first or last in every row), else by the
     model's padding token, else, where there are only targets of that length, by labels of -100. A place with
     a label that differs from those in padding is not padding. Rows of padding alone count as full. Padding at
-    the start is found where every row ends at the end.
+    the start is found where every row ends at the end. Columns in `keep` are neither trimmed nor read.
     """
+    kept = {*map(repr, keep)}
     nest = tree.flatten(batch)
     is_pair = isinstance(batch, tuple | list) and len(cast("Sequence[Any]", batch)) == 2
     leaves: _Leaves = [
-        (at, path, leaf) for at, (path, leaf) in enumerate(zip(nest.paths, nest.leaves, strict=True))
+        (at, path, leaf)
+        for at, (path, leaf) in enumerate(zip(nest.paths, nest.leaves, strict=True))
+        if tree.column(path) not in kept
     ]
     tokens = _padding_tokens(model)
     for length in dict.fromkeys(
-        leaf.shape[1] for leaf in nest.leaves if leaf.dim() == 2 and leaf.shape[1] > 1
+        leaf.shape[1] for _, _, leaf in leaves if leaf.dim() == 2 and leaf.shape[1] > 1
     ):
         alike = [one for one in leaves if one[2].dim() > 1 and one[2].shape[1] == length]
         targets = [one for one in alike if one[2].dim() == 2 and _is_of_target(one[1], is_pair)]

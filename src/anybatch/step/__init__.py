@@ -4,10 +4,12 @@ from anybatch.engine import Window
 from anybatch.step import dry_run, foresee
 from anybatch.step.choose_rows import choose_rows
 from anybatch.step.foresee import plan
+from anybatch.step.length import ByLength
 from anybatch.step.step import Step
 from anybatch.step.tolerance import limit_of, relative_error, tolerance
 
 __all__ = [
+    "ByLength",
     "Step",
     "Window",
     "choose_rows",

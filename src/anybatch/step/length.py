@@ -5,11 +5,37 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, cast
 
-from anybatch.core import Batch, BatchError, LossError, PlanError, SampleBatch, StepReport, TrimmedBatch
+from anybatch.core import (
+    Batch,
+    BatchError,
+    LossError,
+    PlanError,
+    SampleBatch,
+    StepReport,
+    TrimmedBatch,
+    tree,
+)
 from anybatch.engine import Plan, Task
 from anybatch.losses import SummedLoss, WholeBatch, find_paddings
 
-Order = Literal["length"]
+
+@dataclass(frozen=True, slots=True)
+class ByLength:
+    """The order "length", with columns that do not run along the length.
+
+    Args:
+        keep: columns of the batch that are not trimmed, and not read for lengths: keys of a mapping,
+            positions in a tuple, fields of a dataclass.
+
+    Example:
+        >>> ByLength(keep=("features",))
+        ByLength(keep=('features',))
+    """
+
+    keep: tuple[str | int, ...] = ()
+
+
+Order = Literal["length"] | ByLength
 
 _WHERE = (
     "an `attention_mask`, the padding token of the model (its `config.pad_token_id`, or `padding_idx` of an "
@@ -57,10 +83,12 @@ class Ordered:
 _PARTS = 8  # of a batch of uneven rows, if nothing else cuts it
 
 
-def check_order(order: str | None, batch_norm: str | None) -> None:
+def check_order(order: object, batch_norm: str | None) -> None:
     """Refuse an order that there is not, or under which the result depends on the lengths (PlanError)."""
-    if order not in (None, "length"):
-        raise PlanError(f'Expected order to be "length" or None, got {order!r}. Leave it out for none.')
+    if not (isinstance(order, ByLength) or order in (None, "length")):
+        raise PlanError(
+            f'Expected order to be "length", ByLength(...) or None, got {order!r}. Leave it out for none.'
+        )
     if order and batch_norm == "micro":
         raise PlanError(
             f'Expected no batch_norm="micro" with order={order!r}, got both: the statistics of a micro-batch '
@@ -86,7 +114,14 @@ def ordered(order: Order | None, task: Task, batch: Batch) -> Ordered:
             "belongs to a row into the batch."
         )
     are_samples = isinstance(batch, SampleBatch)
-    paddings = [] if are_samples else [*find_paddings(batch.whole, task.model)]
+    keep = order.keep if isinstance(order, ByLength) else ()
+    known = [*map(tree.column, tree.flatten(batch.whole).paths)] if keep else []
+    if unknown := [name for name in keep if repr(name) not in known]:
+        raise BatchError(
+            f"Expected ByLength(keep=...) to name columns of the batch ({', '.join(known)}), got "
+            f"{unknown[0]!r}. Name keys, positions or fields; with a collate leave keep out."
+        )
+    paddings = [] if are_samples else [*find_paddings(batch.whole, task.model, keep)]
     kinds = [_lengths_of_samples(batch)] if are_samples else [one.valid for one in paddings]
     if not kinds:
         raise BatchError(

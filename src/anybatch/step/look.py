@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, cut_sizes
+from anybatch.core import Batch, LossError, OutOfMemoryError, SampleBatch, TrimmedBatch, cut_sizes, tree
 from anybatch.engine import Plan, Task
 from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
 from anybatch.state import rng
@@ -151,8 +151,14 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
     told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
     for cut in others:
         parts = outcome_of(task, few, plan, cut, is_watched=not whole.is_quiet)
-        if isinstance(parts, Exception) and few is not padded:
-            _refuse_failed_trim(task, parts, outcome_of(task, padded, plan, cut))
+        if isinstance(parts, Exception) and isinstance(few, TrimmedBatch):
+            kept = outcome_of(task, padded, plan, cut)
+            if isinstance(kept, Outcome):
+                said = (str(parts).splitlines() or [""])[0]
+                raise LossError(
+                    f"Expected {_name(task)} to take rows without their padding, got "
+                    f"{type(parts).__name__}: {said}. {_trimmed(task, few, plan, cut, whole)}"
+                ) from parts
         if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
             raise parts
         if isinstance(parts, Exception):
@@ -177,12 +183,14 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
         if found.is_small:
             doubt, is_small = Doubt(f"{compared}: more than rounding in {found.dtype}", lasts=True), True
             continue  # another split may show more
-        kept = outcome_of(task, padded, plan, cut) if few is not padded else None
-        if isinstance(kept, Outcome) and not differ(whole, kept):
-            raise LossError(
-                f"Expected the same loss and gradient from {_name(task)} with less padding, got "
-                f"{found.words} for {few.rows} rows padded and trimmed. {_PADDING}"
-            )
+        if isinstance(few, TrimmedBatch):
+            kept = outcome_of(task, padded, plan, cut)
+            if isinstance(kept, Outcome) and not differ(whole, kept):
+                raise LossError(
+                    f"Expected the same loss and gradient from {_name(task)} with less padding, got "
+                    f"{found.words} for {few.rows} rows padded and trimmed. "
+                    f"{_trimmed(task, few, plan, cut, whole)}"
+                )
         raise LossError(
             f"Expected the same loss and gradient from {_name(task)} for every split, {compared}. "
             f"{_cause(few, whole.moved)} "
@@ -255,21 +263,25 @@ def _warn_of_buffers(task: Task, one: Compared, other: Compared) -> None:
         )
 
 
-_PADDING = (
-    'With order="length" padding is cut off, so padded places must not count: no mean over them, no position '
-    "that counts them, no attention to them, no labels there. Mask them, or leave order out. "
-    "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
-)
-
-
-def _refuse_failed_trim(task: Task, error: Exception, kept: "Outcome | Exception") -> None:
-    """Refuse a model that fails on shorter rows, and not on the same ones as they came."""
-    if isinstance(kept, Outcome):
-        said = (str(error).splitlines() or [""])[0]
-        raise LossError(
-            f"Expected {_name(task)} to take rows without their padding, got {type(error).__name__}: {said} "
-            f"{_PADDING}"
-        ) from error
+def _trimmed(task: Task, few: TrimmedBatch, plan: Plan, cut: Split, whole: Outcome) -> str:
+    """Name the trimmed columns, and those that cure the difference if left whole; say what to do."""
+    cured: list[str] = []
+    for column in dict.fromkeys(map(tree.column, few.trimmed)):
+        with suppress(OutOfMemoryError):
+            found = outcome_of(task, few.keeping(column), plan, cut)
+            cured += [column] if isinstance(found, Outcome) and not differ(whole, found) else []
+    trimmed = 'order="length" trimmed ' + ", ".join([f"batch{path}" for path in few.trimmed])
+    keep = f"order=anybatch.step.ByLength(keep=({', '.join(cured) or '...'},))"
+    if cured:
+        return (
+            f"{trimmed}; with column {' or '.join(cured)} left whole the result is right. If it does not run "
+            f"along the length, pass {keep}; else mask its padding, or leave order out."
+        )
+    return (
+        f"{trimmed}, where padded places must not count: no mean over them, no position that counts them, no "
+        f"attention to them, no labels there. Mask them, keep columns without places whole by {keep}, or "
+        "leave order out; ab.check(model, loss, batch) names the place, Step(check=False) skips this."
+    )
 
 
 def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split]:

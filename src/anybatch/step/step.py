@@ -91,8 +91,9 @@ class Step:
         collate: builds the tensors of a micro-batch from a list of samples. With it, a batch is such a list.
         order: "length" sorts the rows of a batch by length, cuts them by tokens (at most those of
             `micro_batch` rows of the batch's longest) and trims each micro-batch to its longest row. Rows are
-            padded tensors with a mask or a padding token, or samples with a `collate`. None for the order
-            in which they come.
+            padded tensors with a mask or a padding token, or samples with a `collate`.
+            `anybatch.step.ByLength(keep=...)` names columns that are not trimmed. None for the order in which
+            they come.
         accumulate: dtype of the gradient sums. None for float32, or the parameter's dtype if wider.
         compensated: use Kahan summation for the gradients. Takes one more buffer per parameter.
         batch_norm: BatchNorm in training mode. None refuses to split the batch. "micro" uses the statistics
@@ -236,13 +237,21 @@ class Step:
         settings = self.planning.settings
         if report := self.strategy.carry_out(task, logical, settings, partial(Remote.of, self)):
             return report
+        is_synced = task.is_synced(settings)
+        if is_synced:
+            self.guard.refuse_in_synced(task, self.planning)
         if not logical.rows:
+            if is_synced:
+                self.strategy.meet(task, 0)
             return carry_out(settings, task, logical, end)
         rows = ordered(self.order, task, logical)
         while True:
             plan, running = self.planning.of(task, logical, self.guard)
             cut = rows.cut(plan, is_asked=self.planning.is_asked) if rows.needs else plan
-            if cut.is_cut or rows.needs or is_many:
+            if is_synced:
+                self.strategy.meet(task, len(cut.parts.sizes))
+                task.progress.unchecked = "rows of all ranks meet in SyncBatchNorm, and no rank has them all"
+            elif cut.is_cut or rows.needs or is_many:
                 self.guard.before_cut(task, rows.batch, cut, plan.micro_batch)
             try:
                 with self.planning.enforced(task):

@@ -41,7 +41,7 @@ class Adds:
     def plan(self, batch: Batch, *, is_first: bool) -> Plan:
         """Return how the rows of an `add` are cut, after a look at whether they may be."""
         guard, planning = self._step.guard, self._step.planning
-        if not is_first:
+        if not is_first or self._task.strategy.is_many:
             guard.refuse_meetings(self._task)
         plan = planning.of_window(self._task, batch, guard)
         if plan.is_cut:
