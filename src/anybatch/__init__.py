@@ -2,14 +2,14 @@
 
 from anybatch.batchnorm import batch_norm_to_group_norm
 from anybatch.check import CheckReport, check
-from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total, weighted_mean
+from anybatch.core import AnybatchError, BudgetError, Fold, StepReport, Total
 from anybatch.engine import Plan
 from anybatch.losses import ModelLoss, Terms, WholeBatch, linear_cross_entropy
 from anybatch.observe import GradientFlow, gradient_flow
 from anybatch.parallel import ParameterServer
 from anybatch.planner import PlanReport
 from anybatch.precision import Precision
-from anybatch.step import Step, Window, plan
+from anybatch.step import BatchLoss, Step, Window, plan
 from anybatch.train import EMA, Callback, EarlyStopping, LossMonitor, Trainer, accuracy
 
 __version__ = "0.1.0"
@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "AnybatchError",
+    "BatchLoss",
     "BudgetError",
     "Callback",
     "CheckReport",
@@ -42,5 +43,4 @@ __all__ = [
     "gradient_flow",
     "linear_cross_entropy",
     "plan",
-    "weighted_mean",
 ]

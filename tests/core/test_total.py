@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch import Fold, Total, weighted_mean
+from anybatch import Fold, Total
+from anybatch.core import weighted_mean
 from anybatch.core.errors import LossError
 
 

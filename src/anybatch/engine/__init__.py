@@ -1,6 +1,6 @@
 """The step itself: plan, task, gradients, the loop and the update. Read window.py first."""
 
-from anybatch.engine.gradients import Apart, Gradient, Gradients, accumulation_dtype
+from anybatch.engine.gradients import Apart, Gradient, Gradients, accumulation_dtype, multiply
 from anybatch.engine.observer import Observer, Reader
 from anybatch.engine.part import Part
 from anybatch.engine.plan import Plan, check_micro_batch
@@ -43,6 +43,7 @@ __all__ = [
     "context",
     "gather",
     "learning_rate_of",
+    "multiply",
     "norm_of",
     "owned",
     "refuse_hooks",

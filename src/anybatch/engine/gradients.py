@@ -64,7 +64,7 @@ class Gradients:
         for name, factor in factors.items():
             bank = self.banks.get(name)
             if bank and (isinstance(factor, Tensor) or factor != 1.0):
-                _scale([*bank.values()], factor)
+                multiply([*bank.values()], factor)
         first, *others = self.banks.values() if self.banks else [{}]
         for bank in others:
             for parameter, value in bank.items():
@@ -72,7 +72,7 @@ class Gradients:
         return first
 
 
-def _scale(values: Sequence[Tensor], factor: Number) -> None:
+def multiply(values: Sequence[Tensor], factor: Number) -> None:
     """Multiply in place, also by a scalar of one device where tensors are on several."""
     if isinstance(factor, Tensor) and any(value.device != factor.device for value in values):
         for value in values:

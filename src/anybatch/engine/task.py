@@ -205,13 +205,14 @@ def gather(
     strategy: Strategy,
     progress: Progress,
     observers: Sequence[Observer] = (),
+    held: Sequence[nn.Parameter] = (),
 ) -> Task:
     """Read all parts of a step: callers unfreeze layers and change settings between steps.
 
     Raises:
         OptimizerError: there is nothing to train.
     """
-    held = owned(optimizers)
+    held = held or owned(optimizers)
     trainable = [p for p in held if p.requires_grad]
     if not trainable:
         raise OptimizerError(
@@ -295,6 +296,7 @@ class Signature:
 
     def __init__(self, task: Task, loss: object) -> None:
         self._optimizers, self._others = task.optimizers, task.others
+        self._held = () if task.optimizers else task.parameters
         self._norms = [module for module in task.modules if isinstance(module, BatchNorm)]
         self._tables = [private.children_of(one) for one in task.modules]
         self._tables += [private.parameters_of(one) for one in task.modules]
@@ -307,6 +309,7 @@ class Signature:
 
     def _read(self) -> tuple[list[Any], list[Any]]:
         held = [p for one in self._optimizers for group in one.param_groups for p in group["params"]]
+        held += self._held
         values = [*chain.from_iterable(map(dict.values, self._tables)), *held]
         plain = [
             *map(_kind, held),

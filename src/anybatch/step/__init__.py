@@ -2,6 +2,7 @@
 
 from anybatch.engine import Window
 from anybatch.step import dry_run, foresee
+from anybatch.step.batch_loss import BatchLoss
 from anybatch.step.choose_rows import choose_rows
 from anybatch.step.foresee import plan
 from anybatch.step.length import ByLength
@@ -9,6 +10,7 @@ from anybatch.step.step import Step
 from anybatch.step.tolerance import limit_of, relative_error, tolerance
 
 __all__ = [
+    "BatchLoss",
     "ByLength",
     "Step",
     "Window",

@@ -157,7 +157,7 @@ class Step:
     ) -> None:
         group, model = group_of(model), unwrapped(model, strategy)
         self.model, self.loss = model, loss
-        self.optimizers, self.schedulers = check_parts(model, loss, optimizer, scheduler)
+        self.optimizers, self.schedulers = self._checked(model, loss, optimizer, scheduler)
         check_order(order, batch_norm)
         refuse_wrapped([*model.modules(), *module_of(loss).modules()], strategy)
         self.strategy: Strategy = choose_strategy(strategy, group)
@@ -416,7 +416,15 @@ class Step:
             strategy=self.strategy,
             progress=self._progress,
             observers=self.observers,
+            held=self.held(),
         )
+
+    def held(self) -> Sequence[nn.Parameter]:
+        """Return the parameters to train if no optimizer names them."""
+        return ()
+
+    def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
+        return check_parts(model, loss, optimizer, scheduler)
 
     def _refuse_open_window(self) -> None:
         if self.open_window is not None:

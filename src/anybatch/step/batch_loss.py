@@ -1,0 +1,214 @@
+"""BatchLoss: the loss of a whole batch as one tensor, whose backward() hands over the exact gradient."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import LossError, PlanError, StepReport
+from anybatch.engine import Gradient, Window, check_parts, multiply
+from anybatch.losses import module_of
+from anybatch.precision import Precision, PrecisionName, find_precision
+from anybatch.step.step import Step
+
+
+class BatchLoss:
+    """The loss of a batch, computed in micro-batches, for a training loop that makes its updates itself.
+
+    Calling it runs forward and backward of every micro-batch, and returns the loss of the whole batch as a
+    scalar. `backward()` of this scalar adds the exact gradient of the whole batch to `.grad`, times what
+    flows in, as for any other loss. Clipping, a GradScaler, the optimizer, schedulers and checkpoints stay as
+    they are. Under `torch.no_grad()` it is a plain loss.
+
+    If the loop runs under autocast, so do the model and the loss. With float16 a loss scale of its own keeps
+    small gradients; the gradient that is handed over is unscaled.
+
+    If all rows are left out, or with `non_finite="skip"` the batch is, the gradient is zero. If a call fails,
+    everything is as before it.
+
+    Args:
+        model: called on each micro-batch.
+        loss: as for `anybatch.Step`.
+        parameters: the parameters to compute gradients of. None for all of the model and the loss that
+            require them.
+        micro_batch: rows per micro-batch. None for the whole batch, or, with `memory`, for what fits.
+        memory: budget in bytes, as for `anybatch.Step`. It counts parameters, gradients (also those that
+            `.grad` holds) and activations. Leave room for the state of your optimizer.
+        precision: None for the dtypes and the autocast of the loop. Otherwise as for `anybatch.Step`, but for
+            "bf16-true" and "fp16-true".
+        options: further options of `anybatch.Step`: recompute, collate, order, accumulate, compensated,
+            batch_norm, non_finite, check, listeners, observers, strategy.
+
+    Attributes:
+        report: the report of the last call; None before.
+
+    Raises:
+        PlanError: an option of the update (`clip_norm`, `scheduler`, `optimizer`, a `ParameterServer`), or a
+            precision that stores weights in 16 bits.
+
+    Example:
+        >>> model = nn.Linear(3, 2)
+        >>> batch_loss = BatchLoss(model, nn.CrossEntropyLoss(), micro_batch=4)
+        >>> batch = torch.randn(10, 3), torch.randint(2, (10,))
+        >>> batch_loss(batch).backward()
+        >>> model.weight.grad.shape, batch_loss.report.micro_batches
+        (torch.Size([2, 3]), 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: object,
+        *,
+        parameters: Sequence[nn.Parameter] | None = None,
+        micro_batch: int | None = None,
+        memory: str | int | None = None,
+        precision: PrecisionName | Precision | None = None,
+        **options: Any,
+    ) -> None:
+        odd = [name for name in ("clip_norm", "scheduler", "optimizer") if name in options]
+        if odd or not getattr(options.get("strategy"), "takes_windows", True):
+            raise PlanError(
+                f"Expected options of the gradient, got {odd[0] if odd else options['strategy']!r}, which "
+                "belongs to the update. Do it in your loop after backward(), or use ab.Step."
+            )
+        self._parts = model, loss, None if parameters is None else [*parameters]
+        self._options = options | {"micro_batch": micro_batch, "memory": memory}
+        self._precision = precision
+        self._steps: dict[str, GradientStep] = {}
+        self._step("float32" if precision is None else precision)  # refuses what cannot be
+        self.report: StepReport | None = None
+
+    def __call__(self, batch: Any) -> Tensor:
+        """Return the loss of a whole batch: a scalar, in float32 or the parameters' dtype if that is wider.
+
+        Args:
+            batch: as for `anybatch.Step`; or a window of `BatchLoss.window`, which is closed.
+
+        Raises:
+            BatchError, PlanError, LossError, OutOfMemoryError: see `anybatch.Step`.
+        """
+        if isinstance(batch, Window):
+            step = next((one for one in self._steps.values() if one.open_window is batch), None)
+            if step is None:
+                raise LossError("Expected an open window of this BatchLoss, got another one. Add rows first.")
+            self.report = batch.close()
+            return step.handed(self.report)
+        step, without_autocast = self._found()
+        with without_autocast:
+            self.report = step(batch)
+        return step.handed(self.report)
+
+    def window(self) -> Window:
+        """Open a window, for a loop that gets its batch in micro-batches: `batch_loss(window)` ends it.
+
+        Example:
+            >>> model = nn.Linear(3, 2)
+            >>> batch_loss = BatchLoss(model, nn.CrossEntropyLoss())
+            >>> window = batch_loss.window()
+            >>> for rows in (4, 2):
+            ...     window.add((torch.randn(rows, 3), torch.randint(2, (rows,))))
+            >>> batch_loss(window).backward()
+        """
+        return self._found()[0].window()
+
+    def _found(self) -> tuple["GradientStep", AbstractContextManager[object]]:
+        """Return the step for the autocast that is on, and a context in which it is off."""
+        precision: PrecisionName | Precision = "float32"
+        kinds = {p.device.type for p in self._parts[0].parameters()} - {"meta"}
+        kind = next((kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)), None)
+        if kind is not None:
+            precision = "fp16-mixed" if torch.get_autocast_dtype(kind) == torch.float16 else "bf16-mixed"
+        step = self._step(precision if self._precision is None else self._precision)
+        return step, nullcontext() if kind is None else torch.autocast(kind, enabled=False)
+
+    def _step(self, precision: PrecisionName | Precision) -> "GradientStep":
+        name = str(find_precision(precision))
+        if name not in self._steps:
+            model, loss, parameters = self._parts
+            self._steps[name] = GradientStep(model, loss, parameters, precision, self._options)
+        return self._steps[name]
+
+    def __repr__(self) -> str:
+        return f"BatchLoss({next(iter(self._steps.values()))!r})"
+
+
+class GradientStep(Step):
+    """A step that ends before the update: its gradient waits to be handed over."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: object,
+        chosen: Sequence[nn.Parameter] | None,
+        precision: PrecisionName | Precision,
+        options: Mapping[str, Any],
+    ) -> None:
+        asked = find_precision(precision)
+        if asked.store is not None:
+            raise PlanError(
+                f"Expected weights as they are, got precision={str(asked)!r}: 16-bit weights are updated "
+                'through float32 copies, which only ab.Step knows. Choose "bf16-mixed".'
+            )
+        self._chosen, self._taken = chosen, dict[nn.Parameter, Tensor]()
+        super().__init__(model, loss, (), precision=precision, **options)
+
+    def _checked(self, model: object, loss: object, optimizer: object, scheduler: object) -> Any:
+        held = self.held() if isinstance(model, nn.Module) else []
+        check_parts(model, loss, torch.optim.SGD([*held, torch.zeros(1)], lr=0.0), None)
+        return (), ()
+
+    def held(self) -> Sequence[nn.Parameter]:
+        """Return the parameters to compute gradients of."""
+        if self._chosen is not None:
+            return self._chosen
+        return [*dict.fromkeys([*self.model.parameters(), *module_of(self.loss).parameters()])]
+
+    def end(self, window: Window) -> StepReport:
+        """End before the update."""
+        self._taken = {}
+        return window.hand_over(self._take)
+
+    def _take(self, gradient: Gradient) -> None:
+        self._taken = gradient
+
+    def handed(self, report: StepReport) -> Tensor:
+        """Return the loss, with the gradient of the last batch behind it; once."""
+        gradient, self._taken = self._taken, {}
+        trained = [one for one in self.held() if one.requires_grad]
+        first = trained[0]
+        dtype = torch.promote_types(first.dtype, torch.float32).to_real()
+        value = torch.full((), report.loss, dtype=dtype, device=first.device)
+        if not torch.is_grad_enabled():
+            return value
+        reached = [one for one in trained if one in gradient] or trained
+        return _Handed.apply(value, [*map(gradient.get, reached)], *reached)
+
+
+class _Handed(torch.autograd.Function):
+    """A scalar whose gradient is known."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *parameters: nn.Parameter) -> Tensor:
+        ctx.gradients, ctx.parameters = gradients, parameters
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        if torch.is_grad_enabled():  # by create_graph
+            raise LossError(
+                "Expected backward() of an ab.BatchLoss without create_graph, got create_graph=True: its "
+                "gradient has no graph. Compute penalties on gradients inside the loss."
+            )
+        (flowing,), found, ctx.gradients = grad_outputs, ctx.gradients, None
+        if found is None:
+            raise LossError(
+                "Expected one backward() of the loss of an ab.BatchLoss, got another: its gradient was "
+                "handed over. Call batch_loss(batch) again, or add losses up before backward()."
+            )
+        if found[0] is None:  # nothing counts
+            return None, None, *[torch.zeros_like(one) for one in ctx.parameters]
+        multiply([one for one in found if not one.is_sparse], flowing)
+        return None, None, *[one * flowing if one.is_sparse else one for one in found]
