@@ -1,4 +1,4 @@
-"""Nested tensors: take tuples, lists, mappings and dataclasses apart, and build the same nest again."""
+"""Nested tensors: tuples, lists, mappings and dataclasses, flattened and rebuilt."""
 
 import copy
 import dataclasses
@@ -15,7 +15,7 @@ _PAIR = ("[0]", "[1]")
 
 
 class Nest(NamedTuple):
-    """The tensors of a nested value, their places, and what builds the same nest around other tensors."""
+    """The tensors of a nested value, their paths, and a function that rebuilds it with other tensors."""
 
     paths: tuple[str, ...]
     leaves: tuple[Tensor, ...]
@@ -23,15 +23,15 @@ class Nest(NamedTuple):
 
 
 def flatten(tree: object) -> Nest:
-    """Take a nested value apart into its tensors.
+    """Return the tensors of a nested value with their paths.
 
     Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
-    tensors. `None` stays where it is. Anything else is refused, because it could not be cut along with rows.
+    tensors and None. Other leaves are refused, because they could not be cut along with rows.
 
-    A mapping that cannot be copied, or not written to, comes back as a plain dict.
+    A mapping that cannot be copied or written to is rebuilt as a plain dict.
 
     Raises:
-        BatchError: a leaf is neither a tensor nor None; the message names its place.
+        BatchError: a leaf is neither a tensor nor None; the message names its path.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ def flatten(tree: object) -> Nest:
         {'x': tensor([[0., 0.]]), 'y': (tensor([1.]), None)}
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
-        return Nest(_PAIR, tree, tuple)  # what most batches are, at a fraction of the time
+        return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
     paths: list[str] = []
     leaves: list[Tensor] = []
     build = _visit(tree, "", paths, leaves)
@@ -50,7 +50,7 @@ def flatten(tree: object) -> Nest:
 
 
 def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
-    """Apply a function to every tensor of a nested value and build the same nest around the results.
+    """Apply a function to every tensor of a nested value; return the same nest of the results.
 
     Example:
         >>> import torch
@@ -62,9 +62,9 @@ def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses, also outputs; the rest is left out.
+    """Return all tensors in nested tuples, lists, mappings and dataclasses; other leaves are left out.
 
-    Containers that several hold are looked into once: a nest may be a graph.
+    A container that occurs several times is visited once: a nest may be a graph.
 
     Example:
         >>> import torch
@@ -80,13 +80,13 @@ def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     elif not isinstance(value, _PLAIN) and id(value) not in seen:
         found = parts(value)
         if found:
-            seen[id(value)] = value  # itself, so that its id stays taken
+            seen[id(value)] = value  # a reference, so that the id is not reused
             for one in found:
                 yield from _tensors_in(one, seen)
 
 
 def parts(node: object) -> list[Any] | None:
-    """What a container holds: items, values or fields, in their order; None for what is no container."""
+    """Return the items, values or fields of a container, in order; None if `node` is no container."""
     if isinstance(node, (tuple, list)):  # `tuple | list` is not compiled by torch 2.6
         return list(cast("Sequence[Any]", node))
     if isinstance(node, Mapping):
@@ -95,7 +95,6 @@ def parts(node: object) -> list[Any] | None:
 
 
 def _places(node: Any) -> list[str]:
-    """Where each of its parts stands in a container."""
     if isinstance(node, (tuple, list)):
         return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
     if isinstance(node, Mapping):
@@ -104,10 +103,10 @@ def _places(node: Any) -> list[str]:
 
 
 def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
-    """What makes the same container around other parts, in the order of `parts`.
+    """Return a function that builds the same kind of container from other parts, in the order of `parts`.
 
-    It never writes to the one given, and holds it only where a copy is made of it: not where that is a plain
-    tuple, list or dict, so that its tensors may go.
+    It never writes to `node`. It does not keep a plain tuple, list or dict alive, so their tensors can be
+    freed.
 
     Example:
         >>> mould({"x": 1, "y": 2})([3, 4])
@@ -128,7 +127,7 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 def _with_items(other: Any, keys: Sequence[Any], fresh: Sequence[Any]) -> Any:
-    # A copy keeps the subclass and what it carries besides its items (a BatchEncoding, a ModelOutput).
+    # A copy keeps the subclass and its other attributes (a BatchEncoding, a ModelOutput).
     for key, part in zip(keys, fresh, strict=True):
         other[key] = part
     return other
@@ -150,7 +149,7 @@ def _fields(node: Any) -> list[str]:
 
 
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
-    """Append the tensors below `node` and return what builds `node` again."""
+    """Append the tensors below `node` and return a function that rebuilds `node`."""
     if isinstance(node, Tensor):
         paths.append(path or "the batch itself")
         leaves.append(node)
