@@ -1,4 +1,4 @@
-"""A run as one page of HTML that needs nothing else: charts, events, epochs, plan, machine and command."""
+"""A run as one self-contained HTML page: charts, events, epochs, plan, machine and command."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ from anybatch.observe.charts import (
 from anybatch.observe.memory import COLOURS
 from anybatch.observe.run_log import FIGURES, FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
 
-MOST_ROWS = 200  # of a table
+MOST_ROWS = 200  # rows of a table
 _FIGURES = {
     "mean": "mean of absolute values",
     "largest": "largest absolute value",
@@ -41,16 +41,17 @@ _MACHINE = ("time", "model", "parameters", "loss", "optimizer", "precision", "ba
 
 
 def report_page(folder: str | Path) -> str:
-    """The page of a run as text; the same log gives the same page.
+    """Return the page of a run as text; the same log gives the same page.
 
     Args:
         folder: the folder of the run, with `log.jsonl` and perhaps `settings.json`.
 
     Returns:
-        HTML with its script and style inside; it forbids the browser every network request.
+        HTML with script and style inside; its policy forbids all network requests.
 
     Raises:
-        DataError: no such folder, no log in it, an empty log, none of ours, or one of a later version.
+        DataError: the folder or its log does not exist, or the log is empty, no log of anybatch, or of a
+            later version.
 
     Example:
         >>> import tempfile
@@ -120,12 +121,12 @@ _PAGE = """<!DOCTYPE html>
 
 
 def _json(value: object) -> str:
-    """JSON that ends no element of the page, whatever names are in it."""
+    """Return JSON without `<`, so that no name in it ends an element of the page."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _hash(text: str) -> str:
-    """What a content security policy calls a script or a style by, so that no other runs."""
+    """Return the CSP hash of an inline script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -152,7 +153,6 @@ def _status(run: RunLog) -> str:
 
 
 def _totals(run: RunLog) -> str:
-    """The figures that people look at first."""
     if not run.steps:
         return ""
     rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
@@ -210,7 +210,7 @@ def _figure(chart: Chart) -> str:
 
 
 def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
-    """The heat map of all layers, and the charts of one, which the script fills."""
+    """Return the heat map of all layers and the charts of one layer; the script fills them."""
     if flow is None:
         return []
     logs = {one["log"] for one in flow["figures"]}
@@ -225,7 +225,6 @@ def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
 
 
 def _flow(flow: FlowLog | None, packed: Mapping[str, Any] | None, layer_charts: list[Chart]) -> str:
-    """The heat map of layers and updates, the charts of one layer, and the list of layers."""
     if flow is None or packed is None:
         return ""
     if not layer_charts:
@@ -263,7 +262,6 @@ def _layers(flow: FlowLog, marks: Sequence[str]) -> str:
 
 
 def _memory(plans: Sequence[Line]) -> str:
-    """Bytes of each owner in the last plan, as bars."""
     plan = plans[-1] if plans else {}
     owners = {name: number(size) for name, size in mapping(plan.get("bytes")).items()}
     owners = {name: size for name, size in owners.items() if size > 0}
@@ -308,7 +306,7 @@ def _plans(plans: Sequence[Line]) -> str:
 
 
 def _command(run: RunLog) -> str:
-    """The words of the first start; none where it was started from Python."""
+    """Return the command of the first start; empty if it was started from Python."""
     return shlex.join(texts(run.starts[0].get("command"))) if run.starts else ""
 
 
@@ -337,7 +335,7 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; of a long one the first and the last rows."""
+    """Return a table; of a long one only the first and the last rows."""
     rows = [*rows]
     if not rows:
         return ""
@@ -358,7 +356,6 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 def _value(value: object) -> str:
-    """A value of a log for people."""
     match value:
         case None:
             return ""
@@ -375,5 +372,5 @@ def _value(value: object) -> str:
 
 
 def _text(text: object) -> str:
-    """Text for a page, also within quotes; half a surrogate pair, which no file can hold, becomes `?`."""
+    """Escape text for a page, also within quotes; replace lone surrogates, which UTF-8 cannot encode."""
     return html.escape(str(text).encode("utf-8", "replace").decode("utf-8"))

@@ -46,9 +46,8 @@ class Trainer:
     Checkpoints hold float32 weights also for a 16-bit model.
 
     A loader is a DataLoader, an IterableDataset or any object that can be iterated in each epoch. Its items
-    are batches of tensors with rows first or, if the step has a `collate`, samples (of a DataLoader that
-    makes batches: lists of samples). A resume in the middle of an epoch loads the earlier batches of that
-    epoch again.
+    are batches of tensors with rows first or, if the step has a `collate`, samples (of a batching DataLoader:
+    lists of samples). A resume in the middle of an epoch loads its earlier batches again.
 
     With several ranks (`anybatch.parallel`) each has the same data and computes its part of each batch, so
     that batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks
@@ -136,19 +135,17 @@ class Trainer:
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
         bars = (
-            (ProgressBar(next(step.model.parameters()).device),) if progress and not self._share.rank else ()
+            [ProgressBar(next(step.model.parameters()).device)] if progress and not self._share.rank else []
         )
         there = [one for one in callbacks if one.on_every_rank or not self._share.rank]
         self.callbacks: tuple[Callback, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
         self.epoch = self.steps = self.updates = 0
-        self.seconds = 0.0
+        self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
-        self.stopped = ""
         self._is_ours = False  # True if the checkpoints in `out` are of this run
         self._batch = 0  # batches done in the current epoch
         self._digest = ""  # digest of the last of them, from a checkpoint
-        self._saved = time.monotonic()
         self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
         self._loss = RunningLoss()  # of the current epoch
 
@@ -244,8 +241,7 @@ class Trainer:
             path: the file; its folder must exist.
 
         Raises:
-            CheckpointError: the file cannot be written.
-            WindowError: a window is open on several ranks.
+            CheckpointError, WindowError: the file cannot be written; a window is open on several ranks.
         """
         if self._share.rank:
             return
@@ -309,7 +305,6 @@ class Trainer:
         return self.callbacks if self._log is None else (*self.callbacks, self._log)
 
     def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
-        """Train and validate one epoch; return its report, or nothing if a callback stopped it."""
         before = self.seconds
         rows = self._train_rows(interruption)
         place = f"epoch {self.epoch + 1} after {self._batch} batches"
@@ -337,8 +332,7 @@ class Trainer:
         return [done]
 
     def _tell(self, event: str, report: StepReport | EpochReport) -> list[Exception]:
-        """Call all callbacks, also after one of them raised, so that their states agree; return the errors."""
-        errors: list[Exception] = []
+        errors: list[Exception] = []  # all callbacks are called, so that their states agree
         for callback in self._everyone:
             try:
                 getattr(callback, event)(self, report)
@@ -347,7 +341,6 @@ class Trainer:
         return errors
 
     def _train_rows(self, interruption: Interruption) -> int:
-        """Train on the rest of the epoch, or until stopped; return the number of rows."""
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
             with self._saved_upon(AnybatchError):  # raised before an update, never during it
@@ -374,18 +367,13 @@ class Trainer:
         return rows
 
     def _batches(self) -> Generator[Any]:
-        """Yield the remaining batches of the epoch; save a checkpoint before an error of the data."""
+        digest, self._digest = self._digest, ""
         left = self.train.batches(
-            batch_size=self.batch_size,
-            seed=self.seed,
-            epoch=self.epoch,
-            start=self._batch,
-            digest=self._digest,
+            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, digest=digest
         )
-        self._digest = ""
         with closing(left):
             while True:
-                with self._saved_upon(Exception):
+                with self._saved_upon(Exception):  # an error of the data, between updates
                     self._share.draw_apart(self.seed, self.steps)
                     batch = next(left, _END)
                 if batch is _END:
@@ -415,7 +403,6 @@ class Trainer:
 
     @contextmanager
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
-        """Save a checkpoint if this error is raised inside and a step has been made."""
         try:
             yield
         except error:
