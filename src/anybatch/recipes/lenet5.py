@@ -1,4 +1,4 @@
-"""LeNet-5 for images of 32 x 32 pixels, the first convolutional network that read cheques."""
+"""LeNet-5 for images of 32 x 32 pixels."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ class LeNet5(nn.Module):
     with ReLU and max-pooling, as it is trained today.
 
     Args:
-        channels: of the images, 1 or 3.
-        num_classes: how many classes are told apart.
+        channels: channels of the images, 1 or 3.
+        num_classes: number of classes.
 
     Example:
         >>> import torch
@@ -31,14 +31,7 @@ class LeNet5(nn.Module):
         self.linear3 = nn.Linear(84, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes.
-
-        Args:
-            images: float, (rows, channels, 32, 32).
-
-        Returns:
-            (rows, classes).
-        """
+        """Return scores of the classes, (rows, classes), of images (rows, channels, 32, 32)."""
         maps = F.max_pool2d(F.relu(self.conv1(images)), 2)  # (rows, 6, 14, 14)
         maps = F.max_pool2d(F.relu(self.conv2(maps)), 2)  # (rows, 16, 5, 5)
         hidden = F.relu(self.linear1(maps.flatten(1)))

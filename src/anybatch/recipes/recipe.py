@@ -1,4 +1,4 @@
-"""What a recipe is: model, loss and rows under the name that the command line knows."""
+"""A recipe: model, loss and rows under a name of the command line."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,22 +19,22 @@ OptimizerName = Literal["sgd", "adamw"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Training:
-    """A model, its loss and its rows: what a training needs besides an optimizer.
+    """A model, its loss and its rows: the parts of a training except the optimizer.
 
     Attributes:
         model: the model, with its initial weights.
-        loss: as for a step.
+        loss: a loss, as for a step.
         train: training rows: tensors with rows first, nested in any way, or samples if there is a collate.
-        test: rows held out, in the same form. None for none.
-        name: what the rows are, for reports.
-        vocabulary: a digest of what numbers in the rows stand for, which a trained model depends on; "" where
-            it is the rows' own business.
-        scores: takes the model's outputs, returns scores of shape (rows, classes, ...), of which the largest
-            is the answer. None if there is no accuracy.
-        order: of the rows within a step.
-        batch_norm: what a step does with BatchNorm.
+        test: held-out rows, in the same form. None for none.
+        name: name of the rows, for reports.
+        vocabulary: digest of the meaning of numbers in the rows, on which a trained model depends; "" if the
+            rows have none.
+        scores: takes the model's outputs, returns scores of shape (rows, classes, ...), whose largest is the
+            prediction. None if there is no accuracy.
+        order: order of the rows within a step.
+        batch_norm: treatment of BatchNorm in a step.
         collate: builds tensors from samples. None if rows are tensors.
-        optimizer: one that comes with the model. None for the one that is chosen.
+        optimizer: an optimizer that comes with the model. None for one from the options.
     """
 
     model: nn.Module
@@ -50,15 +50,11 @@ class Training:
     optimizer: Optimizer | None = None
 
     def first(self, rows: int) -> Any:
-        """The first training rows, as a batch for a step."""
+        """Return the first training rows, as a batch for a step."""
         return self._take(torch.arange(min(rows, self._rows())))
 
     def hold_out(self, fraction: float, seed: int) -> tuple[Any, Any]:
-        """Split validation rows off the training rows; both keep the order they had.
-
-        Raises:
-            DataError: there are too few, or they can only be iterated.
-        """
+        """Split validation rows off the training rows, in order; raise DataError if that is not possible."""
         if isinstance(self.train, DataLoader) or not hasattr(self.train, "__len__"):
             raise DataError(
                 f"Expected rows that can be counted to hold some out, got {type(self.train).__name__}. "
@@ -78,13 +74,13 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A way to make a training, with the settings that suit it.
+    """A function that makes a training, with suitable settings.
 
     Attributes:
         name: the name on the command line.
         make: takes the name or path of a data set, and the recipe's own options as keywords with defaults.
-        data: the data set where none is named. It needs no download.
-        optimizer, lr: the optimizer and its learning rate where none are named.
+        data: the default data set. It needs no download.
+        optimizer, lr: the default optimizer and its learning rate.
     """
 
     name: str
@@ -106,15 +102,15 @@ class Recipe:
         return {parameter.name: parameter.default for parameter in parameters}
 
     def prepare(self, data: str | None = None, *, seed: int = 0, **asked: Any) -> Training:
-        """Read the rows and build model and loss. Random streams are left as they were.
+        """Read the rows and build model and loss. The random state is unchanged.
 
         Args:
-            data: name or path of a data set. None for the recipe's own.
-            seed: determines the initial weights, and masks where there are any.
-            asked: options that are not to have their defaults.
+            data: name or path of a data set. None for the recipe's default.
+            seed: seed of the initial weights, and of masks.
+            asked: options that differ from their defaults.
 
         Raises:
-            PlanError: the recipe has no such option, or not this value of it.
+            PlanError: the recipe has no such option, or the value is not supported.
             DataError: the data set cannot be read, or does not suit the recipe.
 
         Example:
@@ -134,7 +130,7 @@ class Recipe:
 
 
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
-    """What an option's value stands for; a PlanError where it stands for nothing."""
+    """Return the choice of this name; raise PlanError if there is none."""
     if value not in choices:
         raise PlanError(f"Expected {_dashed(name)} to be one of {list(choices)}, got {value!r}. Choose one.")
     return choices[value]
