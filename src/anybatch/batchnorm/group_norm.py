@@ -92,7 +92,6 @@ def _check_replaceable(norm: BatchNorm, name: str) -> None:
 
 
 def _group_norm(norm: BatchNorm, groups: int) -> nn.GroupNorm:
-    """Return a GroupNorm with the parameter objects of `norm`."""
     channels = norm.num_features
     most = max(1, min(groups, channels // _LEAST_CHANNELS[type(norm)]))
     divisor = next(count for count in range(most, 0, -1) if channels % count == 0)

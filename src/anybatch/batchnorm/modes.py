@@ -38,11 +38,6 @@ def find_batch_norms(modules: Iterable[nn.Module]) -> list[BatchNorm]:
     These are all BatchNorms (also SyncBatchNorm, lazy ones and subclasses) in training mode or without
     running statistics, each once, in the order of `modules`, without children. InstanceNorm, GroupNorm and
     LayerNorm treat each row alone.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3))
-        >>> find_batch_norms(model.modules()) == [model[1]]
-        True
     """
     found = [module for module in modules if isinstance(module, BatchNorm)]
     return list(dict.fromkeys([norm for norm in found if norm.training or norm.running_mean is None]))
@@ -94,14 +89,6 @@ def frozen_batch_norms(modules: Sequence[BatchNorm]) -> Generator[None]:
 
     Each row is treated alone. Weight and bias still train. Raises PlanError for a BatchNorm without running
     statistics.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(3)
-        >>> with frozen_batch_norms([norm]):
-        ...     norm.training
-        False
-        >>> norm.training
-        True
     """
     for norm in modules:
         if norm.running_mean is None:

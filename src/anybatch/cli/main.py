@@ -40,12 +40,7 @@ _PRECISION = "dtypes to store and compute in; the true ones store weights short,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 1 refused or not exact, 2 not checked, 130 stopped.
-
-    Example:
-        >>> main(["eval", "nowhere.safetensors", "--data", "digits"])
-        1
-    """
+    """Run one command; return its exit code: 0 done, 1 refused or not exact, 2 not checked, 130 stopped."""
     options = _parser().parse_args(arguments)
     try:
         if getattr(options, "resume", None):
@@ -80,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(options: argparse.Namespace, message: str) -> int:
-    """Print an error and return the exit code; a check that could not run has its own, 2."""
     print(f"anybatch {options.command}: {message}", file=sys.stderr)
     if options.json:
         print(to_json({"error": message}))
@@ -88,7 +82,6 @@ def _refuse(options: argparse.Namespace, message: str) -> int:
 
 
 def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options of a resumed run: its first options, updated by the allowed new ones."""
     kept = actions.read_settings(folder)
     parser = _parser(kept)
     options = parser.parse_args(arguments)
@@ -239,7 +232,6 @@ def _command(
     micro_batch: str,
     device: str = _DEVICE,
 ) -> argparse.ArgumentParser:
-    """Return a parser with the options that all commands share."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -45,7 +45,7 @@ class Target:
 
 
 def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = None) -> Target:
-    """Return a target of `anybatch check` and `anybatch plan`; the arguments are those of `find_training`."""
+    """Return a target of `anybatch check` and `anybatch plan` from the arguments of `find_training`."""
     if ":" not in name and name not in RECIPES:
         raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(RECIPES)}.")
     is_own = ":" in name
@@ -61,14 +61,7 @@ def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = Non
 
 
 def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[str, Any]) -> Training:
-    """Return the training of a recipe or of a user's function, whose batch is all training rows.
-
-    Args:
-        name: `package.module:function`, or a recipe.
-        data_name: the data of a recipe. None for its default.
-        seed: seed of a recipe's initial weights.
-        asked: options of a recipe; a function has none.
-    """
+    """Return the training of a recipe, or of a user's function `package.module:function` without options."""
     if ":" not in name:
         return find_recipe(name).prepare(data_name, seed=seed, **asked)
     if given := [*(["data"] if data_name is not None else []), *asked]:

@@ -119,7 +119,6 @@ def recipe_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _found(options: argparse.Namespace) -> Training:
-    """Return the training of the options, and fill in open options."""
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
     chosen = ("optimizer", "lr", "lr_scale")
     if training.optimizer is not None:
@@ -137,7 +136,6 @@ def _found(options: argparse.Namespace) -> Training:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise PlanError for options out of range, before anything is read or written."""
     check_rows(options)
     _check_range(options, "ranks", "at least 1", options.ranks >= 1)
     _check_range(options, "ranks", "1 with --servers", options.servers is None or options.ranks == 1)
@@ -243,7 +241,6 @@ def _check_range(options: argparse.Namespace, name: str, range_: str, holds: boo
 
 
 def _prepare(options: argparse.Namespace, training: Training, device: torch.device) -> tuple[Trainer, Path]:
-    """Build step and trainer, and resume a run if the options ask for it; return trainer and folder."""
     model = training.model.to(device)
     optimizer = training.optimizer or _make_optimizer(options, model)
     lr = float(optimizer.param_groups[0]["lr"])
@@ -329,7 +326,6 @@ def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
 
 
 def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) -> bool:
-    """Return True if a budget has room for a copy of the weights, with gradients and optimizer."""
     if memory is None:
         return True
     weights = sum(one.nbytes for one in model.parameters() if not is_lazy(one))
@@ -362,7 +358,6 @@ def _metrics(training: Training) -> dict[str, Callable[[Any, Any], Total]]:
 
 
 def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
-    """Return the options for a checkpoint; options that earlier versions lack only if they matter."""
     kept = ("recipe", "momentum", "clip_norm", "warm_up", "validation", "patience", "ema")
     config = {name: getattr(options, name) for name in kept}
     if ":" not in options.recipe:
@@ -459,7 +454,6 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _free_folder(wanted: Path) -> Path:
-    """Return this folder, or the next numbered one without a run, so that no run is overwritten."""
     folder, number = wanted, 1
     while any((folder / name).exists() for name in (LAST, SETTINGS, "log.jsonl")):
         number += 1

@@ -20,10 +20,7 @@ _NAMED = 32  # rows in an error
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A division of rows into micro-batches: the row indices of each, in the order in which they run.
-
-    Args:
-        parts: row indices of each micro-batch; a `range` where they follow each other.
+    """A division of rows into micro-batches, in the order in which they run.
 
     Example:
         >>> cut = Cut.even(10, 4)
@@ -31,7 +28,7 @@ class Cut:
         ((4, 4, 2), (range(4, 7), range(7, 10)))
     """
 
-    parts: tuple[Sequence[int], ...]
+    parts: tuple[Sequence[int], ...]  # row indices of each micro-batch; a `range` if they are adjacent
 
     @staticmethod
     def even(rows: int, micro_batch: int) -> "Cut":
@@ -98,23 +95,15 @@ class Micro(NamedTuple):
 
 
 class Batch:
-    """All rows of one optimizer step. The methods here are those of a batch without rows.
-
-    Attributes:
-        rows: number of rows.
-        given: the value that the caller passed.
-        whole: all rows as nested tensors; None if each micro-batch is collated separately.
-        draws: True if cutting may draw random numbers, as a `collate` may.
-        order: the caller's row at each position; empty if the order is the caller's.
-    """
+    """All rows of one optimizer step. This base class has no rows."""
 
     __slots__ = ()
 
-    rows: int
-    given: Any
-    whole: Any
-    draws = False
-    order: Sequence[int] = ()
+    rows: int = 0
+    given: Any = None  # the value that the caller passed
+    whole: Any = None  # all rows as nested tensors; None if each micro-batch is collated separately
+    draws = False  # True if cutting may draw random numbers, as a `collate` may
+    order: Sequence[int] = ()  # the caller's row at each position; empty if the order is the caller's
 
     @property
     def like(self) -> Hashable:
@@ -156,12 +145,7 @@ class Batch:
 
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
-    """Return the number of rows of each micro-batch.
-
-    Example:
-        >>> cut_sizes(10, 4)
-        [4, 4, 2]
-    """
+    """Return the number of rows of each micro-batch."""
     full, rest = divmod(rows, micro_batch)
     return [micro_batch] * full + [rest] * (rest > 0)
 
@@ -323,19 +307,11 @@ class NoRows(Batch):
 
     __slots__ = ()
 
-    rows = 0
-    given: Any = None
-    whole: Any = None
-
 
 class OpenBatch(Batch):
     """The null batch of a window: its rows come later, one micro-batch at a time."""
 
     __slots__ = ()
-
-    rows = 0
-    given: Any = None
-    whole: Any = None
 
 
 def _copied(leaf: Tensor) -> Tensor:
@@ -377,7 +353,6 @@ def _disagreement(nest: tree.Nest, value: object) -> str:
 
 
 def _shapes(nest: tree.Nest) -> str:
-    """Return the shapes in words: of many tensors the first, and the first ones that disagree with it."""
     places = [(path, tuple(leaf.shape)) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
     shown = places
     if len(places) > _SHOWN:

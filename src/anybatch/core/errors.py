@@ -35,12 +35,9 @@ class LossError(AnybatchError, ValueError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss of some micro-batch is NaN or infinite; no update was made.
+    """The loss of some micro-batch is NaN or infinite; no update was made."""
 
-    Attributes:
-        reached: the random state at the failure, if it was put back since; a skipped step goes on from it.
-    """
-
+    # The random state at the failure, if it was put back since; a skipped step continues from it.
     reached: "dict[str, object] | None" = None
 
 
@@ -49,15 +46,11 @@ class PlanError(AnybatchError, ValueError):
 
 
 class BlockError(PlanError):
-    """A block of the model does not repeat its forward, so it cannot be recomputed.
-
-    Attributes:
-        block: name of the block.
-    """
+    """A block of the model does not repeat its forward, so it cannot be recomputed."""
 
     def __init__(self, message: str, *, block: str = "") -> None:
         super().__init__(message)
-        self.block = block
+        self.block = block  # its name
 
 
 class TraceError(PlanError):
@@ -83,15 +76,11 @@ class OptimizerError(AnybatchError, ValueError):
 
 
 class OutOfMemoryError(AnybatchError, MemoryError):
-    """Memory ran out, and no exact way to use less was left.
-
-    Attributes:
-        ledger: the bytes of the step by owner, or a text about them; None if unknown.
-    """
+    """Memory ran out, and no exact way to use less was left."""
 
     def __init__(self, message: str, ledger: object = None) -> None:
         super().__init__(message)
-        self.ledger = ledger
+        self.ledger = ledger  # the bytes of the step by owner, or a text about them; None if unknown
 
     def __str__(self) -> str:
         message = super().__str__()

@@ -10,25 +10,15 @@ from anybatch.core import torch_private as private
 
 
 class NonFinite(Exception):  # noqa: N818
-    """The loss or gradient of a micro-batch is not finite; the executor skips it or raises an error.
-
-    Attributes:
-        where: "loss" or "gradient".
-    """
+    """The loss or gradient of a micro-batch is not finite; the executor skips it or raises an error."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"the {where} is not finite")
-        self.where = where
+        self.where = where  # "loss" or "gradient"
 
 
 class Look:
-    """A reusable finiteness check; it caches two small tensors on each device.
-
-    Example:
-        >>> look = Look()
-        >>> look.are_finite([torch.ones(2)]), look.are_finite([torch.tensor(torch.nan)])
-        (True, False)
-    """
+    """A reusable finiteness check; it caches two small tensors on each device."""
 
     def __init__(self) -> None:
         self._flags: dict[torch.device, tuple[Tensor, Tensor]] = {}  # (found, 1)
@@ -57,7 +47,6 @@ _REAL = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _by_kind(tensors: Sequence[Tensor]) -> Mapping[_Kind, Sequence[Tensor]]:
-    """Group dense real tensors by kind, one kernel call each; integers are left out."""
     kinds = {*map(_KIND, tensors)}
     if len(kinds) == 1 and not any(map(Tensor.is_neg, tensors)):  # the usual case
         (kind,) = kinds

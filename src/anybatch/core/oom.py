@@ -36,14 +36,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
     Args:
         error: the caught error. Texts are read in `RuntimeError` and `OSError` only, so that a text about
             memory in another error does not count.
-
-    Example:
-        >>> ran_out_of_memory(MemoryError()), ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-        (True, True)
-        >>> ran_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
-        True
-        >>> ran_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-        False
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -51,31 +43,18 @@ def ran_out_of_memory(error: BaseException) -> bool:
         seen.add(id(one))
         if isinstance(one, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(one, RuntimeError | OSError) and _says_so(str(one).lower()):
-            return True
+        if isinstance(one, RuntimeError | OSError):
+            text = str(one).lower().replace("primitive descriptor", "")  # oneDNN: unsupported dtype
+            if any(word in text for word in _SAYINGS) or _NUMPYS.search(text):
+                return True
         one = one.__cause__
     return False
-
-
-def _says_so(text: str) -> bool:
-    text = text.replace("primitive descriptor", "")  # oneDNN's message for an unsupported dtype
-    return any(word in text for word in _SAYINGS) or _NUMPYS.search(text) is not None
 
 
 def released(error: BaseException) -> str:
     """Return the first line of an error's message, and drop its traceback and causes.
 
     A traceback keeps the variables of all its frames alive, and so the activations.
-
-    Example:
-        >>> def fill():
-        ...     held = bytearray(8)
-        ...     raise MemoryError("no room\\nfor 8 bytes")
-        >>> try:
-        ...     fill()
-        ... except MemoryError as error:
-        ...     released(error)
-        'MemoryError: no room'
     """
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -50,13 +50,7 @@ def flatten(tree: object) -> Nest:
 
 
 def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
-    """Apply a function to every tensor of a nested value; return the same nest of the results.
-
-    Example:
-        >>> import torch
-        >>> map_leaves(lambda leaf: leaf + 1, (torch.zeros(2), [torch.ones(1)]))
-        (tensor([1., 1.]), [tensor([2.])])
-    """
+    """Apply a function to every tensor of a nested value; return the same nest of the results."""
     nest = flatten(tree)
     return nest.build(function(leaf) for leaf in nest.leaves)
 
@@ -149,7 +143,6 @@ def _fields(node: Any) -> list[str]:
 
 
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
-    """Append the tensors below `node` and return a function that rebuilds `node`."""
     if isinstance(node, Tensor):
         paths.append(path or "the batch itself")
         leaves.append(node)
@@ -158,8 +151,9 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
         return lambda rest: None
     found = parts(node)
     if found is None:
+        hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
         raise BatchError(
-            f"Expected tensors (or None) at every leaf of a batch, got {_describe(node)} at "
+            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__}{hint} at "
             f"{path or 'the top'}. Turn it into a tensor with one entry per row, or hand over a list of "
             "samples and a `collate`."
         )
@@ -167,8 +161,3 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
     builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
     fill = mould(node)
     return lambda rest: fill([build(rest) for build in builds])
-
-
-def _describe(node: object) -> str:
-    hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
-    return f"a {type(node).__name__}{hint}"

@@ -33,7 +33,6 @@ def _read_all(folder: Path, pattern: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_records(path: Path) -> Tensor:
-    """Read one file as uint8 records, `(rows, 3073)`, with checked labels."""
     try:
         data = bytearray(path.read_bytes())
     except OSError as error:

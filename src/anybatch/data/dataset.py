@@ -12,18 +12,11 @@ from anybatch.state import rng
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dataset:
-    """Rows in memory: one input and one class each.
+    """Rows in memory: one input and one class each."""
 
-    Args:
-        inputs: normalized float32 images, `(rows, channels, height, width)`.
-        targets: int64 classes, `(rows,)`, each an index into `classes`.
-        name: name of the rows, for reports: `"MNIST, training"`.
-        classes: names of the classes.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    name: str
+    inputs: Tensor  # normalized float32 images, (rows, channels, height, width)
+    targets: Tensor  # int64 classes, (rows,), each an index into `classes`
+    name: str  # for reports: "MNIST, training"
     classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -66,19 +59,7 @@ class Split:
 
 
 def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split validation rows off training rows; both keep their order.
-
-    Args:
-        rows: the data set to split.
-        fraction: share of held-out rows; each side must have at least one row.
-        seed: seed of the choice.
-
-    Example:
-        >>> rows = Dataset(inputs=torch.zeros(10, 1, 2, 2), targets=torch.zeros(10, dtype=torch.int64),
-        ...                name="toy", classes=("yes",))
-        >>> [len(part) for part in hold_out(rows, 0.2, seed=0)]
-        [8, 2]
-    """
+    """Split a fraction of validation rows off training rows; both keep their order."""
     stay, held_out = hold_out_rows(len(rows), fraction, seed, name=rows.name)
     validation = replace(rows, inputs=rows.inputs[held_out], targets=rows.targets[held_out])
     return (
@@ -88,13 +69,7 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
 
 
 def hold_out_rows(rows: int, fraction: float, seed: int, *, name: str) -> tuple[Tensor, Tensor]:
-    """Return the indices of remaining and of held-out rows, int64, in order.
-
-    Example:
-        >>> stay, held_out = hold_out_rows(10, 0.2, seed=0, name="toy")
-        >>> len(stay), len(held_out)
-        (8, 2)
-    """
+    """Return the indices of remaining and of held-out rows, int64, in order."""
     count = round(rows * fraction)
     if not 0 < count < rows:
         raise DataError(

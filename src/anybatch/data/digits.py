@@ -38,7 +38,6 @@ def held_out_rows(targets: Tensor) -> Tensor:
 
 
 def _load() -> tuple[Tensor, Tensor]:
-    """Return images, float32 `(1797, 8, 8)`, and targets, int64."""
     try:
         # Imported here: an extra that takes seconds must not be part of `import anybatch`.
         digits: Any = import_module("sklearn.datasets").load_digits()

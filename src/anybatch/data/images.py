@@ -76,7 +76,6 @@ def _images_of(folder: Path) -> list[Path]:
 
 
 def _decoded(paths: Sequence[Path], size: int | None) -> Tensor:
-    """Return all images as uint8, `(rows, 3, height, width)`."""
     try:
         pillow: Any = import_module("PIL.Image")
         fit: Any = import_module("PIL.ImageOps").fit

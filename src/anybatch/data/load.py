@@ -36,11 +36,6 @@ def load(source: str | os.PathLike[str], image_size: int | None = None) -> Split
     Raises:
         DataError: the name or folder does not exist, the folder has no or several known formats, a file is
             damaged, or an image size was given for another data set.
-
-    Example:
-        >>> split = load("digits")
-        >>> len(split.train), len(split.test), tuple(split.train.inputs.shape[1:])
-        (1352, 445, (1, 32, 32))
     """
     if source == "digits":
         _refuse_size(source, image_size)

@@ -40,13 +40,6 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         DataError: the file cannot be read, is no IDX file, is truncated, has extra bytes, or is a damaged
             gzip file.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "labels"
-        >>> _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 7]))
-        >>> read_idx(path)
-        tensor([5, 7], dtype=torch.uint8)
     """
     try:
         with path.open("rb") as raw:
@@ -74,7 +67,6 @@ def read_mnist(folder: Path) -> Split:
 
 
 def _find(folder: Path, stem: str) -> Path:
-    """Return the file of a kind; its name has a dash or a dot before `idx` and may end in `.gz`."""
     kind = "idx3-ubyte" if stem.endswith("images") else "idx1-ubyte"
     names = [f"{stem}{mark}{kind}{end}" for mark in "-." for end in ("", ".gz")]
     found = [folder / name for name in names if (folder / name).exists()]

@@ -18,35 +18,22 @@ HELD_OUT_EVERY = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks:
-    """A text as blocks of characters with next-character targets.
+    """A text as blocks of characters with next-character targets."""
 
-    Attributes:
-        train: inputs and targets, int64 of shape (rows, block_size) each; a target is the next character.
-        test: inputs and targets of the last tenth of the text.
-        vocabulary: all characters of the text, sorted; a number is an index into it.
-    """
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    vocabulary: str
+    train: tuple[Tensor, Tensor]  # inputs and targets, int64 of shape (rows, block_size) each
+    test: tuple[Tensor, Tensor]  # inputs and targets of the last tenth of the text
+    vocabulary: str  # all characters of the text, sorted; a number is an index into it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lines:
-    """Texts of one line each; every tenth is held out.
-
-    Attributes:
-        train: the texts.
-        train_labels: the class of each text, an index into `classes`; all 0 without labels.
-        test, test_labels: held-out texts and their classes.
-        classes: names of the labels, sorted.
-    """
+    """Texts of one line each; every tenth is held out."""
 
     train: list[str]
-    train_labels: list[int]
+    train_labels: list[int]  # the class of each text, an index into `classes`; all 0 without labels
     test: list[str]
     test_labels: list[int]
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the labels, sorted
 
 
 def read_blocks(source: str, block_size: int) -> Blocks:

@@ -23,7 +23,7 @@ ROUTER_ADVICE = "Set model.config.output_router_logits = False, or do not cut th
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterLoss:
-    """One call of a model's router loss."""
+    """A call of a model's router loss."""
 
     function: Any  # the called function of the modeling file
     gates: tuple[Tensor, ...]  # the router's scores of each layer, (tokens, experts)
@@ -117,13 +117,11 @@ class OwnCache:
 
 
 def _cache_layers(cache: Any) -> list[tuple[int, Any]]:
-    """Return (layer index, part of the cache), also of nested caches."""
     inner = [pair for part in vars(cache).values() if _is_cache(part) for pair in _cache_layers(part)]
     return [*inner, *enumerate(getattr(cache, "layers", ()))]
 
 
 def _hollow(layer: Any) -> Any:
-    """Copy a layer's part of a cache with tensors of the same shape and no memory."""
     twin = copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor):
@@ -132,7 +130,6 @@ def _hollow(layer: Any) -> Any:
 
 
 def _holds_tokens(layer: Any) -> str:
-    """Return the contents of a layer's part of a cache in words; empty if it has none."""
     states = getattr(layer, "has_previous_state", False)
     if any(states.values()) if isinstance(states, Mapping) else states is True:
         return "a state"
@@ -145,7 +142,6 @@ def _is_cache(value: object) -> bool:
 
 
 def _descends(value: object, module: str, name: str) -> bool:
-    """Return True if a value is an instance of this class, without importing its module."""
     return any(base.__name__ == name and base.__module__ == module for base in type(value).__mro__)
 
 
@@ -163,17 +159,7 @@ def recorded(files: Sequence[ModuleType]) -> Generator[list[RouterLoss]]:
 
 
 class WholeRouterLoss:
-    """The router loss of all rows, from the scores of each micro-batch.
-
-    Args:
-        parts: the call of each micro-batch, in order, without graph.
-
-    Attributes:
-        value: the loss over all tokens.
-
-    Raises:
-        LossError: the settings or masks of the calls differ.
-    """
+    """The router loss of all rows, from the detached call of each micro-batch, in order."""
 
     def __init__(self, parts: Sequence[RouterLoss]) -> None:
         first = parts[0]
@@ -198,15 +184,9 @@ class WholeRouterLoss:
         self._cotangents: list[tuple[Tensor, ...]] = []
 
     def part(self, index: int, call: RouterLoss, coefficient: float) -> Tensor:
-        """Return a micro-batch's share, with the whole batch's gradient; the first share has the whole value.
+        """Return a micro-batch's share, with the gradient of the whole batch, from its call with graph.
 
-        Args:
-            index: index of the micro-batch.
-            call: the call of the second pass, with graph.
-            coefficient: the factor of the router loss in the loss.
-
-        Raises:
-            LossError: the scores have another shape than in the first pass.
+        The first share has the whole value. The coefficient is the router loss's factor in the loss.
         """
         if not self._cotangents:  # the coefficient comes first, as in the model's own backward
             # Keep the graph until this has worked: after an out-of-memory error it runs again.
@@ -254,7 +234,6 @@ def _recorder(function: Any) -> Any:
 
 
 def _note(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any) -> RouterLoss | None:
-    """Return a call as a record; None for an unknown form, which is then refused like any unknown loss."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     settings = dict(bound.arguments)

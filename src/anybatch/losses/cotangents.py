@@ -49,7 +49,6 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
-    """Return True if the last part of a tuple is a target, according to the signature of forward."""
     if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
         return len(parts) == 2
     inner: Any = model
@@ -209,13 +208,13 @@ class _Send(torch.autograd.Function):
 
 
 def _drift(output: Tensor, first: Tensor) -> Tensor:
-    """Return the distance of two passes, relative to a bound on rounding and nondeterministic kernels."""
     output = output.detach()
     if not (first.is_floating_point() or first.is_complex()):
         return (output != first).any() * 2.0
     output, first = output.nan_to_num(), first.nan_to_num()
     wide = torch.promote_types(first.dtype, torch.float32)
     distance = (output.to(wide) - first).norm()
+    # Relative to a bound on rounding and nondeterministic kernels.
     return distance / (4 * torch.finfo(first.dtype).eps ** 0.5 * first.to(wide).norm()).clamp(min=1e-30)
 
 

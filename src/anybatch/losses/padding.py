@@ -54,7 +54,6 @@ def find_paddings(batch: Any, model: nn.Module) -> Iterator[Padding]:
 
 
 def _told(alike: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tensor] | None:
-    """Return the source of padding in words, and a mask of content; None without a source."""
     flat = [one for one in alike if one[2].dim() == 2]
     others = [one for one in flat if one not in targets]
     masks = [(path, content) for _, path, leaf in others if (content := _by_mask(path, leaf)) is not None]
@@ -76,7 +75,6 @@ def _told(alike: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tens
 
 
 def _by_mask(path: str, leaf: Tensor) -> Tensor | None:
-    """Return a mask's content positions; None if the tensor is no padding mask."""
     name = path.lower()
     is_named = "mask" in name or "pad" in name
     if not (is_named or leaf.dtype == torch.bool) or "global" in name:
@@ -97,13 +95,11 @@ def _by_mask(path: str, leaf: Tensor) -> Tensor | None:
 
 
 def _has_inside(leaf: Tensor, token: int) -> bool:
-    """Return True if a token occurs between others, or at the start of some rows and the end of others."""
     steps = (leaf != token).int().diff(dim=1)
     return not (bool((steps <= 0).all()) or bool((steps >= 0).all()))
 
 
 def _axes(path: str, leaf: Tensor, length: int, content: Tensor) -> list[int]:
-    """Return the axes of a tensor that hold positions: both for a mask of pairs of positions."""
     axes = [axis for axis in range(1, leaf.dim()) if leaf.shape[axis] == length]
     name = path.lower()
     if leaf.dim() > 2 and (leaf.dtype == torch.bool or "mask" in name):
@@ -125,7 +121,6 @@ def _is_integer(leaf: Tensor) -> bool:
 
 
 def _is_of_target(path: str, is_pair: bool) -> bool:
-    """Return True for targets and masks of targets."""
     if "pad" in path.lower():
         return False
     last = path.lower().strip("[]'.").rpartition("['")[2]

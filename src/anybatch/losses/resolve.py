@@ -25,10 +25,6 @@ def resolve(loss: object) -> Loss:
 
     Raises:
         LossError: the loss is of another kind.
-
-    Example:
-        >>> resolve(nn.CrossEntropyLoss(ignore_index=0)).counted
-        True
     """
     if isinstance(loss, Terms | WholeBatch):
         return loss
@@ -76,10 +72,5 @@ def check_loss(loss: object) -> None:
 
 
 def module_of(loss: object) -> nn.Module:
-    """Return the module that a loss is or holds; an empty module if there is none.
-
-    Example:
-        >>> module_of(nn.MSELoss()), module_of(Terms(lambda model, micro: model(micro)))
-        (MSELoss(), Identity())
-    """
+    """Return the module that a loss is or holds; an empty module if there is none."""
     return module_in(loss.function if isinstance(loss, Terms | WholeBatch) else loss)

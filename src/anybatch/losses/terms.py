@@ -106,7 +106,6 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
 
 
 def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
-    """Return True if a function may expect outputs and targets, by its error and argument names."""
     frames = error.__traceback__
     if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
         return True  # it does not accept two arguments, or used the model as a tensor

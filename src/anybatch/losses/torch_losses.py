@@ -26,27 +26,16 @@ from anybatch.losses.terms import BARE_MEAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedLoss(Plain):
-    """One of torch's losses, read from the caller's object at the start of each step.
+    """A loss of torch, read from the caller's object at the start of each step."""
 
-    Attributes:
-        name: class or function name of the caller's loss.
-        kind: its summation and divisor.
-        settings: the caller's keyword arguments or module attributes.
-        reduced: the caller's loss with its own reduction.
-        reduce: returns the same loss with the reduction "none" or "sum".
-        wanted: number of compared tensors.
-        divided: True if the batch is uncut: the value is the caller's own and needs no division.
-        in_parts: True if the positions of rows in the batch are unknown, as in a window.
-    """
-
-    name: str
-    kind: Kind
-    settings: Mapping[str, Any]
-    reduced: Callable[..., Tensor]
-    reduce: Callable[[str], Callable[..., Tensor]]
-    wanted: int
-    divided: bool = False
-    in_parts: bool = False
+    name: str  # class or function name of the caller's loss
+    kind: Kind  # its summation and divisor
+    settings: Mapping[str, Any]  # the caller's keyword arguments or module attributes
+    reduced: Callable[..., Tensor]  # the caller's loss with its own reduction
+    reduce: Callable[[str], Callable[..., Tensor]]  # the loss with the reduction "none" or "sum"
+    wanted: int  # number of compared tensors
+    divided: bool = False  # True if the batch is uncut: the value is the caller's own and needs no division
+    in_parts: bool = False  # True if the positions of rows in the batch are unknown, as in a window
 
     @property
     def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -136,7 +125,6 @@ class SummedLoss(Plain):
         )
 
     def _refuse_settings_of_other_rows(self, targets: tuple[Any, ...]) -> None:
-        """Raise LossError for a setting that torch would broadcast over the wrong rows."""
         for name in self.kind.per_row:
             value, target = self.settings.get(name), targets[0] if targets else None
             if not (isinstance(value, Tensor) and isinstance(target, Tensor) and self._reaches(name, target)):
@@ -186,18 +174,9 @@ class SummedLoss(Plain):
 
 
 def summed_loss(loss: object) -> SummedLoss | None:
-    """Return a loss module or function of torch as a `SummedLoss`; None for other objects.
+    """Return a loss module, function or partial function of torch as a `SummedLoss`; None for others.
 
-    Args:
-        loss: a module such as `nn.CrossEntropyLoss(ignore_index=0)`, a function such as `F.mse_loss`, or
-            `functools.partial(F.cross_entropy, label_smoothing=0.1)`.
-
-    Raises:
-        LossError: the loss has a reduction or arguments that cannot be summed.
-
-    Example:
-        >>> summed_loss(nn.MSELoss()).kind is summed_loss(nn.functional.mse_loss).kind
-        True
+    Raises LossError if it has a reduction or arguments that cannot be summed.
     """
     if isinstance(loss, nn.Module):
         return _from_module(loss)

@@ -176,7 +176,6 @@ class WholeBatch(Plain):
         return replace(pull, end=first + here), first
 
     def _pull(self, whole: Seen) -> Pull:
-        """Return the loss, and its gradient with respect to outputs and to its parameters."""
         if self.loss_rows is None:
             value, weight = self._value(whole)
             flows = flows_of(value)
@@ -194,7 +193,6 @@ class WholeBatch(Plain):
         )
 
     def _by_rows(self, whole: Seen, count: int) -> tuple[Tensor, Number, dict[Tensor, Tensor]]:
-        """Return loss, weight and gradients, summed over calls of the function and divided once."""
         total = Total.zero()
         sums: dict[Tensor, Tensor] = {}
         for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(count):
@@ -216,7 +214,6 @@ class WholeBatch(Plain):
         return torch.as_tensor(total.mean()), total.weight, flows
 
     def _value(self, seen: Seen) -> tuple[Tensor, Number]:
-        """Return the function's value and its weight: the number of rows, unless it returns a Total."""
         value = self.function(*seen.arguments())
         if isinstance(value, Total):
             return torch.as_tensor(value.mean()), value.weight
@@ -263,7 +260,6 @@ class _Sent(Plain):
 
 
 def _gathered(here: Seen, gather: Gather) -> tuple[Seen, int]:
-    """Return the outputs and targets of all ranks, and the index of this rank's first row."""
     nest = tree.flatten(here.targets)
     in_rows = [one for one in here.outputs if one.dim()]
     found, first = gather([*[one.detach() for one in in_rows], *nest.leaves])

@@ -78,7 +78,6 @@ def _metrics(run: RunLog) -> list[str]:
 
 
 def _observed(run: RunLog) -> Iterable[Chart]:
-    """Yield a chart for each observer that recorded numbers, also for user-defined ones."""
     groups: dict[str, list[Chart]] = {}
     for name, series in run.values.items():
         _, observer, key = [*name.split(".", 2), "", ""][:3]
@@ -113,7 +112,6 @@ def served(run: RunLog) -> dict[str, int | float | str]:
 
 
 def _throughput(run: RunLog) -> tuple[dict[str, Numbers], Numbers | None]:
-    """Return rows per second of each update, and the seconds as weights for their mean."""
     rows, at = run.values.get("rows"), run.values.get("seconds")
     if rows is None or at is None:
         return {}, None
@@ -124,18 +122,12 @@ def _throughput(run: RunLog) -> tuple[dict[str, Numbers], Numbers | None]:
     return ({"rows": speed}, seconds) if np.isfinite(speed).any() else ({}, None)
 
 
-def _has(values: Mapping[str, Numbers], name: str) -> bool:
-    return name in values and bool(np.isfinite(values[name]).any())
-
-
 def _curve(values: Mapping[str, Numbers], weights: Numbers | None = None, /, **names: str) -> Iterable[Chart]:
-    """Yield series over all updates, with gaps for missing values."""
-    for name in [name for name in names if _has(values, name)][:MOST_SERIES]:
+    for name in [name for name in names if name in values and np.isfinite(values[name]).any()][:MOST_SERIES]:
         yield _shared(names[name], values[name], weights)
 
 
 def _sparse(name: str, steps: Numbers, series: Numbers) -> Iterable[Chart]:
-    """Yield a series with values at some updates only, if there are any."""
     there = np.isfinite(series)
     steps, series = steps[there], series[there]
     if len(series):
@@ -157,7 +149,6 @@ def _shared(name: str, series: Numbers, weights: Numbers | None = None) -> Chart
 
 
 def _epochs(run: RunLog, name: str, field: str) -> Iterable[Chart]:
-    """Yield a validation value after each epoch."""
     known = [(at, one) for one in run.epochs if (at := whole(one.get("updates"))) is not None]
     values = [number(mapping(one.get("validation")).get(field)) for _, one in known]
     return _sparse(name, np.array([at for at, _ in known], np.float64), np.array(values, np.float64))
@@ -181,7 +172,6 @@ def _is_wide(series: Numbers) -> bool | None:
 
 
 def _say(name: str, series: Numbers) -> str:
-    """Return a series in words, for screen readers."""
     finite = series[np.isfinite(series)]
     first, last, low, high = (f"{one:.4g}" for one in (finite[0], finite[-1], finite.min(), finite.max()))
     return f"{name}: first {first}, last {last}, smallest {low}, largest {high}."

@@ -219,7 +219,6 @@ def _histogram(panel: Any, record: Exponents, dtype: str) -> None:
 
 
 def _outline(panel: Any, first: Exponents, record: Exponents) -> None:
-    """Draw the first record's counts, shifted to this record's loss scale."""
     moved = round(math.log2(record.scale / first.scale))
     edges = list(range(min(first.counts, default=0), max(first.counts, default=0) + 2))
     shares = [first.counts.get(e, 0) / max(1, first.numbers) for e in edges[:-1]]
@@ -228,7 +227,6 @@ def _outline(panel: Any, first: Exponents, record: Exponents) -> None:
 
 
 def _ends(dtype: str) -> dict[str, int]:
-    """Return the first exponent after the range of each fate."""
     limits = torch.finfo(getattr(torch, dtype))
     least = round(math.log2(limits.tiny * limits.eps))
     return {

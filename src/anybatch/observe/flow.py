@@ -135,8 +135,6 @@ class GradientFlow(Observer):
 
 
 class _Measured:
-    """Figures of gradients on their devices, and the weights before the update."""
-
     def __init__(self, model: nn.Module, gradients: Mapping[str, Tensor], *, keeps_weights: bool) -> None:
         wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
         named = {private.plain_name(name): p for name, p in wanted}
@@ -177,7 +175,6 @@ class _Measured:
         self._before = {}
 
     def flow(self) -> Flow:
-        """Return the figures of each layer, with one synchronization per device."""
         found = to_host(self._sizes, self._weights, self._change)
         self._before = {}
         rows = [self._row(names, *found) for names in self._layers.values()]

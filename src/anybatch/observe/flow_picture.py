@@ -53,7 +53,6 @@ def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "grad
 
 
 def _line(panel: Any, values: Figures, **look: Any) -> None:
-    """Plot positive numbers over the layers, with gaps elsewhere."""
     shown = [value if value and math.isfinite(value) else math.nan for value in values]
     panel.plot(range(len(shown)), shown, marker=".", **look)
 
@@ -82,7 +81,6 @@ def _ratios(panel: Any, flow: Flow) -> None:
 
 
 def _over_time(figure: Any, panel: Any, records: Sequence[Flow]) -> None:
-    """Draw norms as colors: layers to the right, updates downward."""
     rows = [[math.log10(n) if n and math.isfinite(n) else math.nan for n in one.norm] for one in records]
     edges = [records[0].update - 0.5]
     for one, after in zip(records, [*records[1:], None], strict=True):
@@ -95,7 +93,6 @@ def _over_time(figure: Any, panel: Any, records: Sequence[Flow]) -> None:
 
 
 def _shade(panels: Sequence[Any], flow: Flow) -> None:
-    """Draw a band behind each marked layer; the legend names the first ones."""
     for mark, colour in COLOURS.items():
         found = flow.marked(mark)
         more = ", ..." if len(found) > _MOST_LISTED else ""

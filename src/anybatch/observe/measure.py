@@ -31,10 +31,7 @@ def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _by_device(
-    tensors: Mapping[str, Tensor],
-) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
-    """Yield names and tensors of each device, and its widest dtype."""
+def _by_device(tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
     for device in dict.fromkeys([value.device for value in tensors.values()]):
         names = [name for name, value in tensors.items() if value.device == device]
         wide = torch.float32 if device.type == "mps" else torch.float64

@@ -152,8 +152,6 @@ class GradientNoise(Observer):
 
 @dataclass(frozen=True, slots=True)
 class _MicroGradient:
-    """The size of a micro-batch's gradient."""
-
     rows: int
     squared: Tensor  # squared 2-norm, on its device
     name: str  # name of a small parameter; empty for none
@@ -161,7 +159,6 @@ class _MicroGradient:
 
 
 def _sample(gradients: Mapping[str, Tensor]) -> str:
-    """Return the smallest parameter with a dense gradient."""
     plain = [name for name, value in gradients.items() if value.layout is torch.strided and value.numel()]
     return min(plain, key=lambda name: gradients[name].numel(), default="")
 

@@ -52,20 +52,13 @@ def report_page(folder: str | Path) -> str:
     Raises:
         DataError: the folder or its log does not exist, or the log is empty, no log of anybatch, or of a
             later version.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "log.jsonl").write_text('{"event": "start", "total_updates": 10}')
-        ...     page = report_page(folder)
-        >>> "No update was made yet" in page
-        True
     """
     run = read_run(folder)
     drawn, found = charts(run) if run.steps else [], events(run)
     flow = pack_flow(run.flow) if run.flow and run.steps else None
     layers = _layer_charts(flow)
-    name = _name(run)
+    start: Line = run.starts[0] if run.starts else {}
+    name = _name(run, start)
     body = [
         f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_totals(run)}</header>",
         "".join(f'<p class="note">{_text(note)}</p>' for note in run.notes),
@@ -76,8 +69,8 @@ def report_page(folder: str | Path) -> str:
         _section("Events", _table(("what", "updates", "how many"), map(_event, found))),
         _section("Epochs", _epochs(run)),
         _section("Plan", _plans(run.plans)),
-        _section("Command that repeats it", _pre(_command(run))),
-        _section("Machine and model", _pairs(_machine(run))),
+        _section("Command that repeats it", _pre(shlex.join(texts(start.get("command"))))),
+        _section("Machine and model", _pairs(_machine(start))),
         _section("Options", _pairs(run.settings)),
     ]
     style = _resource("report.css")
@@ -125,8 +118,7 @@ def _json(value: object) -> str:
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _hash(text: str) -> str:
-    """Return the CSP hash of an inline script or style."""
+def _hash(text: str) -> str:  # for the content security policy
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -134,8 +126,7 @@ def _resource(name: str) -> str:
     return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
 
 
-def _name(run: RunLog) -> str:
-    start = run.starts[0] if run.starts else {}
+def _name(run: RunLog, start: Line) -> str:
     model = run.settings.get("recipe") or start.get("model")
     return f"{model}: {run.folder.resolve().name}" if model else run.folder.resolve().name
 
@@ -210,7 +201,6 @@ def _figure(chart: Chart) -> str:
 
 
 def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
-    """Return the heat map of all layers and the charts of one layer; the script fills them."""
     if flow is None:
         return []
     logs = {one["log"] for one in flow["figures"]}
@@ -305,13 +295,7 @@ def _plans(plans: Sequence[Line]) -> str:
     )
 
 
-def _command(run: RunLog) -> str:
-    """Return the command of the first start; empty if it was started from Python."""
-    return shlex.join(texts(run.starts[0].get("command"))) if run.starts else ""
-
-
-def _machine(run: RunLog) -> Mapping[str, Any]:
-    start = run.starts[0] if run.starts else {}
+def _machine(start: Line) -> Mapping[str, Any]:
     known = {name.replace("_", " "): start[name] for name in _MACHINE if start.get(name) is not None}
     return {**known, **mapping(start.get("machine"))}
 
@@ -335,7 +319,6 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; of a long one only the first and the last rows."""
     rows = [*rows]
     if not rows:
         return ""

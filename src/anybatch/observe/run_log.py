@@ -184,7 +184,6 @@ class _LogReader:
 
 
 def _numbers(record: Line) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of an update by dotted name, and the largest micro-batch."""
     for name, value in record.items():
         if name in ("event", "step", "weights"):
             continue
@@ -204,15 +203,12 @@ def _numbers(record: Line) -> Iterator[tuple[str, float]]:
 
 
 class _FlowReader:
-    """Collects gradient flow."""
-
     def __init__(self) -> None:
         self._layers: tuple[str, ...] = ()
         self._updates: list[int] = []
         self._values: list[Numbers] = []  # [figures, layers] each
 
     def add(self, step: int, record: Line) -> bool:
-        """Add a record; return False if it is malformed."""
         lists = {name: record[name] for name in FIGURES if isinstance(record.get(name), list)}
         lengths = {len(values) for values in lists.values()}
         names = tuple(texts(record.get("layers"))) or self._layers
@@ -235,12 +231,10 @@ class _FlowReader:
         return True
 
     def forget(self, done: int) -> None:
-        """Drop records after an update."""
         kept = bisect_right(self._updates, done)
         del self._updates[kept:], self._values[kept:]
 
     def log(self) -> FlowLog | None:
-        """Return the records in a bounded number of columns."""
         if not self._updates:
             return None
         most = max(40, min(MOST_COLUMNS, MOST_CELLS // len(self._layers)))

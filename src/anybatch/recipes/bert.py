@@ -52,7 +52,6 @@ def _make(data: str, task: str = "classify", size: str = "tiny", block_size: int
 
 
 def _tokenizer(texts: Sequence[str], tokens: int, block_size: int) -> Any:
-    """Train byte pair encoding on these texts; the same texts always give the same tokens."""
     library: Any = _extra("tokenizers")
     bytes_ = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = library.Tokenizer(library.models.BPE(unk_token=UNKNOWN))
@@ -103,10 +102,4 @@ def _extra(name: str) -> Any:
         ) from None
 
 
-BERT = Recipe(
-    name="bert",
-    make=_make,
-    data="python",
-    optimizer="adamw",
-    lr=1e-3,
-)
+BERT = Recipe(name="bert", make=_make, data="python", optimizer="adamw", lr=1e-3)

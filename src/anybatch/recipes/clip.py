@@ -76,9 +76,4 @@ def _make(data: str, image_size: int | None = None) -> Training:
     )
 
 
-CLIP = Recipe(
-    name="clip",
-    make=_make,
-    optimizer="adamw",
-    lr=1e-3,
-)
+CLIP = Recipe(name="clip", make=_make, optimizer="adamw", lr=1e-3)

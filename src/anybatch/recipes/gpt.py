@@ -38,11 +38,6 @@ class GPT2(nn.Module):
     learners": LayerNorm first, embeddings shared with the scores, weights at the ends of shortcuts divided by
     the root of their number. There is no dropout, so that no cut changes random draws.
 
-    Args:
-        vocabulary: number of characters.
-        block_size: longest text, in characters.
-        layers, heads, width: size of the model.
-
     Example:
         >>> import torch
         >>> GPT2(65, 32, layers=2, heads=2, width=16)(torch.zeros(4, 32, dtype=torch.long)).shape
@@ -83,10 +78,4 @@ def _make(data: str, size: str = "tiny", block_size: int = 64) -> Training:
     )
 
 
-GPT = Recipe(
-    name="gpt",
-    make=_make,
-    data="python",
-    optimizer="adamw",
-    lr=1e-3,
-)
+GPT = Recipe(name="gpt", make=_make, data="python", optimizer="adamw", lr=1e-3)

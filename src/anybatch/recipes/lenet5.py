@@ -14,10 +14,6 @@ class LeNet5(nn.Module):
     The layout of LeCun et al. 1998, "Gradient-based learning applied to document recognition", section II.B,
     with ReLU and max-pooling, as it is trained today.
 
-    Args:
-        channels: channels of the images, 1 or 3.
-        num_classes: number of classes.
-
     Example:
         >>> import torch
         >>> LeNet5(1, 10)(torch.zeros(4, 1, 32, 32)).shape
@@ -56,7 +52,4 @@ def _make(data: str, label_smoothing: float = 0.0) -> Training:
     )
 
 
-LENET5 = Recipe(
-    name="lenet5",
-    make=_make,
-)
+LENET5 = Recipe(name="lenet5", make=_make)

@@ -19,35 +19,20 @@ OptimizerName = Literal["sgd", "adamw"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Training:
-    """A model, its loss and its rows: the parts of a training except the optimizer.
+    """A model, its loss and its rows: the parts of a training except the optimizer."""
 
-    Attributes:
-        model: the model, with its initial weights.
-        loss: a loss, as for a step.
-        train: training rows: tensors with rows first, nested in any way, or samples if there is a collate.
-        test: held-out rows, in the same form. None for none.
-        name: name of the rows, for reports.
-        vocabulary: digest of the meaning of numbers in the rows, on which a trained model depends; "" if the
-            rows have none.
-        scores: takes the model's outputs, returns scores of shape (rows, classes, ...), whose largest is the
-            prediction. None if there is no accuracy.
-        order: order of the rows within a step.
-        batch_norm: treatment of BatchNorm in a step.
-        collate: builds tensors from samples. None if rows are tensors.
-        optimizer: an optimizer that comes with the model. None for one from the options.
-    """
-
-    model: nn.Module
-    loss: Any
-    train: Any
-    test: Any = None
-    name: str = "training rows"
-    vocabulary: str = ""
+    model: nn.Module  # with its initial weights
+    loss: Any  # as for a step
+    train: Any  # tensors with rows first, nested in any way, or samples if there is a collate
+    test: Any = None  # held-out rows, in the same form; None for none
+    name: str = "training rows"  # for reports
+    vocabulary: str = ""  # digest of the meaning of numbers in the rows, on which a trained model depends
+    # Takes the model's outputs, returns scores of shape (rows, classes, ...); None if there is no accuracy.
     scores: Callable[[Any], torch.Tensor] | None = None
-    order: Literal["length"] | None = None
+    order: Literal["length"] | None = None  # of the rows within a step
     batch_norm: BatchNormChoice | None = None
-    collate: Collate | None = None
-    optimizer: Optimizer | None = None
+    collate: Collate | None = None  # builds tensors from samples; None if rows are tensors
+    optimizer: Optimizer | None = None  # comes with the model; None for one from the options
 
     def first(self, rows: int) -> Any:
         """Return the first training rows, as a batch for a step."""
@@ -74,30 +59,17 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A function that makes a training, with suitable settings.
+    """A function that makes a training, with its default settings."""
 
-    Attributes:
-        name: the name on the command line.
-        make: takes the name or path of a data set, and the recipe's own options as keywords with defaults.
-        data: the default data set. It needs no download.
-        optimizer, lr: the default optimizer and its learning rate.
-    """
-
-    name: str
-    make: Callable[..., Training]
-    data: str = "digits"
+    name: str  # on the command line
+    make: Callable[..., Training]  # takes the name or path of a data set, and options with defaults
+    data: str = "digits"  # the default data set, which needs no download
     optimizer: OptimizerName = "sgd"
     lr: float = 0.01
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The recipe's own options and their defaults.
-
-        Example:
-            >>> from anybatch.recipes import find_recipe
-            >>> dict(find_recipe("lenet5").options)
-            {'label_smoothing': 0.0}
-        """
+        """The recipe's own options and their defaults."""
         parameters = [*inspect.signature(self.make).parameters.values()][1:]
         return {parameter.name: parameter.default for parameter in parameters}
 
@@ -112,12 +84,6 @@ class Recipe:
         Raises:
             PlanError: the recipe has no such option, or the value is not supported.
             DataError: the data set cannot be read, or does not suit the recipe.
-
-        Example:
-            >>> from anybatch.recipes import find_recipe
-            >>> training = find_recipe("lenet5").prepare("digits", label_smoothing=0.1)
-            >>> training.loss, len(training.train[0])
-            (CrossEntropyLoss(), 1352)
         """
         if unknown := sorted(asked.keys() - self.options.keys()):
             raise PlanError(

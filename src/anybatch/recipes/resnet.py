@@ -48,15 +48,8 @@ class ResNet(nn.Module):
     """Four stages of blocks, each of half the size and twice the width of the previous stage.
 
     He, Zhang, Ren, Sun 2016, "Deep residual learning for image recognition", table 1; for small images the
-    first layer is that of their section 4.2.
-
-    Args:
-        blocks: number of blocks of each stage.
-        bottleneck: use bottleneck blocks, with four times as many channels.
-        channels: channels of the images.
-        num_classes: number of classes.
-        small: leave out the first two halvings, for small images.
-        width: channels of the first stage.
+    first layer is that of their section 4.2, without the first two halvings (`small`). `blocks` counts the
+    blocks of each stage, `width` the channels of the first stage. Bottlenecks have four times as many.
 
     Example:
         >>> import torch

@@ -72,15 +72,6 @@ def save(
     Raises:
         CheckpointError: a value cannot be written without pickle, or the file cannot be written. An earlier
             file of that name is unchanged.
-
-    Example:
-        >>> import tempfile, torch
-        >>> model = nn.Linear(2, 1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(f"{folder}/a.safetensors", model=model, progress={"epoch": 3})
-        ...     found = load(f"{folder}/a.safetensors")
-        >>> found.progress, torch.equal(found.model["weight"], model.weight)
-        ({'epoch': 3}, True)
     """
     path = Path(path)
     packer = Packer()
@@ -116,15 +107,10 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def export(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a plain state dict, for `load_state_dict` of the same model in any program.
+    """Write a plain state dict as .safetensors, .pt or .pth, for `load_state_dict` in any program.
 
-    Args:
-        state: the state dict.
-        path: file name, ending in .safetensors, or in .pt or .pth for `torch.load(path, weights_only=True)`.
-
-    Raises:
-        CheckpointError: the name has another ending, a value for safetensors is no tensor, or the file cannot
-            be written. An earlier file of that name is unchanged.
+    Raises CheckpointError for another ending, a value that is no tensor for .safetensors, or a file that
+    cannot be written. An earlier file of that name is unchanged.
     """
     path, state = Path(path), _plain(state)
     if path.suffix not in (".safetensors", ".pt", ".pth"):
@@ -243,8 +229,7 @@ def restore(
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state, then undo torch's cast to the dtype of the parameter."""
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(dict(state))  # casts the state to the dtype of the parameters, undone below
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
             own: dict[str, Any] = optimizer.state.get(parameter, {})
@@ -313,7 +298,6 @@ def _check_module(
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the names of the uncompiled model, so that both kinds load the same file."""
     return {private.plain_name(name): value for name, value in state.items()}
 
 
@@ -354,7 +338,6 @@ def _check_groups(
 
 
 def _parameter_names(model: nn.Module, loss: nn.Module | None, optimizer: Optimizer) -> list[list[str]]:
-    """Return the parameter names of each group, because state dicts have indices only."""
     of_loss = () if loss is None else loss.named_parameters(prefix="loss")
     names = {
         id(parameter): private.plain_name(name)

@@ -116,16 +116,9 @@ class Stream:
     ) -> Generator[Any]:
         """Yield this rank's rows of an epoch's batches; load and drop the first `start` batches.
 
-        Args:
-            batch_size: rows of each batch but the last; None for one batch per item.
-            seed: seed of all random numbers, together with the epoch.
-            epoch: number of the epoch, 0 for the first.
-            start: number of batches to drop.
-            digest: digest of the last dropped batch.
-
-        Raises:
-            BatchError: there is no batch, an item cannot be used, or ranks have different rows.
-            CheckpointError: the dropped batches differ from before.
+        A `batch_size` of None means one batch per item. `digest` is that of the last dropped batch. Raises
+        BatchError without a batch, for an unusable item, or if ranks have different rows; CheckpointError if
+        the dropped batches differ from before.
         """
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
@@ -169,7 +162,6 @@ class Stream:
             yield batch
 
     def _parts(self) -> Iterator[Any]:
-        """Yield the objects that may determine the order: the data, its data set and its samplers."""
         yield self._data
         for name in ("dataset", "sampler", "batch_sampler"):
             if (part := getattr(self._data, name, None)) is not None:
@@ -196,7 +188,6 @@ class Stream:
             yield self._split(held, rows)[0]
 
     def _split(self, held: list[Any], size: int) -> tuple[Any, list[Any]]:
-        """Return the first `size` rows, and the rest."""
         if self._step.collate is not None:
             return held[:size], held[size:]
         whole = _joined(held)
@@ -239,7 +230,6 @@ def open_data(data: Any, step: Step) -> Rows | Stream:
 
 
 def _brought(batch: Any, step: Step) -> Any:
-    """Move tensors to the model's device; leave samples unchanged."""
     if step.collate is not None or batch is None:
         return batch
     device = next(step.model.parameters()).device
@@ -255,7 +245,6 @@ def _length(data: Any) -> int | None:
 
 
 def _joined(items: list[Any]) -> Any:
-    """Concatenate the rows of several items."""
     if len(items) == 1:
         return items[0]
     nests = [tree.flatten(item) for item in items]

@@ -41,10 +41,6 @@ class JsonLog(Callback):
     | plan | a memory budget changed the micro-batches: the reason, and bytes by owner |
     | epoch | `EpochReport` |
     | stop | the reason, if a callback stopped the training |
-
-    Args:
-        path: the file.
-        peak_bytes: returns the peak memory of a device in bytes.
     """
 
     def __init__(self, path: Path, peak_bytes: Callable[[torch.device], int] = lambda device: 0) -> None:
@@ -106,7 +102,6 @@ class JsonLog(Callback):
         self.flush()
 
     def _observed(self, step: Step) -> dict[str, dict[str, Any]]:
-        """Return the records of observers; layer names only if they changed."""
         found = {one.name: dict(one.record()) for one in step.observers if one.name}
         for name, record in found.items():
             if "layers" in record and self._layers.get(name) == record["layers"]:
@@ -167,7 +162,6 @@ def _parameters(step: Step) -> list[torch.nn.Parameter]:
 
 
 def _held(step: Step) -> dict[str, int]:
-    """Return the bytes that remain between steps, by owner."""
     parameters = _parameters(step)
     states = [value for one in step.optimizers for held in one.state.values() for value in held.values()]
     return {
@@ -191,7 +185,6 @@ def _finite(value: Any) -> Any:
 
 
 def _drop(path: Path, is_redone: Callable[[bytes], bool]) -> None:
-    """Remove lines from a log, and an incomplete last line."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith(b"\n") and not is_redone(line)]
     if kept != lines:

@@ -177,12 +177,10 @@ def _as_fold(name: str, metric: Metric) -> Fold[Any, Any, Any]:
 
 
 def _widened(total: Total) -> Total:
-    """Return the total in float64, so that counts are exact and the cut does not change the result."""
     return Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
 
 
 def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
-    """Return the model's last output and the targets."""
     if not outputs:
         raise LossError(
             f"Expected the loss to call the model, so that metrics see its outputs, got {len(outputs)} "
@@ -192,13 +190,10 @@ def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
 
 
 def _single(values: Any) -> Any:
-    """Unwrap a tuple of length one."""
     return values[0] if isinstance(values, tuple) and len(cast("tuple[Any, ...]", values)) == 1 else values
 
 
 class _OutputRecorder:
-    """A wrapper of a compiled model that records its outputs."""
-
     def __init__(self, model: Any, record: Callable[[Any], None]) -> None:
         self._model, self._record = model, record
 

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """A bar over all updates, and a line for every finished epoch.
+    """A bar over all updates, with the peak memory of a device, and a line for every finished epoch.
 
-    Args:
-        device: device whose peak memory is shown (`peak_bytes`).
-        console: output; by default standard error, so that standard output is free for results. If it is no
-            terminal, only the lines of epochs are printed.
+    The default console is standard error. If it is no terminal, only the lines of epochs are printed.
     """
 
     def __init__(self, device: torch.device, console: Console | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One logical batch over ranks: the rows of each rank, and the points where all ranks meet."""
+"""Ranks of one logical batch: the rows of each, and the points where all ranks meet."""
 
 import io
 import random
@@ -18,14 +18,7 @@ from anybatch.train.serialize import digest_of
 
 
 class Share:
-    """One rank's rows of each batch, and its messages to other ranks. A single rank has all rows.
-
-    Args:
-        step: its strategy tells if other processes hold rows of the same batch.
-
-    Attributes:
-        rank, ranks: the number of this process, and the number of processes.
-    """
+    """The rows of this rank in each batch, and its messages to other ranks. A single rank has all rows."""
 
     def __init__(self, step: Step) -> None:
         self._group = getattr(step.strategy, "group", None)
@@ -39,13 +32,7 @@ class Share:
         return self.ranks > 1
 
     def part(self, rows: int) -> slice:
-        """Return this rank's slice of `rows` rows: in the order of ranks, sizes differ by at most one.
-
-        Example:
-            >>> model = torch.nn.Linear(1, 1)
-            >>> Share(Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))).part(5)
-            slice(0, 5, None)
-        """
+        """Return this rank's slice of `rows` rows: in the order of ranks, sizes differ by at most one."""
         size, more = divmod(rows, self.ranks)
         first = self.rank * size + min(self.rank, more)
         return slice(first, first + size + (self.rank < more))
@@ -93,11 +80,7 @@ class Share:
             )
 
     def meet(self, place: str, **values: Any) -> list[dict[str, Any]]:
-        """Wait for all ranks at a named place; return the values of each rank.
-
-        Raises:
-            RankError: a rank has failed, or is at another place.
-        """
+        """Wait for all ranks at a named place; return their values. Raises RankError if one is elsewhere."""
         if not self.is_many:
             return [values]
         # A rank in the middle of a step reads this as a failure.

@@ -7,28 +7,13 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import (
-    AnybatchError,
-    CheckpointError,
-    PlanError,
-    StepReport,
-    WindowError,
-    check_whole,
-)
+from anybatch.core import AnybatchError, CheckpointError, PlanError, StepReport, WindowError, check_whole
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import (
-    EMA,
-    Callback,
-    EpochReport,
-    RunInfo,
-    check_callbacks,
-    load_states,
-    states,
-)
+from anybatch.train.callbacks import EMA, Callback, EpochReport, RunInfo, check_callbacks, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred

@@ -99,11 +99,7 @@ def factors_of(
 
 
 def found_in(
-    model: nn.Module,
-    loss: Tensor,
-    watch: Watch,
-    routers: Sequence[RouterLoss],
-    leaves: Mapping[str, Tensor],
+    model: nn.Module, loss: Tensor, watch: Watch, routers: Sequence[RouterLoss], leaves: Mapping[str, Tensor]
 ) -> LossTerms:
     """Return the recorded reductions and router losses that the loss depends on, by name."""
     factors, divides = factors_of(model, loss, [*watch.found, *routers])
@@ -133,7 +129,6 @@ def numbered(names: Sequence[str]) -> list[str]:
 def _walk(
     model: nn.Module, loss: Tensor, index_of: Mapping[Node, int]
 ) -> tuple[Sequence[int], Sequence[Node]]:
-    """Return the indices of the reached stops, sorted, and the nodes between them and the loss."""
     reached: list[int] = []
     before: list[Node] = []
     for node in nodes_behind(loss.grad_fn, index_of):

@@ -66,7 +66,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """One reduction of many losses to one number."""
+    """A reduction of many losses to one number."""
 
     name: str  # the called function
     value: Tensor  # the value that the model received
@@ -180,7 +180,6 @@ class Watch(TorchFunctionMode):
         return self._note(noted)
 
     def _is_of_losses(self, given: Tensor) -> bool:
-        """Return True for a mean of reduced losses, as in `torch.stack(losses).mean()`."""
         noted = {one.node for one in self.found}
         is_reached = False
         for count, node in enumerate(nodes_behind(given.grad_fn if noted else None, noted)):
@@ -198,7 +197,6 @@ class Watch(TorchFunctionMode):
 def _read(
     name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor], *, as_is: bool
 ) -> Reduction:
-    """Record a loss call as a sum; with `as_is` keep the model's value, bit-identical."""
     reduction = settings["reduction"]
     is_sum, is_per_row = reduction == "sum", reduction == "batchmean"
     compared = tuple(settings.values())[: kind.arguments]
@@ -266,7 +264,6 @@ def _near(source: Node | None) -> Iterator[Node]:
 
 
 def _takes_one_each(node: Any) -> bool:
-    """Return True if an index takes one element per row, as in `scores[torch.arange(rows), last]`."""
     first = next(iter(private.saved(node, "indices") or ()), None)
     if first is None or first.dim() != 1:
         return False
@@ -301,8 +298,6 @@ def pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
 
 
 def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, Any]:
-    """Return the settings that must match between micro-batches: no per-row tensors, no functions."""
-
     def holds_rows(name: str, value: Any) -> bool:
         if name not in kind.per_row or not isinstance(value, Tensor) or not scores.dim():
             return False

@@ -12,22 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, BatchError, LossError, Number, tree
-from anybatch.integrations import (
-    ROUTER_ADVICE,
-    RouterLoss,
-    WholeRouterLoss,
-    recorded,
-    wants_router_loss,
-)
+from anybatch.integrations import ROUTER_ADVICE, RouterLoss, WholeRouterLoss, recorded, wants_router_loss
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
-from anybatch.losses.model.graph import (
-    WAYS_OUT,
-    LossTerms,
-    adds_nothing,
-    call_model,
-    found_in,
-    loss_of,
-)
+from anybatch.losses.model.graph import WAYS_OUT, LossTerms, adds_nothing, call_model, found_in, loss_of
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
 from anybatch.losses.model.read import Form, LossReading, reading_of, sum_of
 from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
@@ -130,7 +117,6 @@ class ModelTerms(_GraphReader):
         return self._taken(model, found, keep_graph=keep_graph)
 
     def _taken(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> Evaluated:
-        """Return sums and weights of the terms; raise if they differ from the first micro-batch's."""
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
             self._look(model, found)
@@ -138,7 +124,8 @@ class ModelTerms(_GraphReader):
             _refuse_others(model, self._first, found)
         once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
-        sums = {name: _times(widened(one.sum), factors[name]) for name, one in terms.items()}
+        sums = {name: widened(one.sum) for name, one in terms.items()}
+        sums = {name: one if factors[name] == 1 else one * factors[name] for name, one in sums.items()}
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
         if keep_graph:
             for name, call in found.routers.items():
@@ -208,7 +195,6 @@ class ModelTerms(_GraphReader):
     def _first_pass(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> None:
-        """Collect weights and router scores of all rows; the graph separates the terms."""
         before = rng.capture_process()
         weights: list[Mapping[str, Number]] = []
         calls: list[Mapping[str, RouterLoss]] = []
@@ -232,7 +218,6 @@ class ModelTerms(_GraphReader):
         rng.restore_process(before)
 
     def _read(self, model: nn.Module, micro: Any, form: Form) -> Evaluated:
-        """Run the model unchanged, and read its loss from the graph."""
         micro = _outside_inference(micro)
         output = call_model(model, micro)
         if adds_nothing(output):
@@ -254,7 +239,6 @@ class ModelTerms(_GraphReader):
         return self._taken(model, found, keep_graph=True)
 
     def _watch(self, model: nn.Module, micro: Any) -> LossTerms | None:
-        """Run the model and find the terms of its loss; None for a constant 0, as of ignored rows."""
         with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
             with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
@@ -264,7 +248,6 @@ class ModelTerms(_GraphReader):
             return found_in(model, loss_of(model, output), watch, routers, leaves_of(micro))
 
     def _nothing(self, *, keep_graph: bool) -> Evaluated:
-        """Return 0 for every term, for a micro-batch without a loss."""
         names = ["loss"]  # unless another micro-batch has more terms
         if self._first is not None:
             names = [*self._first.terms, *(self._first.routers if keep_graph else ())]
@@ -285,7 +268,6 @@ class ModelTerms(_GraphReader):
         )
 
     def _look(self, model: nn.Module, found: LossTerms) -> None:
-        """Set the terms that other micro-batches must have; raise if one is not a mean over rows."""
         self._matches = {
             name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
         }
@@ -347,7 +329,6 @@ class OwnLoss(_GraphReader):
 def _weigh_whole(
     one: Reduction, matches: Sequence[Match], rows: int, first_rows: int, leaves: Mapping[str, Tensor]
 ) -> Number | None:
-    """Return the weight of a mean in the whole batch, if the first micro-batch determines it."""
     if not leaves:
         return None
     axis = one.shape[0] if one.shape else 0
@@ -360,12 +341,7 @@ def _weigh_whole(
     return one.weight * rows // first_rows  # all rows weigh the same; checked at the end of the step
 
 
-def _times(value: Tensor, factor: float) -> Tensor:
-    return value if factor == 1.0 else value * factor
-
-
 def _refuse_others(model: nn.Module, first: LossTerms, found: LossTerms) -> None:
-    """Raise LossError if the terms differ from those of the first micro-batch."""
     if found.factors != first.factors:
         loop = (
             "A mean for every row, as of a loop over rows, is no mean over all of them: return an ab.Total."
@@ -395,7 +371,6 @@ def _refuse_others(model: nn.Module, first: LossTerms, found: LossTerms) -> None
 
 
 def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
-    """Return the fault of a reduction in words; empty if it has none."""
     if one.is_sum and divides:  # the divisor may be a constant or the number of rows
         return "a sum that is divided afterwards, perhaps by the number of its rows,"
     if one.is_sum and is_like_parameters(one):
@@ -419,7 +394,6 @@ def _ignores_rows(first: Reduction, other: Reduction) -> bool:
 
 
 def _outside_inference(micro: Any) -> Any:
-    """Clone inference tensors, which autograd does not accept."""
     if type(micro) is dict:
         values: Iterable[Any] = cast("dict[str, Any]", micro).values()
         if all(type(one) is Tensor and not one.is_inference() for one in values):  # the usual case

@@ -81,13 +81,7 @@ def _matching(origin: Origin, target: Tensor, leaves: Mapping[str, Tensor], *, p
 
 
 def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]) -> Number | None:
-    """Return the weight of the whole batch; None without a match, or if matches give different weights.
-
-    Args:
-        origin: origin of the reduction in the first micro-batch.
-        matches: possible sources of its targets.
-        leaves: the tensors of the whole batch.
-    """
+    """Return the weight of the whole batch; None without a match, or if matches give different weights."""
     targets = [_transformed(match.transform, leaves[match.leaf], origin) for match in matches]
     if len(targets) > 1:  # torch would refuse these values in a later micro-batch
         targets = [target for target in targets if _are_classes(target, origin)]
