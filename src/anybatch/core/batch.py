@@ -88,7 +88,7 @@ class Padding:
 
 
 class Micro(NamedTuple):
-    """One micro-batch."""
+    """A micro-batch."""
 
     rows: Any  # nested tensors, in the form of the batch
     indices: Sequence[int]  # the indices of these rows in the batch

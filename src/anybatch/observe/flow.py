@@ -71,7 +71,7 @@ class GradientFlow(Observer):
         self.history: list[Flow] = []
         self.updates = 0  # updates so far
         self._kept_every = every
-        self._seen: _Measured | None = None
+        self._seen: _FlowReading | None = None
         self._last: Flow | None = None
 
     @property
@@ -89,7 +89,7 @@ class GradientFlow(Observer):
         """
         self._seen = None  # an undone attempt may have left one
         if self.updates % self.every == 0:
-            self._seen = _Measured(self.model, gradients, keeps_weights=self.ratio)
+            self._seen = _FlowReading(self.model, gradients, keeps_weights=self.ratio)
 
     def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Compare the weights with the copy, and store the record."""
@@ -134,7 +134,7 @@ class GradientFlow(Observer):
         return draw(self.history or [one for one in [self.last] if one is not None], path, title=title)
 
 
-class _Measured:
+class _FlowReading:
     def __init__(self, model: nn.Module, gradients: Mapping[str, Tensor], *, keeps_weights: bool) -> None:
         wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
         named = {private.plain_name(name): p for name, p in wanted}

@@ -124,8 +124,10 @@ class ModelTerms(_GraphReader):
             _refuse_others(model, self._first, found)
         once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
-        sums = {name: widened(one.sum) for name, one in terms.items()}
-        sums = {name: one if factors[name] == 1 else one * factors[name] for name, one in sums.items()}
+        sums = {
+            name: widened(one.sum) if factors[name] == 1 else widened(one.sum) * factors[name]
+            for name, one in terms.items()
+        }
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
         if keep_graph:
             for name, call in found.routers.items():
