@@ -1,4 +1,4 @@
-"""From BatchNorm to GroupNorm, in which rows do not meet, with the very same parameters."""
+"""Conversion of BatchNorm to GroupNorm, which treats each row alone, with the same parameters."""
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -6,9 +6,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from anybatch.batchnorm.modes import BatchNorm
 from anybatch.core import PlanError
 
-# In images each channel brings many values, and two channels make a group: one would be InstanceNorm, the
-# paper's worst. Vectors bring one value per channel, which alone would be its own mean: 16 channels make a
-# group, the paper's other setting (table 3).
+# In images each channel has many values, and a group has at least two channels: one would be InstanceNorm,
+# the worst in the paper. In vectors each channel has one value, so a group has at least 16 channels, the
+# paper's other setting (table 3).
 _LEAST_CHANNELS: dict[type[BatchNorm], int] = {
     nn.BatchNorm1d: 16,
     nn.BatchNorm2d: 2,
@@ -18,28 +18,27 @@ _LEAST_CHANNELS: dict[type[BatchNorm], int] = {
 
 
 def batch_norm_to_group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
-    """Put a GroupNorm in the place of every BatchNorm, so that rows no longer meet and every cut is exact.
+    """Replace every BatchNorm by a GroupNorm, which treats each row alone, so that every cut is exact.
 
-    In place, as `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Each GroupNorm holds the very parameters of
-    the BatchNorm it replaces, so an optimizer made before stays valid; eps and the training flag are kept,
-    running statistics are dropped, from the state dict too. It is another function of its input: convert
+    The model is changed in place, as by `torch.nn.SyncBatchNorm.convert_sync_batchnorm`. Each GroupNorm has
+    the parameter objects of its BatchNorm, so an earlier optimizer stays valid; eps and the training flag are
+    kept, running statistics are dropped, also from the state dict. The function of the input changes: convert
     before training, or fine-tune after.
 
     The number of groups is the largest divisor of the channels that is at most `groups` and leaves at least 2
-    channels to a group; at least 16 in `BatchNorm1d` and `SyncBatchNorm`, whose input may be vectors. Where
-    there are not as many channels, one group holds all of them.
+    channels per group; at least 16 in `BatchNorm1d` and `SyncBatchNorm`, whose input may be vectors. With
+    fewer channels there is one group.
 
     Args:
-        model: changed in place.
-        groups: the most groups of a GroupNorm.
+        model: the model, changed in place.
+        groups: largest number of groups of a GroupNorm.
 
     Returns:
-        The model; the new module where the model is itself a BatchNorm.
+        The model; the new module if the model is itself a BatchNorm.
 
     Raises:
         PlanError: groups is less than 1, or a BatchNorm cannot be replaced: it is lazy and has not seen a
-            batch, is of a subclass (which may do more than normalise), or carries hooks. Nothing has been
-            changed then.
+            batch, is of a subclass (which may do more than normalize), or has hooks. The model is unchanged.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(3, 64, 5), nn.BatchNorm2d(64), nn.Tanh())
@@ -55,7 +54,7 @@ def batch_norm_to_group_norm(model: nn.Module, groups: int = 32) -> nn.Module:
         raise PlanError(
             f"Expected groups to be an integer of at least 1, got {groups!r}. The paper takes 32."
         )
-    places = dict(model.named_modules(remove_duplicate=False))  # a shared module stands under every name
+    places = dict(model.named_modules(remove_duplicate=False))  # with all names of a shared module
     norms = {norm: name for name, norm in places.items() if isinstance(norm, BatchNorm)}
     for norm, name in norms.items():
         _check_replaceable(norm, name or "the model")
@@ -93,7 +92,6 @@ def _check_replaceable(norm: BatchNorm, name: str) -> None:
 
 
 def _group_norm(norm: BatchNorm, groups: int) -> nn.GroupNorm:
-    """A GroupNorm with the parameters of `norm`: the objects, not copies."""
     channels = norm.num_features
     most = max(1, min(groups, channels // _LEAST_CHANNELS[type(norm)]))
     divisor = next(count for count in range(most, 0, -1) if channels % count == 0)

@@ -1,4 +1,4 @@
-"""BatchNorm in training mode, in which rows of a batch meet: found, refused or frozen."""
+"""BatchNorm in training mode, whose output depends on the other rows: found, refused or frozen."""
 
 import warnings
 from collections.abc import Generator, Iterable, Sequence
@@ -12,13 +12,13 @@ from anybatch.core import torch_private as private
 
 BatchNorm = private.BatchNorm
 
-#: What a caller may choose for BatchNorm in training mode; None where nothing was chosen.
+#: The caller's choice for BatchNorm in training mode.
 BatchNormChoice = Literal["micro", "frozen"]
 BATCH_NORM_CHOICES = get_args(BatchNormChoice)
 
 
 def check_batch_norm(choice: object) -> None:
-    """Refuse with a PlanError what is neither None nor one of `BATCH_NORM_CHOICES`."""
+    """Raise PlanError unless `choice` is None or in `BATCH_NORM_CHOICES`."""
     if choice == "exact":
         raise PlanError(
             f"Expected batch_norm to be one of {BATCH_NORM_CHOICES} or None, got {choice!r}, which is not "
@@ -33,25 +33,20 @@ def check_batch_norm(choice: object) -> None:
 
 
 def find_batch_norms(modules: Iterable[nn.Module]) -> list[BatchNorm]:
-    """The modules whose output for a row depends, in their present state, on the other rows.
+    """Return the modules whose output for a row depends, in their current mode, on the other rows.
 
-    That is every BatchNorm (SyncBatchNorm, lazy ones and subclasses too) in training mode or without running
-    statistics. Each comes once, in the order of `modules`, whose children are not looked at. InstanceNorm,
-    GroupNorm and LayerNorm look at one row at a time.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3))
-        >>> find_batch_norms(model.modules()) == [model[1]]
-        True
+    These are all BatchNorms (also SyncBatchNorm, lazy ones and subclasses) in training mode or without
+    running statistics, each once, in the order of `modules`, without children. InstanceNorm, GroupNorm and
+    LayerNorm treat each row alone.
     """
     found = [module for module in modules if isinstance(module, BatchNorm)]
     return list(dict.fromkeys([norm for norm in found if norm.training or norm.running_mean is None]))
 
 
 def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
-    """The dotted names of modules, for a message: the first three and how many more.
+    """Return the dotted names of modules for a message: the first three, and the number of others.
 
-    A module that the model does not hold (the loss's, or the model itself) is named by its class.
+    A module outside of the model (of the loss), or the model itself, is named by its class.
     """
     dotted = {module: private.plain_name(name) for name, module in model.named_modules()}
     told = [dotted.get(module) or type(module).__name__ for module in modules]
@@ -59,7 +54,7 @@ def names_of_batch_norms(model: nn.Module, modules: Iterable[nn.Module]) -> str:
 
 
 def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ranks: bool = False) -> None:
-    """Refuse with a PlanError BatchNorms whose statistics would depend on the split."""
+    """Raise PlanError for BatchNorms whose statistics would depend on the split."""
     if norms:
         whole = 'Step(..., memory="auto") without micro_batch, which keeps the batch whole; '
         raise PlanError(
@@ -72,7 +67,7 @@ def refuse_batch_norms(model: nn.Module, norms: Sequence[BatchNorm], *, over_ran
 
 
 def warn_of_untrained(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
-    """Warn if BatchNorms that are to be frozen hold the running statistics of a layer that never trained."""
+    """Warn if all BatchNorms to be frozen have the initial running statistics of untrained layers."""
     pairs = [(norm.running_mean, norm.running_var) for norm in norms]
     is_new = [
         bool((mean == 0).all() and (var == 1).all())
@@ -90,18 +85,10 @@ def warn_of_untrained(model: nn.Module, norms: Sequence[BatchNorm]) -> None:
 
 @contextmanager
 def frozen_batch_norms(modules: Sequence[BatchNorm]) -> Generator[None]:
-    """Let BatchNorms use their running statistics, and not update them, for a while.
+    """Return a context in which BatchNorms use their running statistics without updating them.
 
-    Rows do not meet in them meanwhile. Their weight and bias still train. One that holds no running
-    statistics is refused with a PlanError.
-
-    Example:
-        >>> norm = nn.BatchNorm1d(3)
-        >>> with frozen_batch_norms([norm]):
-        ...     norm.training
-        False
-        >>> norm.training
-        True
+    Each row is treated alone. Weight and bias still train. Raises PlanError for a BatchNorm without running
+    statistics.
     """
     for norm in modules:
         if norm.running_mean is None:
@@ -112,7 +99,7 @@ def frozen_batch_norms(modules: Sequence[BatchNorm]) -> Generator[None]:
     found = [(norm, norm.training) for norm in modules]
     try:
         for norm in modules:
-            norm.training = False  # not eval(): what a subclass holds, such as a dropout, goes on training
+            norm.training = False  # not eval(): children of a subclass, such as a dropout, keep training
         yield
     finally:
         for norm, training in found:

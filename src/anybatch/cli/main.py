@@ -40,12 +40,7 @@ _PRECISION = "dtypes to store and compute in; the true ones store weights short,
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 refused or not exact, 2 not checked, 130 stopped.
-
-    Example:
-        >>> main(["eval", "nowhere.safetensors", "--data", "digits"])
-        1
-    """
+    """Run one command; return its exit code: 0 done, 1 refused or not exact, 2 not checked, 130 stopped."""
     options = _parser().parse_args(arguments)
     try:
         if getattr(options, "resume", None):
@@ -53,18 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(options, "ranks", 1) > 1 and not is_launched():
             actions.start_ranks(options, sys.argv[1:] if arguments is None else arguments)
             return 0  # rank 0 has printed the result
-        # What the caller's own code prints is no result.
+        # Output of the user's code must not mix with the result.
         with redirect_stdout(sys.stderr) if options.json else nullcontext():
             result, text = options.run(options)
     except AnybatchError as error:
         if is_launched():
-            record(error)  # which is told once, and not by each rank
+            record(error)  # printed once, not by each rank
             return 1
         return _refuse(options, str(error))
     except Exception as error:
         if options.command not in ("check", "plan"):
             raise
-        # The target is the caller's own code, which may raise anything.
+        # The target is the user's code, which may raise anything.
         place = traceback.extract_tb(error.__traceback__)[-1]
         message = str(error).strip().partition("\n")[0]
         message = f"{type(error).__name__}: {message} ({place.filename}:{place.lineno})"
@@ -80,7 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(options: argparse.Namespace, message: str) -> int:
-    """Print why there is no result; 2 tells a check that failed to run from one that found a fault."""
     print(f"anybatch {options.command}: {message}", file=sys.stderr)
     if options.json:
         print(to_json({"error": message}))
@@ -88,7 +82,6 @@ def _refuse(options: argparse.Namespace, message: str) -> int:
 
 
 def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of a run that goes on: those it was started with, and what may be given anew."""
     kept = actions.read_settings(folder)
     parser = _parser(kept)
     options = parser.parse_args(arguments)
@@ -98,11 +91,10 @@ def _resumed(folder: str, arguments: Sequence[str] | None) -> argparse.Namespace
 
 
 def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch check`: compare cuts with the whole batch."""
     actions.check_rows(options)
     found = target.find(options.target, options.data, actions.recipe_options(options))
-    refuse_without_data(found.model, found.loss)  # it could not be moved either
-    if options.device != "auto" or ":" not in options.target:  # a function's own choice stands
+    refuse_without_data(found.model, found.loss)  # such a model cannot be moved either
+    if options.device != "auto" or ":" not in options.target:  # else keep the device of the user's function
         found = found.to(actions.find_device(options.device))
     report = check(
         found.model,
@@ -117,7 +109,7 @@ def _check(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _parser(settings: Mapping[str, Any] | None = None) -> argparse.ArgumentParser:
-    """All options; `settings` are the defaults of `train` where a run goes on."""
+    """Return the parser of all commands; `settings` are the defaults of `train` for a resume."""
     parser = argparse.ArgumentParser(
         prog="anybatch", description="Train with any batch size in the memory you have, and the same result."
     )
@@ -227,7 +219,7 @@ def _add_recipe_options(parser: argparse.ArgumentParser) -> None:
 def _version() -> str:
     try:
         return metadata.version("anybatch")
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # not installed
         return "unknown"
 
 
@@ -240,7 +232,6 @@ def _command(
     micro_batch: str,
     device: str = _DEVICE,
 ) -> argparse.ArgumentParser:
-    """A command with the options that all commands share."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=purpose, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -13,19 +13,19 @@ from anybatch.recipes import find_recipe
 from anybatch.recompute import POLICIES
 from anybatch.step import foresee
 
-#: For `anybatch plan`, where the target brings none.
+#: Optimizers of `anybatch plan`, if the target has none.
 OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
 
 def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch plan`: the fastest plan within a budget, before anything runs."""
+    """Run `anybatch plan`: return the fastest plan within a budget, before anything runs."""
     actions.check_rows(options)
     if options.plot:
-        figure.checked(options.plot)  # planning may take a while, and would be for nothing
+        figure.checked(options.plot)  # before planning, which may take a while
     found = target.find(options.target, options.data, actions.recipe_options(options))
     recipe = None if ":" in options.target else find_recipe(options.target)
     name = options.optimizer or ("adamw" if recipe is None else recipe.optimizer)
-    more = {"momentum": 0.9} if recipe is not None and name == "sgd" else {}  # as `anybatch train` makes it
+    more = {"momentum": 0.9} if recipe is not None and name == "sgd" else {}  # like `anybatch train`
     optimizer = found.optimizer or OPTIMIZERS[name](found.model.parameters(), lr=1e-3, **more)
     report = foresee.plan(
         found.model,
@@ -50,5 +50,5 @@ def plan(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _blocks(asked: str | None) -> str | list[str] | None:
-    """One word is a policy for all blocks; everything else is a pattern of their names."""
+    # One word is a policy for all blocks; other texts are patterns of block names.
     return asked if asked in (None, "all", *POLICIES) else [asked]

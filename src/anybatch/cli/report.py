@@ -10,7 +10,7 @@ from anybatch.train import write_whole
 
 
 def report(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch report`: write the page of a run."""
+    """Run `anybatch report`: write the page of a run."""
     page = report_page(options.folder).encode()
     path = Path(options.out or Path(options.folder, "report.html"))
     try:

@@ -1,4 +1,4 @@
-"""The target of a command: a function of your own, or a recipe."""
+"""The target of a command: a user's function, or a recipe."""
 
 import importlib
 import os
@@ -16,7 +16,7 @@ from anybatch.batchnorm import BatchNormChoice
 from anybatch.core import Collate, PlanError, tree
 from anybatch.recipes import RECIPES, Training, find_recipe
 
-FIRST_ROWS = 64  # of a recipe's data; the check chooses from them
+FIRST_ROWS = 64  # rows of a recipe's data from which the check chooses
 
 HINT = (
     "Name a function as in package.module:function that returns (model, loss, batch), after which validation "
@@ -26,17 +26,17 @@ HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Target:
-    """Model, loss and batch, as for `anybatch.check`, and perhaps a collate and an optimizer."""
+    """Model, loss and batch for `anybatch.check`, with an optional collate and optimizer."""
 
     model: nn.Module
     loss: Any
     batch: Any
     collate: Collate | None = None
-    optimizer: Optimizer | None = None  # what `anybatch plan` plans for; None for one of its own choice
+    optimizer: Optimizer | None = None  # for `anybatch plan`; None for its default
     batch_norm: BatchNormChoice | None = None  # of a recipe
 
     def to(self, device: torch.device) -> "Target":
-        """The same on a device; samples stay where they are, to be moved by their `collate`."""
+        """Return the target on a device; samples are unchanged, as their `collate` must move them."""
         loss = self.loss.to(device) if isinstance(self.loss, nn.Module) else self.loss
         batch = self.batch
         if self.collate is None:
@@ -45,13 +45,7 @@ class Target:
 
 
 def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = None) -> Target:
-    """Read a target of `anybatch check` and `anybatch plan`.
-
-    Args:
-        name: `package.module:function`, or a recipe.
-        data_name: the data of a recipe. None for its own.
-        asked: options of a recipe.
-    """
+    """Return a target of `anybatch check` and `anybatch plan` from the arguments of `find_training`."""
     if ":" not in name and name not in RECIPES:
         raise PlanError(f"Expected a target, got {name!r}. {HINT}: {', '.join(RECIPES)}.")
     is_own = ":" in name
@@ -67,14 +61,7 @@ def find(name: str, data_name: str | None, asked: Mapping[str, Any] | None = Non
 
 
 def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[str, Any]) -> Training:
-    """Read a recipe, or what a function of the user's own returns, whose batch is all training rows.
-
-    Args:
-        name: `package.module:function`, or a recipe.
-        data_name: the data of a recipe. None for its own.
-        seed: determines a recipe's initial weights.
-        asked: options of a recipe; a function has none.
-    """
+    """Return the training of a recipe, or of a user's function `package.module:function` without options."""
     if ":" not in name:
         return find_recipe(name).prepare(data_name, seed=seed, **asked)
     if given := [*(["data"] if data_name is not None else []), *asked]:
@@ -86,7 +73,7 @@ def find_training(name: str, data_name: str | None, seed: int, asked: Mapping[st
         returned = _function(name)()
     parts: list[Any] = list(cast("list[Any]", returned)) if isinstance(returned, tuple | list) else []
     optimizers = [part for part in parts if isinstance(part, Optimizer)]
-    # A batch may be a mapping of a class that can be called; a collate is nothing else.
+    # A batch may be a callable mapping; a collate is callable and no mapping.
     collates = [part for part in parts[3:] if callable(part) and not isinstance(part, Mapping)]
     rest = [part for part in parts if not any(part is one for one in (*optimizers, *collates))]
     if (
@@ -116,7 +103,7 @@ def _function(name: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists; one of its imports does not
         raise PlanError(
             f"Expected a module that can be imported, got {module_name!r} ({error}). {HINT}."
         ) from None

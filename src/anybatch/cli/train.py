@@ -49,23 +49,22 @@ from anybatch.train import (
     write_whole,
 )
 
-SETTINGS = "settings.json"  # in the folder of a run: the options it was started with
+SETTINGS = "settings.json"  # the first options of a run, in its folder
 _NOT_KEPT = ("command", "run", "resume", "out", "quiet", "json")
 _WHERE = ("device", "ranks", "servers", "workers", "cluster")
-# The trainer looks at the rows themselves.
+# "data" may change, because the trainer compares the rows.
 _MAY_CHANGE = ("epochs", "data", "compile", "micro_batch", "memory", "keep", "save_minutes", *_WHERE)
 _OF_SERVERS = ("workers", "cluster", "rule", "local_steps", "staleness")
 
-
-#: Of `anybatch train`.
+#: Optimizers of `anybatch train`.
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch train`: train a recipe or a target; the result as numbers and as text."""
+    """Run `anybatch train`: train a recipe or a target; return the result as numbers and as text."""
     _check(options)
     start_under_torchrun()
-    torch.manual_seed(options.seed)  # before a function of the user's own makes its model
+    torch.manual_seed(options.seed)  # before the user's function makes its model
     training = _found(options)
     device = find_device(options.device)
     trainer, out = _prepare(options, training, device)
@@ -102,11 +101,7 @@ def train(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """`anybatch train --ranks N`: the same command as N ranks of this machine.
-
-    Raises:
-        RankError: a rank failed; the text is its error, and how to go on.
-    """
+    """Run `anybatch train --ranks N` as N ranks of this machine; raise RankError if a rank fails."""
     _check(options)
     out = _folder(options)
     try:
@@ -117,14 +112,13 @@ def start_ranks(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 
 
 def recipe_options(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of recipes that were given."""
+    """Return the options of recipes that were given."""
     names = dict.fromkeys(option for recipe in RECIPES.values() for option in recipe.options)
     given = {name: getattr(options, name) for name in names}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def _found(options: argparse.Namespace) -> Training:
-    """The training that is asked for; what was left open in the options is filled in."""
     training = find_training(options.recipe, options.data, options.seed, recipe_options(options))
     chosen = ("optimizer", "lr", "lr_scale")
     if training.optimizer is not None:
@@ -142,7 +136,6 @@ def _found(options: argparse.Namespace) -> Training:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options out of range, before anything is read or written."""
     check_rows(options)
     _check_range(options, "ranks", "at least 1", options.ranks >= 1)
     _check_range(options, "ranks", "1 with --servers", options.servers is None or options.ranks == 1)
@@ -177,7 +170,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def read_settings(folder: str) -> dict[str, Any]:
-    """The options that the run in a folder was started with; none where an earlier version wrote it."""
+    """Return the first options of the run in a folder; empty for runs of an earlier version."""
     path = Path(folder, SETTINGS)
     try:
         kept = dict(json.loads(path.read_bytes()))
@@ -194,7 +187,7 @@ def read_settings(folder: str) -> dict[str, Any]:
 
 
 def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
-    """Refuse options that would make it another run."""
+    """Raise CheckpointError for options that would change the run."""
     changed: list[str] = []
     for name, had in vars(was).items():
         given = getattr(now, name)
@@ -211,10 +204,9 @@ def check_same(was: argparse.Namespace, now: argparse.Namespace) -> None:
 
 
 def _remove_files(folder: Path) -> None:
-    """A run that could not begin leaves no folder behind."""
     for name in (SETTINGS, "log.jsonl"):
         (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # what else is in there is not ours
+    with suppress(OSError):  # folders with other files stay
         folder.rmdir()
         folder.parent.rmdir()
 
@@ -222,9 +214,9 @@ def _remove_files(folder: Path) -> None:
 def _write_settings(options: argparse.Namespace, path: Path) -> None:
     kept = {name: value for name, value in vars(options).items() if name not in _NOT_KEPT}
     if options.clip_norm == math.inf:
-        kept["clip_norm"] = "inf"  # JSON has no number for it
+        kept["clip_norm"] = "inf"  # JSON has no infinity
     if options.data not in (None, *[recipe.data for recipe in RECIPES.values()]):
-        kept["data"] = os.path.abspath(options.data)  # a run may go on from another folder
+        kept["data"] = os.path.abspath(options.data)  # a resume may have another working directory
     try:
         write_whole(path, lambda file: file.write_text(to_json(kept) + "\n", encoding="utf-8"))
     except OSError as error:
@@ -234,9 +226,9 @@ def _write_settings(options: argparse.Namespace, path: Path) -> None:
 
 
 def check_rows(options: argparse.Namespace) -> None:
-    """Refuse numbers of rows that are too small."""
+    """Raise PlanError for numbers of rows that are too small."""
     for name, least in {"batch-size": 1, "micro-batch": 1, "rows": 2}.items():
-        rows = getattr(options, name.replace("-", "_"), None)  # not every command has each
+        rows = getattr(options, name.replace("-", "_"), None)  # a command may lack the option
         _check_range(options, name, f"at least {least}", rows is None or rows >= least)
 
 
@@ -249,7 +241,6 @@ def _check_range(options: argparse.Namespace, name: str, range_: str, holds: boo
 
 
 def _prepare(options: argparse.Namespace, training: Training, device: torch.device) -> tuple[Trainer, Path]:
-    """Build step and trainer as the options say, and go on with an earlier run if they say so."""
     model = training.model.to(device)
     optimizer = training.optimizer or _make_optimizer(options, model)
     lr = float(optimizer.param_groups[0]["lr"])
@@ -267,11 +258,11 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
         collate=training.collate,
         order=training.order,
         batch_norm=training.batch_norm,
-        # Workers do not show their gradients.
+        # Observers do not get the gradients of workers.
         observers=[] if servers else [GradientFlow(model, ratio=_has_room(options.memory, model, device))],
         strategy=servers or "auto",
     )
-    # A function's own validation rows are for nothing else; a recipe's are kept for the end.
+    # Held-out rows: a function's are for validation, a recipe's for the test at the end.
     train, validation = training.train, training.test if ":" in options.recipe else None
     if options.validation:
         train, validation = training.hold_out(options.validation, options.seed)
@@ -302,7 +293,6 @@ def _prepare(options: argparse.Namespace, training: Training, device: torch.devi
 
 
 def _servers(options: argparse.Namespace) -> ParameterServer | None:
-    """The parameter servers that are asked for; None for one process."""
     if options.servers is None:
         if given := [name.replace("_", "-") for name in _OF_SERVERS if getattr(options, name) is not None]:
             raise PlanError(f"Expected --servers with --{given[0]}, got none. Say --servers 1 as well.")
@@ -320,7 +310,7 @@ def _servers(options: argparse.Namespace) -> ParameterServer | None:
 
 
 def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
-    """Compiled for one number of rows; for any where rows meet, so that none can be filled up."""
+    """Compile for one number of rows; for any number with BatchNorm, which does not allow padding rows."""
     if not private.has_cpp_compiler() and next(model.parameters()).is_cpu:
         raise PlanError(
             "Expected a C++ compiler for --compile, got none that torch finds (CXX is "
@@ -336,11 +326,10 @@ def _compiled(model: torch.nn.Module, training: Training) -> torch.nn.Module:
 
 
 def _has_room(memory: str | None, model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether a budget leaves room for a copy of the weights beside gradients and optimizer."""
     if memory is None:
         return True
     weights = sum(one.nbytes for one in model.parameters() if not is_lazy(one))
-    return 6 * weights <= parse_memory(memory, meter_device(device))  # AdamW has four; and some room
+    return 6 * weights <= parse_memory(memory, meter_device(device))  # AdamW needs four; plus a margin
 
 
 def _make_optimizer(options: argparse.Namespace, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -369,7 +358,6 @@ def _metrics(training: Training) -> dict[str, Callable[[Any, Any], Total]]:
 
 
 def _config(options: argparse.Namespace, training: Training) -> dict[str, Any]:
-    """What a checkpoint keeps of the options; those that earlier runs did not have only where they matter."""
     kept = ("recipe", "momentum", "clip_norm", "warm_up", "validation", "patience", "ema")
     config = {name: getattr(options, name) for name in kept}
     if ":" not in options.recipe:
@@ -396,7 +384,7 @@ def _summary(result: dict[str, Any], out: Path, trainer: Trainer) -> str:
 
 
 def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch export`: the weights of a checkpoint alone."""
+    """Run `anybatch export`: write only the weights of a checkpoint."""
     path = Path(options.checkpoint)
     found = checkpoint.load(path / BEST) if (path / BEST).is_file() else load_newest(path)
     state = found.model
@@ -416,12 +404,11 @@ def export(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _figures(result: dict[str, Any]) -> str:
-    """The loss and the accuracy on the rows held out, a line each, where there are any."""
     return "".join(f"\ntest {name} {result[name]:.4f}" for name in ("loss", "accuracy") if name in result)
 
 
 def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """`anybatch eval`: a checkpoint on held-out rows."""
+    """Run `anybatch eval`: evaluate a checkpoint on held-out rows."""
     check_rows(options)
     path = Path(options.checkpoint)
     if path.is_dir():
@@ -453,7 +440,7 @@ def evaluate(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         collate=training.collate,
     )
     rows = training.train if training.test is None else training.test
-    # A whole-batch loss depends on the rows of a batch, so they are as many as in training.
+    # The batch size of the training, because a whole-batch loss depends on it.
     trainer = Trainer(step, rows, batch_size=found.progress["run"]["batch_size"], metrics=_metrics(training))
     values = trainer.evaluate(rows)
     told = {name: values[name] for name in ("accuracy", "loss") if name in values}
@@ -467,7 +454,6 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _free_folder(wanted: Path) -> Path:
-    """The folder wanted, or the next one that holds no earlier run: no run ever overwrites another."""
     folder, number = wanted, 1
     while any((folder / name).exists() for name in (LAST, SETTINGS, "log.jsonl")):
         number += 1
@@ -476,14 +462,14 @@ def _free_folder(wanted: Path) -> Path:
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name; "auto" is CUDA where there is any. Each rank has a CUDA device of its own."""
+    """Return the device of a name; "auto" is CUDA if available. Each rank has its own CUDA device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and is_launched():
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         device = torch.device(name)
-        torch.ones(1, device=device).item()  # a device without memory, such as meta, has no value to give
+        torch.ones(1, device=device).item()  # raises on a device without memory, such as meta
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What a step means: errors, units, nested tensors, batches, totals and reports."""
+"""Foundations: errors, units, nested tensors, batches, totals and reports."""
 
 from anybatch.core import torch_private, tree
 from anybatch.core.batch import (

@@ -20,10 +20,7 @@ _NAMED = 32  # rows in an error
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How rows are divided into micro-batches: the row indices of each, in the order in which they run.
-
-    Args:
-        parts: row indices of each micro-batch; a `range` where they follow each other.
+    """A division of rows into micro-batches, in the order in which they run.
 
     Example:
         >>> cut = Cut.even(10, 4)
@@ -31,16 +28,16 @@ class Cut:
         ((4, 4, 2), (range(4, 7), range(7, 10)))
     """
 
-    parts: tuple[Sequence[int], ...]
+    parts: tuple[Sequence[int], ...]  # row indices of each micro-batch; a `range` if they are adjacent
 
     @staticmethod
     def even(rows: int, micro_batch: int) -> "Cut":
-        """Parts of so many rows, in order; the last one takes what is left."""
+        """Return parts of `micro_batch` rows, in order; the last part holds the remaining rows."""
         return Cut.of_sizes(cut_sizes(rows, micro_batch))
 
     @staticmethod
     def of_sizes(sizes: Sequence[int]) -> "Cut":
-        """Parts of these sizes, in order."""
+        """Return parts of these sizes, in order."""
         parts: list[range] = []
         start = 0
         for size in sizes:
@@ -50,16 +47,16 @@ class Cut:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each micro-batch."""
+        """The number of rows of each micro-batch."""
         return tuple(map(len, self.parts))
 
     def halved(self) -> "Cut":
-        """Each part in two, as far as it has two rows."""
+        """Return the cut with each part of two or more rows split in two."""
         halves = [(part[: -(-len(part) // 2)], part[-(-len(part) // 2) :]) for part in self.parts]
         return Cut(tuple([half for pair in halves for half in pair if len(half)]))
 
     def after(self, done: int, *, most: int) -> "Cut":
-        """The rows that come after so many parts, in the same order, in parts of at most so many rows."""
+        """Return the rows after the first `done` parts, in order, in parts of at most `most` rows."""
         left = self.parts[done:]
         is_row_after_row = left and _are_adjacent(left)
         rest = range(left[0][0], left[-1][-1] + 1) if is_row_after_row else [*chain.from_iterable(left)]
@@ -68,57 +65,49 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Places at the end of rows, or at their start, that only fill them up."""
+    """Padding positions at the end or the start of rows."""
 
-    length: int  # of the padded rows
-    valid: tuple[int, ...]  # how many places of each row are not filled up
-    source: str  # what says so, in words
-    axes: tuple[tuple[int, int], ...] = ()  # tensors that are as long, by their number, and on which axis
-    is_left: bool = False  # whether they are at the start
+    length: int  # length of the padded rows
+    valid: tuple[int, ...]  # number of positions of each row that are not padding
+    source: str  # the mask, token or labels that mark padding, in words
+    axes: tuple[tuple[int, int], ...] = ()  # (index of a tensor, its axis of this length)
+    is_left: bool = False  # True if padding is at the start
 
     @property
     def is_masked(self) -> bool:
-        """Whether a mask tells the model where padding is; otherwise the padding itself does."""
+        """True if a mask tells the model where padding is; False if padding tokens or labels do."""
         return self.source.startswith("batch")
 
     def longest(self, rows: Sequence[int]) -> int:
-        """Places that these rows need."""
+        """Return the length of the longest of these rows without padding, at least 1."""
         return max(1, *[self.valid[row] for row in rows])
 
     def only(self, rows: Sequence[int]) -> "Padding":
-        """That of these rows."""
+        """Return the padding of these rows."""
         return replace(self, valid=tuple([self.valid[row] for row in rows]))
 
 
 class Micro(NamedTuple):
-    """One micro-batch."""
+    """A micro-batch."""
 
     rows: Any  # nested tensors, in the form of the batch
-    indices: Sequence[int]  # which rows of the batch they are
+    indices: Sequence[int]  # the indices of these rows in the batch
 
 
 class Batch:
-    """All rows of one optimizer step, ready to be cut. What is not overridden is that of a batch of no rows.
-
-    Attributes:
-        rows: number of rows.
-        given: what the caller handed over.
-        whole: all rows as nested tensors; None where they are collated only micro-batch by micro-batch.
-        draws: whether cutting may draw random numbers, as a `collate` may.
-        order: the caller's row at each place, where rows are in another order; empty where they are not.
-    """
+    """All rows of one optimizer step. This base class has no rows."""
 
     __slots__ = ()
 
-    rows: int
-    given: Any
-    whole: Any
-    draws = False
-    order: Sequence[int] = ()
+    rows: int = 0
+    given: Any = None  # the value that the caller passed
+    whole: Any = None  # all rows as nested tensors; None if each micro-batch is collated separately
+    draws = False  # True if cutting may draw random numbers, as a `collate` may
+    order: Sequence[int] = ()  # the caller's row at each position; empty if the order is the caller's
 
     @property
     def like(self) -> Hashable:
-        """What rows of the same kind have in common: the dtypes and sizes of one row, as far as known."""
+        """A key that rows of the same kind share: dtypes and sizes of one row, as far as known."""
         return ()
 
     @property
@@ -127,7 +116,7 @@ class Batch:
         return ()
 
     def cut(self, micro_batch: int) -> Iterator[Any]:
-        """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds what is left."""
+        """Yield the rows in order, `micro_batch` at a time; the last micro-batch holds the remaining rows."""
         # A generator of this would hold each micro-batch until the next one is made.
         return map(itemgetter(0), self.micro_batches(Cut.even(self.rows, micro_batch).parts))
 
@@ -136,23 +125,23 @@ class Batch:
         return iter(())
 
     def only(self, indices: Sequence[int]) -> "Batch":
-        """A batch of these rows."""
+        """Return a batch of these rows."""
         return self
 
     def copied(self) -> "Batch":
-        """The same rows in memory of their own: a model may work in place on its input."""
+        """Return the same rows in new memory: a model may change its input in place."""
         return self
 
     def padded(self) -> "Batch":
-        """The same rows in the same order, as long as they came."""
+        """Return the same rows in the same order, with the caller's padding."""
         return self
 
     def callers(self, places: Sequence[int]) -> Sequence[int]:
-        """The caller's rows at these places."""
+        """Return the caller's rows at these positions."""
         return [self.order[place] for place in places] if self.order else places
 
     def rows_in_words(self, start: int, stop: int) -> str:
-        """The caller's rows at places from `start` to before `stop`, for an error."""
+        """Return the caller's rows at positions from `start` to before `stop`, for an error message."""
         if not self.order:
             return f"rows {start} to {stop - 1}"
         rows = sorted(self.callers(range(start, stop)))
@@ -161,18 +150,13 @@ class Batch:
 
 
 def cut_sizes(rows: int, micro_batch: int) -> list[int]:
-    """Rows of each micro-batch.
-
-    Example:
-        >>> cut_sizes(10, 4)
-        [4, 4, 2]
-    """
+    """Return the number of rows of each micro-batch."""
     full, rest = divmod(rows, micro_batch)
     return [micro_batch] * full + [rest] * (rest > 0)
 
 
 class TensorBatch(Batch):
-    """A nested value whose tensors agree in their first axis; micro-batches are views, nothing is copied.
+    """Nested tensors that agree in their first axis; micro-batches are views.
 
     Args:
         value: any nesting of tensors of shape (rows, ...).
@@ -202,7 +186,7 @@ class TensorBatch(Batch):
         return tuple([(leaf.dtype, leaf.shape[1:]) for leaf in self._nest.leaves])
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield views where rows follow each other, else copies; uncut, the very value that came in."""
+        """Yield views of adjacent rows, else copies; a single part of all rows is the caller's value."""
         if len(parts) == 1 and parts[0] == range(self.rows):
             yield Micro(self.whole, parts[0])
             return
@@ -219,21 +203,21 @@ class TensorBatch(Batch):
             yield Micro(build(iter(leaves)), index)
 
     def only(self, indices: Sequence[int]) -> "TensorBatch":
-        """A batch of these rows: views of a `range`, else copies."""
+        """Return a batch of these rows: views for a `range`, else copies."""
         return TensorBatch(next(self.micro_batches([indices])).rows)
 
     def copied(self) -> "TensorBatch":
-        """Copies of all tensors."""
+        """Return a batch with copies of all tensors."""
         return TensorBatch(tree.map_leaves(_copied, self.whole))
 
 
 class TrimmedBatch(TensorBatch):
-    """Rows in another order, of which each micro-batch is no longer than its longest row; copies.
+    """Rows in another order; each micro-batch is a copy, trimmed to its longest row.
 
     Args:
         value: as for `TensorBatch`, in the caller's order.
-        paddings: what fills up the rows, by the caller's row; of encoder and decoder, for example.
-        order: the caller's row at each place.
+        paddings: the paddings by the caller's row, for example of encoder and decoder.
+        order: the caller's row at each position.
 
     Example:
         >>> import torch
@@ -265,7 +249,7 @@ class TrimmedBatch(TensorBatch):
         return TrimmedBatch(self.whole, paddings, self.order)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Yield each part, trimmed."""
+        """Yield each part, trimmed to its longest row."""
         for index in parts:
             rows = self.callers(index)
             leaves = [*self.leaves]
@@ -275,36 +259,36 @@ class TrimmedBatch(TensorBatch):
                 for leaf, axis in padding.axes:
                     leaves[leaf] = leaves[leaf].narrow(axis, start, longest)
             places = torch.tensor(rows)
-            # Contiguous, as a model may need: views of shorter rows are not.
+            # A model may need contiguous tensors: views of shorter rows are not.
             yield Micro(
                 self._nest.build(leaf.index_select(0, places.to(leaf.device)) for leaf in leaves), index
             )
 
     def only(self, indices: Sequence[int]) -> "TrimmedBatch":
-        """A batch of these rows, which is trimmed in the same way."""
+        """Return a batch of these rows, trimmed in the same way."""
         rows = self.callers(indices)
         paddings = [padding.only(rows) for padding in self.paddings]
         return TrimmedBatch(TensorBatch(self.whole).only(rows).whole, paddings, range(len(rows)))
 
     def copied(self) -> "TrimmedBatch":
-        """Copies of all tensors."""
+        """Return a batch with copies of all tensors."""
         return TrimmedBatch(tree.map_leaves(_copied, self.whole), self.paddings, self.order)
 
     def padded(self) -> TensorBatch:
-        """The same rows in the same order, as long as they came."""
+        """Return the same rows in the same order, with the caller's padding."""
         return TensorBatch(self.whole).only(self.order)
 
 
 class SampleBatch(Batch):
-    """A list of samples, cut first and collated micro-batch by micro-batch, so padding stays short.
+    """A list of samples, cut first; each micro-batch is collated separately, so padding stays short.
 
     Args:
         samples: one entry per row.
         collate: builds the nested tensors of a micro-batch from a list of samples.
-        order: the caller's row at each place; empty for the order of the samples.
+        order: the caller's row at each position; empty for the order of the samples.
 
     Raises:
-        BatchError: no sample, or something that cannot be indexed.
+        BatchError: `samples` is empty or cannot be indexed.
 
     Example:
         >>> import torch
@@ -329,33 +313,25 @@ class SampleBatch(Batch):
             yield Micro(self.collate([self.given[row] for row in self.callers(index)]), index)
 
     def only(self, indices: Sequence[int]) -> "SampleBatch":
-        """A batch of these samples."""
+        """Return a batch of these samples."""
         return SampleBatch([self.given[row] for row in self.callers(indices)], self.collate)
 
     def copied(self) -> "SampleBatch":
-        """The same samples, whose tensors are copied once they are collated."""
+        """Return the same samples; tensors are copied after they are collated."""
         collate = self.collate
         return SampleBatch(self.given, lambda samples: tree.map_leaves(_copied, collate(samples)), self.order)
 
 
 class NoRows(Batch):
-    """The batch of a rank that has no rows in this step, where other ranks have some."""
+    """The batch of a rank without rows, in a step where other ranks have some."""
 
     __slots__ = ()
-
-    rows = 0
-    given: Any = None
-    whole: Any = None
 
 
 class OpenBatch(Batch):
-    """The null batch of a window: its rows come one micro-batch at a time, nothing is known of the whole."""
+    """The null batch of a window: its rows come later, one micro-batch at a time."""
 
     __slots__ = ()
-
-    rows = 0
-    given: Any = None
-    whole: Any = None
 
 
 def _copied(leaf: Tensor) -> Tensor:
@@ -397,7 +373,6 @@ def _disagreement(nest: tree.Nest, value: object) -> str:
 
 
 def _shapes(nest: tree.Nest) -> str:
-    """Of many tensors the first one and the first of those that disagree with it."""
     places = [(path, tuple(leaf.shape)) for path, leaf in zip(nest.paths, nest.leaves, strict=True)]
     shown = places
     if len(places) > _SHOWN:

@@ -1,18 +1,18 @@
 """The exception tree, drawn: every error says what was expected, what came and what to do.
 
     AnybatchError
-    ├── BatchError        the batch cannot be cut, or is not where the model is
+    ├── BatchError        the batch cannot be cut, or is on another device than the model
     ├── LossError         the loss cannot be summed: no weight, not a scalar, unknown reduction
     │   └── NonFiniteLossError   the loss of some micro-batch is NaN or infinite
-    ├── PlanError         a choice that cannot be carried out: micro-batch size, clipping, dtype
+    ├── PlanError         a setting cannot be carried out: micro-batch size, clipping, dtype
     │   ├── BudgetError          no plan fits the memory budget
     │   ├── TraceError           a step cannot be run on fake tensors, or its bytes follow no law
-    │   └── BlockError           a block of the model does not run again as it did
+    │   └── BlockError           a block of the model does not repeat its forward
     ├── OptimizerError    optimizers, schedulers and parameters do not belong together
     ├── OutOfMemoryError  not even one row fits, or the update does not
     ├── RankError         another rank failed, ended or did not answer
     ├── WindowError       a window used out of order: left open, closed empty, used after its end
-    ├── ReadOnlyError     an attribute was assigned that is only to be read
+    ├── ReadOnlyError     a read-only attribute was assigned
     ├── DataError         a data file is missing, truncated, corrupt or of another format
     └── CheckpointError   a checkpoint is missing, truncated, corrupt or of another model
 
@@ -23,11 +23,11 @@ optimizer and the random state are as they were before it, unless the error says
 
 
 class AnybatchError(Exception):
-    """Root of everything anybatch raises on purpose."""
+    """Base class of all errors of anybatch."""
 
 
 class BatchError(AnybatchError, ValueError):
-    """The batch cannot be cut, or is not where the model is."""
+    """The batch cannot be cut, or is on another device than the model."""
 
 
 class LossError(AnybatchError, ValueError):
@@ -35,29 +35,22 @@ class LossError(AnybatchError, ValueError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss of some micro-batch is NaN or infinite; no update was made.
+    """The loss of some micro-batch is NaN or infinite; no update was made."""
 
-    Attributes:
-        reached: where random streams had come to, if they were put back since: who skips goes on there.
-    """
-
+    # The random state at the failure, if it was put back since; a skipped step continues from it.
     reached: "dict[str, object] | None" = None
 
 
 class PlanError(AnybatchError, ValueError):
-    """A choice that cannot be carried out: micro-batch size, clipping, dtype."""
+    """A setting cannot be carried out: micro-batch size, clipping, dtype."""
 
 
 class BlockError(PlanError):
-    """A block of the model does not run again as it did, so it cannot be recomputed.
-
-    Attributes:
-        block: name of the block.
-    """
+    """A block of the model does not repeat its forward, so it cannot be recomputed."""
 
     def __init__(self, message: str, *, block: str = "") -> None:
         super().__init__(message)
-        self.block = block
+        self.block = block  # its name
 
 
 class TraceError(PlanError):
@@ -68,8 +61,8 @@ class BudgetError(PlanError):
     """No plan fits the memory budget.
 
     Attributes:
-        smallest: the smallest budget that would do, in bytes; about that, where the message says so.
-        ledger: where the bytes of that plan go (`anybatch.memory.ledger.Ledger`); None where it is not known.
+        smallest: the smallest sufficient budget in bytes; approximate if the message says so.
+        ledger: the bytes of that plan by owner (`anybatch.memory.ledger.Ledger`); None if unknown.
     """
 
     def __init__(self, message: str, *, smallest: int = 0, ledger: object = None) -> None:
@@ -83,15 +76,11 @@ class OptimizerError(AnybatchError, ValueError):
 
 
 class OutOfMemoryError(AnybatchError, MemoryError):
-    """Memory ran out, and nothing that keeps the result was left to try.
-
-    Attributes:
-        ledger: the bytes of the step by owner, or whatever tells where they are; None where nobody knows.
-    """
+    """Memory ran out, and no exact way to use less was left."""
 
     def __init__(self, message: str, ledger: object = None) -> None:
         super().__init__(message)
-        self.ledger = ledger
+        self.ledger = ledger  # the bytes of the step by owner, or a text about them; None if unknown
 
     def __str__(self) -> str:
         message = super().__str__()
@@ -99,7 +88,7 @@ class OutOfMemoryError(AnybatchError, MemoryError):
 
 
 class RankError(AnybatchError, RuntimeError):
-    """Another rank failed, ended or did not answer. No update was made here; all is as before the step."""
+    """Another rank failed, ended or did not answer. No update was made; the state is as before the step."""
 
 
 class WindowError(AnybatchError, RuntimeError):
@@ -107,7 +96,7 @@ class WindowError(AnybatchError, RuntimeError):
 
 
 class ReadOnlyError(AnybatchError, AttributeError):
-    """An attribute was assigned that is only to be read."""
+    """A read-only attribute was assigned."""
 
 
 class DataError(AnybatchError, ValueError):
@@ -119,7 +108,7 @@ class CheckpointError(AnybatchError, ValueError):
 
 
 def check_whole(name: str, value: object, *, least: int) -> None:
-    """Refuse what is no whole number of at least so much (PlanError)."""
+    """Raise PlanError unless `value` is an int of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PlanError(
             f"Expected {name} to be a whole number of at least {least}, got {value!r}. Pass an int."

@@ -1,4 +1,4 @@
-"""Modules that are loaded already: `sys.modules` may hold any object, also None"""
+"""Modules that are loaded already: `sys.modules` may hold any object, also None."""
 
 import sys
 from types import ModuleType
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def loaded(name: str) -> Any:
-    """Return the module of this name; None if it is not loaded or something else stands there."""
+    """Return the loaded module of this name; None if `sys.modules` has no module there."""
     found: object = sys.modules.get(name)
     return found if isinstance(found, ModuleType) else None
 
@@ -17,5 +17,5 @@ def numpy_random() -> Any:
 
 
 def all_loaded() -> list[ModuleType]:
-    """Return all modules that are loaded."""
+    """Return all loaded modules."""
     return [one for one in [*sys.modules.values()] if isinstance(one, ModuleType)]

@@ -1,4 +1,4 @@
-"""Out of memory: recognised in all its forms, and what can be freed at once."""
+"""Out of memory: recognized in all its forms, and caches that can be freed."""
 
 import gc
 import re
@@ -6,7 +6,7 @@ import traceback
 
 import torch
 
-# What allocators, and libraries that allocate, say. In lower case; an error must hold one of them.
+# Messages of allocators and of libraries that allocate, in lower case.
 _SAYINGS = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
@@ -21,7 +21,7 @@ _SAYINGS = (
     "rocblas_status_memory_error",
     "miopenstatusallocfailed",
     "cannot allocate memory",
-    "could not create a memory",  # oneDNN; so is the next one
+    "could not create a memory",  # oneDNN, like the next line
     "could not create a primitive",
     "failed to allocate memory",
     "out_of_device_memory",  # XPU
@@ -31,19 +31,11 @@ _NUMPYS = re.compile(r"unable to allocate [\d.]+ ?([kmgtpe]i?)?b")  # a slot or 
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error, or the one that it was raised from, says that memory ran out.
+    """Return True if an error, or a cause of it, says that memory ran out.
 
     Args:
-        error: what was caught. Only errors of memory, of the system and `RuntimeError` are looked at, so that
-            a text about memory in any other is not taken for one.
-
-    Example:
-        >>> ran_out_of_memory(MemoryError()), ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-        (True, True)
-        >>> ran_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"))
-        True
-        >>> ran_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-        False
+        error: the caught error. Texts are read in `RuntimeError` and `OSError` only, so that a text about
+            memory in another error does not count.
     """
     seen: set[int] = set()
     one: BaseException | None = error
@@ -51,31 +43,18 @@ def ran_out_of_memory(error: BaseException) -> bool:
         seen.add(id(one))
         if isinstance(one, MemoryError | torch.OutOfMemoryError):
             return True
-        if isinstance(one, RuntimeError | OSError) and _says_so(str(one).lower()):
-            return True
+        if isinstance(one, RuntimeError | OSError):
+            text = str(one).lower().replace("primitive descriptor", "")  # oneDNN: unsupported dtype
+            if any(word in text for word in _SAYINGS) or _NUMPYS.search(text):
+                return True
         one = one.__cause__
     return False
 
 
-def _says_so(text: str) -> bool:
-    text = text.replace("primitive descriptor", "")  # oneDNN: this dtype is not supported
-    return any(word in text for word in _SAYINGS) or _NUMPYS.search(text) is not None
-
-
 def released(error: BaseException) -> str:
-    """What the allocator said, in one line; what the error's frames hold is let go.
+    """Return the first line of an error's message, and drop its traceback and causes.
 
-    A traceback keeps the variables of every function it went through alive, and so the activations.
-
-    Example:
-        >>> def fill():
-        ...     held = bytearray(8)
-        ...     raise MemoryError("no room\\nfor 8 bytes")
-        >>> try:
-        ...     fill()
-        ... except MemoryError as error:
-        ...     released(error)
-        'MemoryError: no room'
+    A traceback keeps the variables of all its frames alive, and so the activations.
     """
     lines = str(error).strip().splitlines()
     said = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
@@ -85,7 +64,7 @@ def released(error: BaseException) -> str:
 
 
 def free_caches() -> None:
-    """Free what nobody holds any more: cycles, what autocast has cast, and the allocator's reserve."""
+    """Free reference cycles, the cache of autocast and the unused memory of the CUDA allocator."""
     torch.clear_autocast_cache()
     gc.collect()
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""What is going on just now, told without an import upward: a copy to the host, a block that runs again."""
+"""Context flags for lower layers: copying to the host, recomputing a block."""
 
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -19,10 +19,10 @@ def _during(phase: ContextVar[bool]) -> Generator[None]:
 
 
 moving = partial(_during, _MOVING)
-"""While a storage is copied to the host: a meter can book the copy there, not on the device."""
+"""Context: a storage is being copied to the host, so that a meter counts the copy there."""
 
 recomputing = partial(_during, _RECOMPUTING)
-"""While a block is run again in backward."""
+"""Context: a block is being recomputed in backward."""
 
 is_moving = _MOVING.get
 is_recomputing = _RECOMPUTING.get

@@ -1,4 +1,4 @@
-"""What a step reports, as frozen records."""
+"""Events and reports of a step, as frozen records."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from anybatch.core.units import format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchDone:
-    """One micro-batch went forward and backward; its gradient is in the sum."""
+    """Event: a micro-batch is done, and its gradient is in the sum."""
 
     index: int  # 0 for the first micro-batch of the step
     rows: int  # rows of this micro-batch
@@ -17,42 +17,42 @@ class MicroBatchDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchRedone:
-    """A micro-batch was undone, and its rows come again: memory ran out, or its gradient overflowed."""
+    """Event: a micro-batch was undone (out of memory, or gradient overflow); its rows run again."""
 
-    index: int  # how many micro-batches of the step were done before it
-    rows: int  # rows it had
-    reason: str  # what the allocator said, or at which loss scale it overflowed
+    index: int  # number of micro-batches of the step that were done before it
+    rows: int  # rows of this micro-batch
+    reason: str  # the allocator's message, or the loss scale at which the gradient overflowed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepReport:
-    """One logical step is over.
+    """The result of one logical step.
 
-    In a comparison `update`, `learning_rate` and `seconds` are left out.
+    Comparisons leave out `counts`, `update`, `learning_rate`, `seconds` and `unchecked`.
 
     Attributes:
-        loss: the loss of the whole batch before the update; NaN where no row had weight.
+        loss: the loss of the whole batch before the update; NaN if all weights are 0.
         terms: the value of each named term, without its coefficient; `{"loss": ...}` for a single loss.
-        weights: what each term was divided by (rows, valid tokens, sum of class weights).
+        weights: the divisor of each term (rows, valid tokens, sum of class weights).
         rows: rows of the batch.
-        micro_batches: number of micro-batches it was cut into.
-        grad_norm: 2-norm of the whole gradient before clipping; NaN where no update was made.
-        updated: False where every weight was 0 (a fully masked batch, or all of it left out), or where the
-            update was skipped: then parameters, optimizer and scheduler are as they were.
+        micro_batches: number of micro-batches.
+        grad_norm: 2-norm of the whole gradient before clipping; NaN if no update was made.
+        updated: False if every weight was 0 (a fully masked batch, or all rows left out), or if the update
+            was skipped: then parameters, optimizer and scheduler are unchanged.
         cut: rows of each micro-batch, as carried out.
-        redone: how many micro-batches were undone and done again, because memory ran out in them or their
+        redone: number of micro-batches that were undone and done again, because memory ran out or their
             gradient overflowed.
-        too_large: rows of the smallest in which memory ran out that may be cut further; 0 where there was
-            none.
+        too_large: rows of the smallest micro-batch in which memory ran out and that can be cut further; 0 if
+            there was none.
         dropped: rows of micro-batches that were left out, because they were not finite.
         scale: the loss scale after the step.
-        counts: of parameter servers, what happened in the step: pushes and their staleness, units repeated,
-            workers and servers replaced. Left out in a comparison, too.
-        update: how many updates this `Step` has made so far, this one included.
-        learning_rate: of the first optimizer's first group of parameters, in this update.
-        seconds: wall time of the step; of a window, that of its calls of `add` and of the update.
+        counts: events of parameter servers in this step: pushes and their staleness, units repeated, workers
+            and servers replaced.
+        update: number of updates of this `Step` so far, this one included.
+        learning_rate: learning rate of the first parameter group of the first optimizer, in this update.
+        seconds: wall time of the step; for a window, the time of its `add` calls and of the update.
         unchecked: why a few rows could not show that the split does not matter; empty if they did, or nothing
-            was split. `checked` is True where it is empty.
+            was split. `checked` is True if it is empty.
     """
 
     loss: float

@@ -1,8 +1,8 @@
-"""Private names of torch, each once, with what happens where it is missing.
+"""Private names of torch, each used once, with the behavior if it is missing.
 
 Only this file imports private modules or functions of torch, or reads private attributes of its objects.
-What has no substitute is marked so: where torch lacks it, importing or calling it fails with torch's own
-ImportError or AttributeError.
+"No substitute" means: if torch lacks the name, importing or calling it fails with torch's own ImportError or
+AttributeError.
 
 Example:
     >>> from anybatch.core import torch_private as private
@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-# Classes to inherit from and to recognise, and torch's own walk through nested values. No substitute.
+# Base classes, classes to recognize, and torch's pytree. No substitute.
 __all__ = [
     "BatchNorm",
     "DataDependentOutputException",
@@ -67,11 +67,11 @@ def run_backward_directly(
 ) -> None:
     """Call torch's engine; see `run_backward`."""
     for value in values:
-        # Subclasses may have a backward of their own. Compiled code reads, in the thread of a device, the
+        # Subclasses may define their own backward. Compiled code reads, in the thread of a device, the
         # context that the public call leaves there.
         if type(value) is not Tensor or not (value.is_cpu or _COMPILER not in sys.modules):
             return run_backward_publicly(values, cotangents, retain_graph=retain_graph)
-    if _is_logged(logging.DEBUG):  # the public call has each node tell its name
+    if _is_logged(logging.DEBUG):  # the public call logs the name of each node
         return run_backward_publicly(values, cotangents, retain_graph=retain_graph)
     # keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
     _run(tuple(values), tuple(cotangents), retain_graph, False, (), True, True)
@@ -80,18 +80,18 @@ def run_backward_directly(
 run_backward = run_backward_publicly if _run is None else run_backward_directly
 """Add the gradients of values to `.grad` of the leaves: `torch.autograd.backward` without its Python.
 
-Where torch's engine cannot be called, for subclasses of Tensor, and where torch logs its backward, this is
+If torch's engine cannot be called, for subclasses of Tensor, and if torch logs its backward, this is
 `torch.autograd.backward`: the same numbers, some 10 to 20 us slower.
 
 Args:
     values: tensors with a graph; tuples are fastest.
-    cotangents: what flows into each value, of its shape and dtype.
-    retain_graph: whether the graph is kept for another backward.
+    cotangents: the gradient with respect to each value, of its shape and dtype.
+    retain_graph: keep the graph for another backward.
 """
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is inside a backward. Where torch does not tell: always False."""
+    """Return True if this thread is inside a backward. If missing: always False."""
     return _graph_task() != -1
 
 
@@ -99,7 +99,7 @@ _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lam
 
 
 def is_graph_kept() -> bool:
-    """Whether the backward that is running keeps its graph for another. Where torch does not tell: True."""
+    """Return True if the running backward keeps its graph for another one. If missing: True."""
     return _keeps_graph()
 
 
@@ -109,14 +109,14 @@ _keeps_graph: Callable[[], bool] = getattr(
 
 
 def saved(node: Any, name: str) -> Any:
-    """What a node of the graph saved under a name, such as "reduction". Where missing: None."""
+    """Return the value that a graph node saved under a name, such as "reduction". If missing: None."""
     return getattr(node, f"_saved_{name}", None)
 
 
 def is_packed(node: Any, name: str) -> bool:
-    """Whether hooks keep what a node saved under a name, as a checkpoint's do.
+    """Return True if saved-tensor hooks, as of a checkpoint, hold a node's saved value.
 
-    Where missing, as in torch 2.6: False; what the hooks give back is read then.
+    If missing, as in torch 2.6: False; the value is then read through the hooks.
     """
     return getattr(getattr(node, f"_raw_saved_{name}", None), "unpack_hook", None) is not None
 
@@ -129,7 +129,7 @@ _PROFILER = sys.modules["torch.autograd.profiler"]
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is open, also one that only warms up. Where torch does not tell: False.
+    """Return True if a profiler is open, also one that only warms up. If missing: False.
 
     Using torch's profiler while one of the caller's warms up ends the process in torch 2.13.
     """
@@ -137,7 +137,7 @@ def is_profiling() -> bool:
 
 
 def has_caller_profiler() -> bool:
-    """Whether the caller has opened a profiler. Where torch does not tell: False."""
+    """Return True if the caller has opened a profiler. If missing: False."""
     table = getattr(getattr(_PROFILER, "KinetoStepTracker", None), "_step_dict", {})
     return getattr(_PROFILER, "_is_profiler_enabled", False) or "ProfilerStep" in table
 
@@ -146,13 +146,13 @@ _is_enabled: Callable[[], bool] = getattr(_autograd, "_profiler_enabled", lambda
 
 
 def start_memory_events() -> Callable[[], list[int] | None]:
-    """Note what this thread allocates on the CPU, without the operators; ask `is_profiling` first.
+    """Record the CPU allocations of this thread; call `is_profiling` first.
 
-    Returns what stops it: bytes allocated, and with a minus freed, in order; None where a profiler of the
-    caller's took over. Memory from before the start that is freed is left out. No substitute.
+    Returns a function that stops it and returns the bytes allocated (negative: freed) in order, or None if a
+    profiler of the caller took over. Frees of memory from before the start are left out. No substitute.
     """
     activities, scopes = {_profiler.ProfilerActivity.CPU}, {_profiler.RecordScope.STATIC_RUNTIME_MODEL}
-    flags = False, True, False, False, False  # only profile_memory; the scope is one that no training enters
+    flags = False, True, False, False, False  # only profile_memory; no training enters the scope
     kind = _profiler.ProfilerState.KINETO
     config = _profiler.ProfilerConfig(kind, *flags, _profiler._ExperimentalConfig())
     _autograd._prepare_profiler(config, activities)
@@ -176,7 +176,7 @@ _ERRORS = 2
 
 
 def _log_level() -> ctypes.c_int:
-    """From which level torch's C++ code prints. Where it cannot be reached: a number that changes nothing."""
+    """Return the log level of torch's C++ code. If missing: a number without effect."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
         return ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
@@ -190,12 +190,12 @@ _COMPILER = "torch._dynamo"
 
 
 def is_compiler_loaded() -> bool:
-    """Whether torch has loaded its compiler, which happens at its first use. Where renamed: False."""
+    """Return True if torch has loaded its compiler, as on first use. If renamed: False."""
     return _COMPILER in sys.modules
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch finds a C++ compiler, which its own needs on a CPU. Where it does not tell: True."""
+    """Return True if torch finds a C++ compiler, which its own needs on a CPU. If missing: True."""
     try:
         import_module("torch._inductor.cpp_builder").get_cpp_compiler()
     except (ImportError, AttributeError):
@@ -206,33 +206,30 @@ def has_cpp_compiler() -> bool:
 
 
 not_compiled: Any = getattr(torch, "_disable_dynamo", None) or torch.compiler.disable
-"""Keep a function from being compiled with its caller. Where missing: `torch.compiler.disable`.
-
-That one imports the compiler, which takes seconds.
-"""
+"""Exclude a function from compilation. If missing: `torch.compiler.disable`, which imports the compiler."""
 
 
 disable_current_modes: Callable[[], AbstractContextManager[object]] = getattr(
     _modes, "_disable_current_modes", nullcontext
 )
-"""Inside, no dispatch mode sees an operation.
+"""Context: disable all dispatch modes.
 
-Where missing: modes see all. A meter then counts what it should not, and tracing a step fails.
+If missing: modes see all operations. A meter then counts too much, and tracing a step fails.
 """
 
 
 def operator_of(overload: Any) -> Any:
-    """The operator, such as `aten.add`, of an overload, such as `aten.add.Tensor`. No substitute."""
+    """Return the operator of an overload: `aten.add` for `aten.add.Tensor`. No substitute."""
     return overload._overloadpacket
 
 
 def arguments_of(overload: Any) -> Sequence[Any]:
-    """The arguments in an overload's schema, each with `name` and `alias_info`. No substitute."""
+    """Return the arguments in an overload's schema, with `name` and `alias_info`. No substitute."""
     return overload._schema.arguments
 
 
 def is_mutable(overload: Any) -> bool:
-    """Whether an overload writes to one of its arguments. No substitute."""
+    """Return True if an overload writes to one of its arguments. No substitute."""
     return overload._schema.is_mutable
 
 
@@ -240,12 +237,12 @@ def is_mutable(overload: Any) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was written to in place, but by `.data`; 0 for inference tensors. No substitute."""
+    """Return the count of in-place writes except by `.data`; 0 for inference tensors. No substitute."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """`version` of each, in one loop in C where none is an inference tensor."""
+    """Return `version` of each tensor, in one C loop if none is an inference tensor."""
     found = [*tensors]
     try:
         return [*map(_read_version, found)]
@@ -257,7 +254,7 @@ _read_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Tell a tensor's storage from all others that are alive. Where missing: where its memory begins."""
+    """Return a key that is unique among live storages. If missing: the address of its memory."""
     storage = tensor.untyped_storage()
     key = getattr(storage, "_cdata", None)
     return storage.data_ptr() if key is None else key
@@ -274,9 +271,9 @@ def _count_none(tensor: Tensor) -> int:
 _COUNTS_HOLDERS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.UntypedStorage, "_cdata")
 
 holders = _count_holders if _COUNTS_HOLDERS else _count_none
-"""How many hold a tensor's memory, this question included; more than `ALONE` if somebody else does.
+"""Return the reference count of a tensor's storage; above `ALONE` if it is shared.
 
-Where missing: always more than `ALONE`, so that memory counts as shared.
+If missing: always above `ALONE`, so that memory counts as shared.
 """
 
 ALONE = holders(torch.empty(1)) if _COUNTS_HOLDERS else 0
@@ -286,7 +283,7 @@ HOOKS_OF_TENSORS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def hooks_of_tensor(tensor: Tensor) -> list[Mapping[int, Any]]:
-    """Hooks on a tensor's gradient, and hooks called once it is accumulated. Where missing: none."""
+    """Return hooks on a tensor's gradient, and hooks after its accumulation. If missing: none."""
     return [getattr(tensor, name, None) or {} for name in HOOKS_OF_TENSORS]
 
 
@@ -294,7 +291,7 @@ _accumulated = attrgetter("_post_accumulate_grad_hooks") if hasattr(Tensor, HOOK
 
 
 def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., Any]]:
-    """Return hooks that run once a gradient is accumulated, and optimizers that do. Where missing: none."""
+    """Return hooks and optimizers that run after a gradient is accumulated. If missing: none."""
     if not any(map(_accumulated, tensors)) and not any(map(vars, tensors)):
         return []
     found = [hook for tensor in tensors for hook in hooks_of_tensor(tensor)[1].values()]
@@ -302,7 +299,7 @@ def hooks_after_accumulation(tensors: Sequence[Tensor]) -> list[Callable[..., An
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a sparse COO tensor as they are, not coalesced. No substitute."""
+    """Return indices and values of a sparse COO tensor, not coalesced. No substitute."""
     return tensor._indices(), tensor._values()
 
 
@@ -344,51 +341,51 @@ HOOKS_OF_MODULES = (
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 LOAD_HOOKS = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
 CALL_CODE: CodeType = nn.Module._call_impl.__code__
-"""The code that calls a module's forward, as found in frames. No substitute."""
+"""The code object that calls a module's forward, for comparison with frames. No substitute."""
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own table of buffers, which may be written to. No substitute."""
+    """Return a module's table of buffers, which may be written to. No substitute."""
     return module._buffers
 
 
 def separate_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """Give a module a table of buffers of its own, with the same buffers, and return it. No substitute."""
+    """Replace a module's table of buffers with a copy, and return it. No substitute."""
     buffers = module.__dict__["_buffers"] = {**module._buffers}
     return buffers
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """A module's own table of parameters, which may be written to. No substitute."""
+    """Return a module's table of parameters, which may be written to. No substitute."""
     return module._parameters
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """A module's own table of submodules, which may be written to. No substitute."""
+    """Return a module's table of submodules, which may be written to. No substitute."""
     return module._modules
 
 
 def hooks_of_module(module: nn.Module) -> list[dict[int, Any]]:
-    """A module's tables of hooks on its forward: before, after, then flags by their keys. No substitute."""
+    """Return a module's tables of forward hooks, in the order of `HOOKS_OF_MODULES`. No substitute."""
     return [vars(module)[name] for name in HOOKS_OF_MODULES]
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""Where `module.compile()` puts what is called in the place of forward."""
+"""The attribute in which `module.compile()` stores the compiled call."""
 
 
 def compiled_call_of(module: nn.Module) -> Callable[..., Any] | None:
-    """What `module.compile()` made of a module, or None. Where missing: None."""
+    """Return the compiled call that `module.compile()` stored, or None. If missing: None."""
     return getattr(module, COMPILED_CALL, None)
 
 
 def compiled_from(module: nn.Module) -> nn.Module | None:
-    """The module that `torch.compile(module)` has wrapped, or None. Where missing: None."""
+    """Return the module that `torch.compile(module)` has wrapped, or None. If missing: None."""
     return getattr(module, "_orig_mod", None)
 
 
 def is_static(module: nn.Module) -> bool:
-    """Whether it is compiled, and not for any sizes (`dynamic=True`). Where torch does not tell: it is."""
+    """Return True if a module is compiled without `dynamic=True`. If torch does not tell: True."""
     if compiled_from(module) is not None:
         held = [getattr(module, "dynamo_ctx", None)]
     elif (call := compiled_call_of(module)) is not None:
@@ -399,29 +396,29 @@ def is_static(module: nn.Module) -> bool:
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or buffer as if no module around it were compiled. No substitute."""
+    """Return the name of a parameter or buffer without compiled wrappers. No substitute."""
     return name.replace("_orig_mod.", "")
 
 
 def global_optimizer_hooks() -> list[Callable[..., Any]]:
-    """Hooks on the steps of all optimizers. Where missing: none."""
+    """Return hooks on the steps of all optimizers. If missing: none."""
     names = "_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"
     return [hook for name in names for hook in getattr(sys.modules[Optimizer.__module__], name, {}).values()]
 
 
 def hooks_of_optimizer(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Hooks on the step of one optimizer. Where missing: none."""
+    """Return hooks on the step of one optimizer. If missing: none."""
     return [hook for name in STEP_HOOKS for hook in getattr(optimizer, name, {}).values()]
 
 
 def default_store(c10d: Any) -> Any:
-    """Return the store of the default process group in `torch.distributed`'s c10d. Where missing: None."""
+    """Return the store of the default process group in `torch.distributed`'s c10d. If missing: None."""
     read: Any = getattr(c10d, "_get_default_store", lambda: None)
     return read()
 
 
 def told_to_wrapper(model: nn.Module) -> str:
-    """Return what a DistributedDataParallel was told besides its process group. Where missing: nothing."""
+    """Return the name of an unsupported DistributedDataParallel setting, or "". If missing: ""."""
     found: dict[str, Any] = {
         "ignored parameters or buffers": getattr(model, "parameters_to_ignore", None),
         "a buffer hook": getattr(model, "buffer_hook", None),
@@ -437,5 +434,5 @@ _HOOKS_OF_MODULES = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "
 
 
 def communication_hooks(model: nn.Module) -> list[str]:
-    """Names of the communication hooks registered with a DistributedDataParallel. Where missing: none."""
+    """Return the names of a DistributedDataParallel's communication hooks. If missing: none."""
     return [getattr(hook, "__qualname__", str(hook)) for hook, _ in getattr(model, "_comm_hooks", [])]

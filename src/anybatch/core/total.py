@@ -1,4 +1,4 @@
-"""Total(sum, weight) and Fold(init, add, merge, finish): the one idea and its law; only `mean` divides."""
+"""Total(sum, weight) and Fold(init, add, merge, finish): sums over rows, divided once."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,26 +18,27 @@ Item = TypeVar("Item")
 State = TypeVar("State")
 Result = TypeVar("Result")
 
-# Too short to add up in: 65,536 losses of 10 do not fit in float16, and bfloat16 counts to 256.
+# Not precise enough for sums: 65,536 losses of 10 overflow float16, and bfloat16 counts to 256.
 SHORT_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Total:
-    """A sum over rows together with what it is to be divided by.
+    """A sum over rows and its divisor, the weight.
 
     Totals of parts of a batch add up to the total of the batch: `+` is associative and commutative with the
     identity `Total.zero()`. Means do not add up, which is why a step asks for totals.
 
     Args:
-        sum: the summed loss of these rows, a real scalar (tensor of shape () or number). Kept at least in
-            float32.
-        weight: the share of these rows in what the sum of the *whole batch* is divided by: their number,
-            their valid tokens, the sum of their class weights. At least 0, without gradient.
+        sum: the summed loss of these rows, a real scalar (tensor of shape () or number). float16 and bfloat16
+            are converted to float32.
+        weight: the share of these rows in the divisor of the *whole batch*: their number, their valid tokens,
+            the sum of their class weights. At least 0, without gradient.
 
     Raises:
-        LossError: the sum is not a real scalar, or the weight is not one, requires grad, is negative or not
-            finite. (A tensor weight's value is looked at when the step closes: no device has to stop here.)
+        LossError: the sum or the weight is not a real scalar, or the weight requires grad, is negative or not
+            finite. (The value of a tensor weight is checked at the end of the step, without a
+            synchronization here.)
 
     Example:
         >>> a, b = Total(6.0, 3), Total(2.0, 1)
@@ -58,7 +59,7 @@ class Total:
 
     @staticmethod
     def zero() -> "Total":
-        """The total of no rows: the identity of `+`."""
+        """Return the total of no rows: the identity of `+`."""
         return Total(0, 0)
 
     def __add__(self, other: "Total") -> "Total":
@@ -70,7 +71,7 @@ class Total:
     __rmul__ = __mul__
 
     def mean(self) -> Number:
-        """Divide, once. The mean of nothing (weight 0) is NaN.
+        """Return the sum divided by the weight. The mean of no rows (weight 0) is NaN.
 
         Example:
             >>> Total(1.5, 3).mean(), Total.zero().mean()
@@ -126,17 +127,17 @@ def _check_weight(value: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fold(Generic[Item, State, Result]):
-    """A sum that may be cut anywhere.
+    """A reduction whose items may be cut anywhere.
 
     The law: for items cut anywhere into `a` and `b`, `merge(collect(a), collect(b))` is `collect(a + b)`;
     `merge` is associative and commutative, and `init()` is its identity. Cut in time or in space, the result
     is the same.
 
     Args:
-        init: makes the state of no items.
-        add: takes a state and one item to the next state.
-        merge: joins the states of two parts.
-        finish: turns the state of all items into the result. The only place that divides.
+        init: returns the state of no items.
+        add: returns the next state from a state and one item.
+        merge: returns the state of two parts together from their states.
+        finish: returns the result from the state of all items. Only this function divides.
 
     Example:
         >>> rows = Fold(init=int, add=lambda n, item: n + len(item), merge=lambda a, b: a + b, finish=float)
@@ -152,19 +153,22 @@ class Fold(Generic[Item, State, Result]):
     finish: Callable[[State], Result]
 
     def collect(self, items: Iterable[Item]) -> State:
-        """The state after these items, not yet finished."""
+        """Return the state after these items, not yet finished."""
         return reduce(self.add, items, self.init())
 
     def run(self, items: Iterable[Item]) -> Result:
-        """Collect and finish."""
+        """Return the result over these items."""
         return self.finish(self.collect(items))
 
 
 def weighted_mean(measure: Callable[[Item], Total]) -> Fold[Item, Total, Number]:
-    """The fold of a mean: sums and weights add up, and the division comes once, at the end.
+    """Return the fold of a mean: sums and weights add up, and the division comes once, at the end.
 
     Args:
-        measure: the total of one item, for instance of the outputs and targets of a micro-batch.
+        measure: returns the `Total` of one item, for instance of the outputs and targets of a micro-batch.
+
+    Returns:
+        A fold whose result is the sum of all items divided by their weight; NaN if the weight is 0.
 
     Example:
         >>> lengths = weighted_mean(lambda words: Total(sum(map(len, words)), len(words)))

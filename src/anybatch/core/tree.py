@@ -1,4 +1,4 @@
-"""Nested tensors: take tuples, lists, mappings and dataclasses apart, and build the same nest again."""
+"""Nested tensors: tuples, lists, mappings and dataclasses, flattened and rebuilt."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ _FIRST = re.compile(r"\[(.*?)\](?=[\[.]|$)|\.(\w+)")
 
 
 class Nest(NamedTuple):
-    """The tensors of a nested value, their places, and what builds the same nest around other tensors."""
+    """The tensors of a nested value, their paths, and a function that rebuilds it with other tensors."""
 
     paths: tuple[str, ...]
     leaves: tuple[Tensor, ...]
@@ -25,15 +25,15 @@ class Nest(NamedTuple):
 
 
 def flatten(tree: object) -> Nest:
-    """Take a nested value apart into its tensors.
+    """Return the tensors of a nested value with their paths.
 
     Containers: tuple and named tuple, list, any mapping (also `BatchEncoding`), dataclass instance. Leaves:
-    tensors. `None` stays where it is. Anything else is refused, because it could not be cut along with rows.
+    tensors and None. Other leaves are refused, because they could not be cut along with rows.
 
-    A mapping that cannot be copied, or not written to, comes back as a plain dict.
+    A mapping that cannot be copied or written to is rebuilt as a plain dict.
 
     Raises:
-        BatchError: a leaf is neither a tensor nor None; the message names its place.
+        BatchError: a leaf is neither a tensor nor None; the message names its path.
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ def flatten(tree: object) -> Nest:
         {'x': tensor([[0., 0.]]), 'y': (tensor([1.]), None)}
     """
     if type(tree) is tuple and len(tree) == 2 and type(tree[0]) is type(tree[1]) is Tensor:
-        return Nest(_PAIR, tree, tuple)  # what most batches are, at a fraction of the time
+        return Nest(_PAIR, tree, tuple)  # the usual batch, at a fraction of the time
     paths: list[str] = []
     leaves: list[Tensor] = []
     build = _visit(tree, "", paths, leaves)
@@ -63,21 +63,15 @@ def column(path: str) -> str:
 
 
 def map_leaves(function: Callable[[Tensor], Tensor], tree: object) -> Any:
-    """Apply a function to every tensor of a nested value and build the same nest around the results.
-
-    Example:
-        >>> import torch
-        >>> map_leaves(lambda leaf: leaf + 1, (torch.zeros(2), [torch.ones(1)]))
-        (tensor([1., 1.]), [tensor([2.])])
-    """
+    """Apply a function to every tensor of a nested value; return the same nest of the results."""
     nest = flatten(tree)
     return nest.build(function(leaf) for leaf in nest.leaves)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses, also outputs; the rest is left out.
+    """Return all tensors in nested tuples, lists, mappings and dataclasses; other leaves are left out.
 
-    Containers that several hold are looked into once: a nest may be a graph.
+    A container that occurs several times is visited once: a nest may be a graph.
 
     Example:
         >>> import torch
@@ -93,13 +87,13 @@ def _tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
     elif not isinstance(value, _PLAIN) and id(value) not in seen:
         found = parts(value)
         if found:
-            seen[id(value)] = value  # itself, so that its id stays taken
+            seen[id(value)] = value  # a reference, so that the id is not reused
             for one in found:
                 yield from _tensors_in(one, seen)
 
 
 def parts(node: object) -> list[Any] | None:
-    """What a container holds: items, values or fields, in their order; None for what is no container."""
+    """Return the items, values or fields of a container, in order; None if `node` is no container."""
     if isinstance(node, (tuple, list)):  # `tuple | list` is not compiled by torch 2.6
         return list(cast("Sequence[Any]", node))
     if isinstance(node, Mapping):
@@ -108,7 +102,6 @@ def parts(node: object) -> list[Any] | None:
 
 
 def _places(node: Any) -> list[str]:
-    """Where each of its parts stands in a container."""
     if isinstance(node, (tuple, list)):
         return [f"[{index}]" for index in range(len(cast("Sequence[Any]", node)))]
     if isinstance(node, Mapping):
@@ -117,10 +110,10 @@ def _places(node: Any) -> list[str]:
 
 
 def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
-    """What makes the same container around other parts, in the order of `parts`.
+    """Return a function that builds the same kind of container from other parts, in the order of `parts`.
 
-    It never writes to the one given, and holds it only where a copy is made of it: not where that is a plain
-    tuple, list or dict, so that its tensors may go.
+    It never writes to `node`. It does not keep a plain tuple, list or dict alive, so their tensors can be
+    freed.
 
     Example:
         >>> mould({"x": 1, "y": 2})([3, 4])
@@ -141,7 +134,7 @@ def mould(node: Any) -> Callable[[Sequence[Any]], Any]:
 
 
 def _with_items(other: Any, keys: Sequence[Any], fresh: Sequence[Any]) -> Any:
-    # A copy keeps the subclass and what it carries besides its items (a BatchEncoding, a ModelOutput).
+    # A copy keeps the subclass and its other attributes (a BatchEncoding, a ModelOutput).
     for key, part in zip(keys, fresh, strict=True):
         other[key] = part
     return other
@@ -163,7 +156,6 @@ def _fields(node: Any) -> list[str]:
 
 
 def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Build:
-    """Append the tensors below `node` and return what builds `node` again."""
     if isinstance(node, Tensor):
         paths.append(path or "the batch itself")
         leaves.append(node)
@@ -172,8 +164,9 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
         return lambda rest: None
     found = parts(node)
     if found is None:
+        hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
         raise BatchError(
-            f"Expected tensors (or None) at every leaf of a batch, got {_describe(node)} at "
+            f"Expected tensors (or None) at every leaf of a batch, got a {type(node).__name__}{hint} at "
             f"{path or 'the top'}. Turn it into a tensor with one entry per row, or hand over a list of "
             "samples and a `collate`."
         )
@@ -181,8 +174,3 @@ def _visit(node: Any, path: str, paths: list[str], leaves: list[Tensor]) -> Buil
     builds = [_visit(part, f"{path}{place}", paths, leaves) for place, part in places]
     fill = mould(node)
     return lambda rest: fill([build(rest) for build in builds])
-
-
-def _describe(node: object) -> str:
-    hint = " (torch.from_numpy makes it a tensor)" if type(node).__module__.startswith("numpy") else ""
-    return f"a {type(node).__name__}{hint}"

@@ -1,4 +1,4 @@
-"""Bytes, seconds and counts: printed so that a person reads them at a glance."""
+"""Bytes, seconds and counts as readable text."""
 
 import html
 import re
@@ -10,28 +10,19 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Print a number of bytes with a binary prefix, to one part in a hundred or better.
-
-    Example:
-        >>> format_bytes(512), format_bytes(20 * 2**30)
-        ('512 B', '20.0 GiB')
-    """
+    """Format a number of bytes with a binary prefix, to one part in a hundred or better."""
     size, unit = float(num_bytes), 0
-    while abs(size) >= 1023.5 and unit < len(_BINARY) - 1:  # what would be printed as 1024
+    while abs(size) >= 1023.5 and unit < len(_BINARY) - 1:  # would be printed as 1024
         size, unit = size / 1024, unit + 1
     digits = 0 if unit == 0 or abs(size) >= 99.95 else 1
     return f"{size:.{digits}f} {_BINARY[unit]}"
 
 
 def parse_bytes(text: str | int) -> int:
-    """Read a number of bytes: "12GB" is 12 x 1000^3, "20 GiB" is 20 x 1024^3, a whole number is bytes.
+    """Parse a number of bytes: "12GB" is 12 x 1000^3, "20 GiB" is 20 x 1024^3, an int is bytes.
 
     Raises:
-        PlanError: it is something else, or not above 0.
-
-    Example:
-        >>> parse_bytes("1.5KiB"), parse_bytes("12GB"), parse_bytes(512)
-        (1536, 12000000000, 512)
+        PlanError: the text is no number of bytes above 0.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text > 0:
         return text
@@ -49,12 +40,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print a duration: `0.52 s`, `3 min 20 s`, `2 h 05 min`.
-
-    Example:
-        >>> format_seconds(0.52), format_seconds(200), format_seconds(7500)
-        ('0.52 s', '3 min 20 s', '2 h 05 min')
-    """
+    """Format a duration: `0.52 s`, `3 min 20 s`, `2 h 05 min`."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -62,27 +48,17 @@ def format_seconds(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Print a number of things, as in `1 row` and `2 rows`.
-
-    Example:
-        >>> counted(1, "row"), counted(2000, "row")
-        ('1 row', '2000 rows')
-    """
+    """Return a number and its noun, as in `1 row` and `2 rows`."""
     return f"{number} {noun}" + "s" * (number != 1)
 
 
 def format_count(number: float) -> str:
-    """Print a whole number with separators, as in `60,000`.
-
-    Example:
-        >>> format_count(60000)
-        '60,000'
-    """
+    """Format a whole number with separators, as in `60,000`."""
     return f"{number:,.0f}"
 
 
 def html_table(rows: Iterable[tuple[str, str]]) -> str:
-    """Rows of a name and a text as an HTML table for notebooks; all is escaped, and lines stay lines."""
+    """Return rows of a name and a text as an escaped HTML table for notebooks."""
     style = "text-align: left; vertical-align: top; white-space: pre; font-family: monospace"
     lines = [
         f'<tr><th style="{style}">{html.escape(name)}</th><td style="{style}">{html.escape(text)}</td></tr>'

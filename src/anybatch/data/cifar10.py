@@ -16,7 +16,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def read_cifar10(folder: Path) -> Split:
     """Read `data_batch_*.bin` and `test_batch*.bin` of a folder, in the order of their names.
 
-    Inputs are float32 of shape (rows, 3, 32, 32), each channel normalised; targets are int64, 0 to 9.
+    Inputs are float32 of shape (rows, 3, 32, 32), each channel normalized; targets are int64, 0 to 9.
 
     Source: Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
     """
@@ -33,7 +33,6 @@ def _read_all(folder: Path, pattern: str) -> tuple[Tensor, Tensor]:
 
 
 def _read_records(path: Path) -> Tensor:
-    """One file as uint8 records, `(rows, 3073)`, labels checked."""
     try:
         data = bytearray(path.read_bytes())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A data set held in memory: normalised inputs, targets and the names of the classes."""
+"""A data set in memory: normalized inputs, targets and class names."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,22 +12,14 @@ from anybatch.state import rng
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dataset:
-    """Rows held in memory: one input and one class for each.
+    """Rows in memory: one input and one class each."""
 
-    Args:
-        inputs: float32 images, `(rows, channels, height, width)`, already normalised.
-        targets: int64 classes, `(rows,)`, each an index into `classes`.
-        name: what the rows are, for reports: `"MNIST, training"`.
-        classes: the names of the classes.
-    """
-
-    inputs: Tensor
-    targets: Tensor
-    name: str
+    inputs: Tensor  # normalized float32 images, (rows, channels, height, width)
+    targets: Tensor  # int64 classes, (rows,), each an index into `classes`
+    name: str  # for reports: "MNIST, training"
     classes: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        """Refuse what is no data set, so that every `Dataset` that exists is a valid one."""
         if self.inputs.ndim != 4 or self.inputs.dtype != torch.float32:
             raise DataError(
                 f"{self.name}: expected float32 inputs of shape (rows, channels, height, width), "
@@ -46,19 +38,17 @@ class Dataset:
         check_classes(self.targets, num_classes=len(self.classes), name=self.name)
 
     def __len__(self) -> int:
-        """The number of rows."""
         return len(self.targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Split:
-    """Rows to learn from (`train`) and rows held out (`test`), of one shape and with the same classes."""
+    """Training rows and held-out rows of one shape, with the same classes."""
 
     train: Dataset
     test: Dataset
 
     def __post_init__(self) -> None:
-        """Refuse two data sets that one model cannot take."""
         train, test = self.train, self.test
         if train.inputs.shape[1:] != test.inputs.shape[1:] or train.classes != test.classes:
             raise DataError(
@@ -69,19 +59,7 @@ class Split:
 
 
 def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-    """Split validation rows off training rows; both keep the order they had.
-
-    Args:
-        rows: what is split.
-        fraction: share of the rows held out; at least one row is left on each side.
-        seed: determines which.
-
-    Example:
-        >>> rows = Dataset(inputs=torch.zeros(10, 1, 2, 2), targets=torch.zeros(10, dtype=torch.int64),
-        ...                name="toy", classes=("yes",))
-        >>> [len(part) for part in hold_out(rows, 0.2, seed=0)]
-        [8, 2]
-    """
+    """Split a fraction of validation rows off training rows; both keep their order."""
     stay, held_out = hold_out_rows(len(rows), fraction, seed, name=rows.name)
     validation = replace(rows, inputs=rows.inputs[held_out], targets=rows.targets[held_out])
     return (
@@ -91,13 +69,7 @@ def hold_out(rows: Dataset, fraction: float, seed: int) -> tuple[Dataset, Datase
 
 
 def hold_out_rows(rows: int, fraction: float, seed: int, *, name: str) -> tuple[Tensor, Tensor]:
-    """Which rows stay and which are held out, as `hold_out` takes them: int64 each, in order.
-
-    Example:
-        >>> stay, held_out = hold_out_rows(10, 0.2, seed=0, name="toy")
-        >>> len(stay), len(held_out)
-        (8, 2)
-    """
+    """Return the indices of remaining and of held-out rows, int64, in order."""
     count = round(rows * fraction)
     if not 0 < count < rows:
         raise DataError(
@@ -110,7 +82,7 @@ def hold_out_rows(rows: int, fraction: float, seed: int, *, name: str) -> tuple[
 
 
 def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:
-    """Refuse targets outside `0 .. num_classes - 1`, naming the first one."""
+    """Raise DataError for targets outside `0 .. num_classes - 1`, with the first one."""
     outside = ((targets < 0) | (targets >= num_classes)).nonzero()
     if len(outside):
         row = int(outside[0])
@@ -121,7 +93,7 @@ def check_classes(targets: Tensor, *, num_classes: int, name: str) -> None:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """The error for a file that the operating system will not give."""
+    """Return the error for a file that the operating system cannot read."""
     reason = error.strerror or error
     return DataError(f"{path}: expected a readable file, got: {reason}; check its name and permissions")
 
@@ -134,7 +106,7 @@ def normalised(
     classes: tuple[str, ...],
     held_out: str = "test",
 ) -> Split:
-    """Images as bytes, `(rows, channels, height, width)`, and their targets, as a normalised data set."""
+    """Return byte images, `(rows, channels, height, width)`, and their targets as a normalized split."""
     train_inputs, test_inputs = normalise(train[0], test[0])
     return Split(
         train=Dataset(inputs=train_inputs, targets=train[1], name=f"{name}, training", classes=classes),
@@ -145,15 +117,15 @@ def normalised(
 def normalise(train: Tensor, test: Tensor) -> tuple[Tensor, Tensor]:
     """Scale each channel to mean 0 and standard deviation 1 over all training pixels.
 
-    The held-out rows are scaled by the training rows' figures. These come from the 256 counts of each
-    channel, so they do not depend on the order of the rows or on the number of threads.
+    Held-out rows are scaled with the statistics of the training rows. These are computed from the 256 counts
+    of each channel, so they do not depend on the order of rows or the number of threads.
     """
     levels = torch.arange(256, dtype=torch.float64)
     counts = torch.stack([channel.flatten().bincount(minlength=256) for channel in train.unbind(1)])
     share = counts.double() / counts.sum(1, keepdim=True)
     mean = share @ levels
     deviation = ((share * (levels - mean[:, None]) ** 2).sum(1)).sqrt()
-    deviation[deviation == 0] = 1.0  # a channel of one level becomes 0, not NaN
+    deviation[deviation == 0] = 1.0  # a constant channel becomes 0, not NaN
     mean, deviation = (figure.float().view(1, -1, 1, 1) for figure in (mean, deviation))
     # In place: the float32 copy of the training images is the largest tensor of a small recipe.
     return train.float().sub_(mean).div_(deviation), test.float().sub_(mean).div_(deviation)

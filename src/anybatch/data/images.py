@@ -14,11 +14,11 @@ from anybatch.data.dataset import Split, normalised
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 TRAIN, TEST = "train", ("test", "val", "valid", "validation")
-HELD_OUT_EVERY = 5  # images of each class, where no folder holds those to test on
+HELD_OUT_EVERY = 5  # images of each class, if there is no folder of test images
 
 
 def has_images(folder: Path) -> bool:
-    """Whether a folder has one folder for each class, or such folders in its folder `train`."""
+    """Return True if a folder, or its folder `train`, has a folder of images for each class."""
     root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
     return any(_images_of(child) for child in root.iterdir() if child.is_dir())
 
@@ -26,18 +26,17 @@ def has_images(folder: Path) -> bool:
 def read_images(folder: Path, image_size: int | None = None) -> Split:
     """Read `CLASS/*.png` and the like, or `train/CLASS/...` and `test/CLASS/...` (or `val`).
 
-    Without a folder to test on every fifth image of each class is held out. All images are decoded at once
-    as RGB and held in memory: float32 of shape (rows, 3, size, size), each channel normalised, 12 bytes for a
-    pixel.
+    Without a test folder every fifth image of each class is held out. All images are decoded as RGB and held
+    in memory: float32 of shape (rows, 3, size, size), each channel normalized, 12 bytes per pixel.
 
     Args:
-        folder: holds the folders, whose names are the classes.
-        image_size: what images are brought to in pixels: the shorter side is scaled, the middle is cut out.
-            None to take them as they are, all of one size.
+        folder: the folder of the folders, whose names are the classes.
+        image_size: target size in pixels: the shorter side is scaled, the center is cropped. None for images
+            of one size, unchanged.
 
     Raises:
-        DataError: no class or no image, one that cannot be decoded, other classes to test on than to learn,
-            sizes that differ without `image_size`, or Pillow is missing.
+        DataError: there is no class or image, an image cannot be decoded, test classes differ from training
+            classes, sizes differ without `image_size`, or Pillow is missing.
     """
     root = folder / TRAIN if (folder / TRAIN).is_dir() else folder
     held = [folder / name for name in TEST if root != folder and (folder / name).is_dir()][:1]
@@ -77,7 +76,6 @@ def _images_of(folder: Path) -> list[Path]:
 
 
 def _decoded(paths: Sequence[Path], size: int | None) -> Tensor:
-    """All images as uint8, `(rows, 3, height, width)`."""
     try:
         pillow: Any = import_module("PIL.Image")
         fit: Any = import_module("PIL.ImageOps").fit
@@ -90,7 +88,7 @@ def _decoded(paths: Sequence[Path], size: int | None) -> Tensor:
         try:
             with pillow.open(path) as opened:
                 image = opened.convert("RGB")
-        # What Pillow raises for a damaged file depends on its format.
+        # Pillow's errors for damaged files depend on the format.
         except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
             raise DataError(f"{path}: expected an image, got: {error}; repair or remove it") from None
         if size is not None:

@@ -1,4 +1,4 @@
-"""Find out what a name or a folder holds, and read it."""
+"""Data sets by name, or from a folder whose format is recognized."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from anybatch.data.digits import read_digits
 
 
 class Format(NamedTuple):
-    """A kind of folder: how to know it by its file names, and how to read it."""
+    """A kind of folder: its name, file name patterns and reader."""
 
     name: str
     patterns: tuple[str, ...]
@@ -26,21 +26,16 @@ FORMATS = (
 
 
 def load(source: str | os.PathLike[str], image_size: int | None = None) -> Split:
-    """Read a data set by its name, or whatever a folder holds.
+    """Read a data set by its name, or from a folder.
 
     Args:
         source: `"digits"`, or a folder with MNIST in IDX form (gzipped or not), CIFAR-10 in binary form, or
             images in one folder for each class.
-        image_size: pixels that images in folders are brought to. None to take them as they are.
+        image_size: target size in pixels of images in folders. None to leave them unchanged.
 
     Raises:
-        DataError: no such name or folder, none or several of the formats in it, a damaged file, or an image
-            size for a data set that has its own.
-
-    Example:
-        >>> split = load("digits")
-        >>> len(split.train), len(split.test), tuple(split.train.inputs.shape[1:])
-        (1352, 445, (1, 32, 32))
+        DataError: the name or folder does not exist, the folder has no or several known formats, a file is
+            damaged, or an image size was given for another data set.
     """
     if source == "digits":
         _refuse_size(source, image_size)

@@ -25,28 +25,21 @@ DTYPES = {
 }
 PIECE_BYTES = 1 << 20
 STEMS = ("train-images", "train-labels", "t10k-images", "t10k-labels")
-MARGIN = 2  # pixels of background on each side: 28x28 becomes the 32x32 of LeNet-5
+MARGIN = 2  # pixels of padding on each side, from 28x28 to the 32x32 of LeNet-5
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read one IDX file, gzipped or not, into a tensor of the dtype and shape its header names.
+    """Read one IDX file, gzipped or not, into a tensor of the dtype and shape in its header.
 
     Args:
-        path: the file; whether it is gzipped is read off its first two bytes, not its name.
+        path: the file; its first two bytes show if it is gzipped.
 
     Returns:
-        A tensor in the machine's own byte order.
+        A tensor in the machine's byte order.
 
     Raises:
-        DataError: the file cannot be read, is no IDX file, is truncated, has bytes left over, or
-            is a damaged gzip file; the message names it.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "labels"
-        >>> _ = path.write_bytes(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 7]))
-        >>> read_idx(path)
-        tensor([5, 7], dtype=torch.uint8)
+        DataError: the file cannot be read, is no IDX file, is truncated, has extra bytes, or is a damaged
+            gzip file.
     """
     try:
         with path.open("rb") as raw:
@@ -64,7 +57,7 @@ def read_idx(path: Path) -> Tensor:
 def read_mnist(folder: Path) -> Split:
     """Read `train-images-idx3-ubyte` and the three other files of a folder, each with or without `.gz`.
 
-    Inputs are float32 of shape (rows, 1, 32, 32), padded from 28 x 28 and normalised; targets are int64.
+    Inputs are float32 of shape (rows, 1, 32, 32), padded from 28 x 28 and normalized; targets are int64.
 
     Source: LeCun et al. 1998, "Gradient-based learning applied to document recognition", section II.B.
     """
@@ -74,7 +67,6 @@ def read_mnist(folder: Path) -> Split:
 
 
 def _find(folder: Path, stem: str) -> Path:
-    """The file of one kind, whose name has a dash or a dot before `idx` and may end in `.gz`."""
     kind = "idx3-ubyte" if stem.endswith("images") else "idx1-ubyte"
     names = [f"{stem}{mark}{kind}{end}" for mark in "-." for end in ("", ".gz")]
     found = [folder / name for name in names if (folder / name).exists()]
@@ -118,8 +110,7 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
     dims = _read(file, 4 * num_dims)
     shape = tuple(int.from_bytes(dims[i : i + 4], "big") for i in range(0, len(dims), 4))
     expected_bytes = prod(shape) * dtype.itemsize
-    # One byte more than there should be: it shows bytes left over, and reaching the end of a gzip
-    # file is what makes its checksum be verified.
+    # One byte more than expected detects extra bytes; at the end of a gzip file the checksum is verified.
     body = _read(file, expected_bytes + 1)
     is_short = len(dims) < 4 * num_dims or len(body) < expected_bytes
     if is_short or len(body) > expected_bytes:
@@ -134,7 +125,7 @@ def _parse(file: BufferedIOBase, path: Path) -> Tensor:
 
 
 def _read(file: BufferedIOBase, num_bytes: int) -> bytearray:
-    """Read up to `num_bytes`, piecewise: a damaged header may name more than memory holds."""
+    """Read up to `num_bytes` in pieces: a damaged header may give more than fits in memory."""
     data = bytearray()
     while piece := file.read(min(PIECE_BYTES, num_bytes - len(data))):
         data += piece
@@ -142,7 +133,6 @@ def _read(file: BufferedIOBase, num_bytes: int) -> bytearray:
 
 
 def _decode(body: bytearray, dtype: torch.dtype) -> Tensor:
-    """Big-endian bytes as numbers."""
     if not body:
         return torch.empty(0, dtype=dtype)
     data = torch.frombuffer(body, dtype=torch.uint8)

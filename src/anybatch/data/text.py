@@ -1,4 +1,4 @@
-"""Text from a file, or the sources that every Python brings: blocks of characters, and lines with labels."""
+"""Text from a file or from Python's own sources: blocks of characters, and lines with labels."""
 
 import sysconfig
 from dataclasses import dataclass
@@ -10,55 +10,42 @@ from torch import Tensor
 from anybatch.core import DataError
 from anybatch.data.dataset import unreadable
 
-PYTHON = "python"  # the name of the text below, where the path of a file may stand
+PYTHON = "python"  # the name of the text below, in the place of a path
 MODULES = ("argparse", "difflib", "doctest", "inspect", "ipaddress", "mailbox", "tarfile", "typing")
-LINES, ROWS = 4, 250  # of a source in one row, and rows of a source
+LINES, ROWS = 4, 250  # lines of a row, rows of a module
 HELD_OUT_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blocks:
-    """A text as blocks of characters, each with the characters that follow.
+    """A text as blocks of characters with next-character targets."""
 
-    Attributes:
-        train: inputs and targets, int64 of shape (rows, block_size) each; a target is the next character.
-        test: the same of the last tenth of the text.
-        vocabulary: all characters of the text, in order; a number is a place in it.
-    """
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    vocabulary: str
+    train: tuple[Tensor, Tensor]  # inputs and targets, int64 of shape (rows, block_size) each
+    test: tuple[Tensor, Tensor]  # inputs and targets of the last tenth of the text
+    vocabulary: str  # all characters of the text, sorted; a number is an index into it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Lines:
-    """Texts of one line each; every tenth is held out.
-
-    Attributes:
-        train: the texts.
-        train_labels: the class of each, an index into `classes`; all 0 where lines have no labels.
-        test, test_labels: the same of those held out.
-        classes: names of the labels, in order.
-    """
+    """Texts of one line each; every tenth is held out."""
 
     train: list[str]
-    train_labels: list[int]
+    train_labels: list[int]  # the class of each text, an index into `classes`; all 0 without labels
     test: list[str]
     test_labels: list[int]
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # names of the labels, sorted
 
 
 def read_blocks(source: str, block_size: int) -> Blocks:
-    """Read a text as blocks of characters that do not overlap; the last tenth of it is held out.
+    """Read a text as blocks of characters without overlap; the last tenth is held out.
 
     Args:
         source: path of a text in UTF-8, or "python": the sources of two modules of the standard library,
-            0.18 million characters that differ a little from one version of Python to the next.
+            0.18 million characters that differ a little between versions of Python.
         block_size: characters of a block.
 
     Raises:
-        DataError: no such file, no UTF-8, or less than a block in the text or in its last tenth.
+        DataError: the file does not exist, is not UTF-8, or its last tenth is shorter than a block.
 
     Example:
         >>> blocks = read_blocks("python", 64)
@@ -85,15 +72,16 @@ def _in_blocks(numbers: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def read_lines(source: str, *, labelled: bool) -> Lines:
-    """Read a text as lines; every tenth of them is held out.
+    """Read a text as lines; every tenth line is held out.
 
     Args:
-        source: path of a text in UTF-8, or "python": four lines at a time of eight modules of the standard
+        source: path of a text in UTF-8, or "python": groups of four lines of eight modules of the standard
             library, whose names are the labels.
-        labelled: whether lines are `label<TAB>text`. If not, what is in front of a tab is dropped.
+        labelled: True if lines are `label<TAB>text`. If False, text before a tab is dropped.
 
     Raises:
-        DataError: no such file, no UTF-8, less than ten lines, a line without a tab, only one label.
+        DataError: the file does not exist, is not UTF-8, has less than ten lines, a line without a tab, or
+            only one label.
     """
     lines = _python_lines() if source == PYTHON else _read(Path(source)).splitlines()
     rows: list[tuple[str, str]] = []
@@ -136,7 +124,6 @@ def _python_lines() -> list[str]:
 
 
 def _source(module: str) -> str:
-    """The source of a module of the standard library."""
     return _read(Path(sysconfig.get_path("stdlib"), f"{module}.py"))
 
 

@@ -1,4 +1,4 @@
-"""What other libraries need besides: each file knows one of them, and imports none."""
+"""Special cases for other libraries: one file for each, which does not import it."""
 
 from anybatch.integrations.transformers import (
     ROUTER_ADVICE,

@@ -1,4 +1,4 @@
-"""What is special about transformers: router losses, in which rows meet, and layers that write to a cache."""
+"""Special cases for transformers: router losses of whole batches, and layers that write to a cache."""
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,24 +23,24 @@ ROUTER_ADVICE = "Set model.config.output_router_logits = False, or do not cut th
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RouterLoss:
-    """One call of a model's router loss."""
+    """A call of a model's router loss."""
 
-    function: Any  # what was called, of the modeling file
+    function: Any  # the called function of the modeling file
     gates: tuple[Tensor, ...]  # the router's scores of each layer, (tokens, experts)
-    mask: Tensor | None  # the attention mask of these tokens, (rows, length); None where all count
+    mask: Tensor | None  # the attention mask of these tokens, (rows, length); None if all count
     settings: Mapping[str, Any]  # the other arguments
-    value: Tensor  # what the model got
-    node: Node | None  # the place of the value in autograd's graph
+    value: Tensor  # the value that the model received
+    node: Node | None  # the autograd node of the value
 
     def detached(self) -> "RouterLoss":
-        """The same call without its graph."""
+        """Return the call without its graph."""
         return replace(
             self, gates=tuple([gate.detach() for gate in self.gates]), value=self.value.detach(), node=None
         )
 
 
 def homes(model: nn.Module) -> list[ModuleType]:
-    """The modeling files of a model that define a router loss."""
+    """Return the modeling files of a model that define a router loss."""
     kinds = {base for module in model.modules() for base in type(module).__mro__}
     names = sorted({kind.__module__ for kind in kinds})
     files = [file for name in names if (file := loaded(name)) is not None]
@@ -48,32 +48,32 @@ def homes(model: nn.Module) -> list[ModuleType]:
 
 
 def wants_router_loss(model: nn.Module) -> bool:
-    """Whether a config in the model asks for the router's scores, which its loss then contains."""
+    """Return True if a config in the model adds the router loss to its loss."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return any(getattr(config, "output_router_logits", False) is True for config in configs)
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Whether transformers marks this module as one of the layers that it can recompute."""
+    """Return True if transformers marks this module as a layer for gradient checkpointing."""
     return _descends(module, "transformers.modeling_layers", "GradientCheckpointingLayer")
 
 
 def recomputes_itself(module: nn.Module) -> bool:
-    """Whether transformers' own recompute is switched on in this module."""
+    """Return True if transformers' own gradient checkpointing is on in this module."""
     return getattr(module, "gradient_checkpointing", False) is True
 
 
 def with_empty_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer that will run twice: with a cache that the caller never sees.
+    """Return the arguments of a layer that will run twice, with a private copy of its cache.
 
-    A model in training makes an empty cache and nobody reads what its layers add. But it must be there: it
-    lays keys and values out in memory, and so decides how they are multiplied. What other layers have
-    filled is there by its shape alone, and what they have not is not shared, or all of it would be held.
+    A model in training makes an empty cache, and no one reads it. But the cache must exist: it determines the
+    memory layout of keys and values, and so the matrix product. Filled parts of other layers are replaced by
+    tensors of the same shape without memory; empty parts are copied, so that the cache is not kept alive.
 
     Raises:
-        PlanError: the cache holds tokens from before (a trained prefix), which the result depends on.
+        PlanError: the cache has earlier tokens (a trained prefix), on which the result depends.
     """
     if not any(map(_is_cache, (*args, *kwargs.values()))):
         return args, dict(kwargs)
@@ -100,7 +100,7 @@ def with_empty_cache(
 def with_own_cache(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments for one run, which may write to its cache."""
+    """Return the arguments with a fresh copy of the cache for one run, which may write to it."""
 
     def own(value: Any) -> Any:
         return deepcopy(value.cache, dict(value.others)) if isinstance(value, OwnCache) else value
@@ -112,18 +112,16 @@ def with_own_cache(
 class OwnCache:
     """A cache of which every run of a layer gets a copy."""
 
-    cache: Any  # as it was when the layer was called; nobody writes to it
-    others: Mapping[int, Any]  # what belongs to other layers, by id
+    cache: Any  # its state at the call of the layer; never written to
+    others: Mapping[int, Any]  # parts of other layers, by id
 
 
 def _cache_layers(cache: Any) -> list[tuple[int, Any]]:
-    """What a cache has for each layer, with the layer's number; of one in two parts, of both."""
     inner = [pair for part in vars(cache).values() if _is_cache(part) for pair in _cache_layers(part)]
     return [*inner, *enumerate(getattr(cache, "layers", ()))]
 
 
 def _hollow(layer: Any) -> Any:
-    """A layer of a cache as another layer sees it: how long it is, without what it holds."""
     twin = copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, Tensor):
@@ -132,7 +130,6 @@ def _hollow(layer: Any) -> Any:
 
 
 def _holds_tokens(layer: Any) -> str:
-    """What one layer's part of a cache holds, in words; empty if nothing."""
     states = getattr(layer, "has_previous_state", False)
     if any(states.values()) if isinstance(states, Mapping) else states is True:
         return "a state"
@@ -145,13 +142,12 @@ def _is_cache(value: object) -> bool:
 
 
 def _descends(value: object, module: str, name: str) -> bool:
-    """Whether a value's class comes from one that must not be imported here."""
     return any(base.__name__ == name and base.__module__ == module for base in type(value).__mro__)
 
 
 @contextmanager
 def recorded(files: Sequence[ModuleType]) -> Generator[list[RouterLoss]]:
-    """While this runs, calls of these files' router losses are noted; the values stay as they are."""
+    """Return a context that records the calls of these files' router losses, with unchanged values."""
     for file in files:
         _watch(file)
     calls: list[RouterLoss] = []
@@ -163,17 +159,7 @@ def recorded(files: Sequence[ModuleType]) -> Generator[list[RouterLoss]]:
 
 
 class WholeRouterLoss:
-    """The router loss of all rows, from the scores of each micro-batch.
-
-    Args:
-        parts: the calls of each micro-batch in turn, without their graphs.
-
-    Attributes:
-        value: the loss over all tokens.
-
-    Raises:
-        LossError: the calls do not fit together.
-    """
+    """The router loss of all rows, from the detached call of each micro-batch, in order."""
 
     def __init__(self, parts: Sequence[RouterLoss]) -> None:
         first = parts[0]
@@ -190,7 +176,7 @@ class WholeRouterLoss:
         self._sizes = [part.gates[0].shape[0] for part in parts]
         layers = zip(*[part.gates for part in parts], strict=True)
         self._gates = tuple(torch.cat(layer).detach().requires_grad_() for layer in layers)
-        # Lengths differ where each micro-batch was padded by itself: all tokens in one row.
+        # All tokens in one row, because separately padded micro-batches differ in length.
         masks = [part.mask.reshape(-1) for part in parts if part.mask is not None]
         mask = {"attention_mask": torch.cat(masks)[None]} if masks else {}
         with torch.enable_grad():
@@ -198,18 +184,12 @@ class WholeRouterLoss:
         self._cotangents: list[tuple[Tensor, ...]] = []
 
     def part(self, index: int, call: RouterLoss, coefficient: float) -> Tensor:
-        """The share of one micro-batch, with the gradient of the whole; the first has all of the value.
+        """Return a micro-batch's share, with the gradient of the whole batch, from its call with graph.
 
-        Args:
-            index: of the micro-batch.
-            call: the same call, now with graph.
-            coefficient: the factor of the router loss in the loss.
-
-        Raises:
-            LossError: the scores have another shape than in the first pass.
+        The first share has the whole value. The coefficient is the router loss's factor in the loss.
         """
-        if not self._cotangents:  # the coefficient flows first, as in the model's own backward
-            # The graph stays until it has worked: memory may run out half-way, and then it is asked again.
+        if not self._cotangents:  # the coefficient comes first, as in the model's own backward
+            # Keep the graph until this has worked: after an out-of-memory error it runs again.
             cotangents = torch.autograd.grad(
                 self.value, self._gates, torch.full_like(self.value, coefficient), retain_graph=True
             )
@@ -226,9 +206,8 @@ class WholeRouterLoss:
         return share - share.detach() + value
 
 
-# A modeling file looks its router loss up by name at each call, and belongs to every thread. So the function
-# is replaced once and stays replaced; what changes is only where it writes, and that is a matter of each
-# thread and each block by itself. Where nobody records it is the file's own function.
+# A modeling file looks up its router loss by name at each call, and all threads share the file. So the
+# function is replaced once, for good; it records only inside `recorded`, separately for each context.
 _CALLS: ContextVar[list[RouterLoss] | None] = ContextVar("router losses", default=None)
 _WATCHING = Lock()
 
@@ -255,7 +234,6 @@ def _recorder(function: Any) -> Any:
 
 
 def _note(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], value: Any) -> RouterLoss | None:
-    """Read a call; None where it is of another form, which is then refused as any unknown loss is."""
     bound = signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     settings = dict(bound.arguments)

@@ -1,4 +1,4 @@
-"""Outputs of all rows, and what flows back into them, known before the pass that sends it."""
+"""Model outputs of all rows, and the gradient with respect to them, computed before the second pass."""
 
 import inspect
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -16,30 +16,30 @@ from anybatch.precision import FIRST_SCALE
 
 
 class Seen(NamedTuple):
-    """What the function sees of some rows."""
+    """The arguments of a whole-batch loss function for some rows."""
 
     outputs: tuple[Tensor, ...]  # the tensors that the model returned
-    build: tree.Build  # puts them back into the nest they came in
-    targets: tuple[Any, ...]  # what follows them
+    build: tree.Build  # rebuilds the nest of outputs from tensors
+    targets: tuple[Any, ...]  # the arguments after the outputs
 
     @property
     def rows(self) -> int:
-        """Entries in the first axis of an output that has one."""
+        """The size of the first axis of an output that has one."""
         return next((len(output) for output in self.outputs if output.dim()), 1)
 
     def without_graph(self) -> "Seen":
-        """The same, cut off from the model: leaves that want a gradient where the outputs carried one."""
+        """Return detached outputs: leaves that require grad if the outputs did."""
         return self._replace(
             outputs=tuple([one.detach().requires_grad_(one.requires_grad) for one in self.outputs])
         )
 
     def arguments(self) -> tuple[Any, ...]:
-        """Outputs and targets, in the order in which the function takes them."""
+        """Return outputs and targets, in the order of the function's arguments."""
         return (*self.build(iter(self.outputs)), *self.targets)
 
 
 def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Part a micro-batch into the model's inputs and the loss's targets, if there are any."""
+    """Split a micro-batch into the model's inputs and the loss's targets, if there are any."""
     if isinstance(micro, Tensor):
         return micro, ()
     if isinstance(micro, tuple | list):
@@ -49,12 +49,11 @@ def part(model: nn.Module, micro: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _last_is_target(model: nn.Module, parts: Sequence[Any]) -> bool:
-    """Whether the last part of a tuple is a target: told by what the model's forward can take."""
     if len(parts) < 2 or (len(parts) == 2 and isinstance(parts[0], tuple | list | Mapping)):
         return len(parts) == 2
     inner: Any = model
     while isinstance(wrapped := private.compiled_from(inner) or getattr(inner, "module", None), nn.Module):
-        inner = wrapped  # compiled, or one of a parallel group: its own signature tells nothing
+        inner = wrapped  # compiled, or a wrapper for several devices: its signature takes any arguments
     signature = inspect.signature(inner.forward)
     takes_all, takes_fewer = _takes(signature, len(parts)), _takes(signature, len(parts) - 1)
     if takes_all and takes_fewer:
@@ -75,7 +74,7 @@ def _takes(signature: inspect.Signature, count: int) -> bool:
 
 
 def joined(seen: Sequence[Seen]) -> Seen:
-    """What was seen micro-batch by micro-batch, as if all rows had been seen at once."""
+    """Return the outputs and targets of several micro-batches, concatenated."""
     outputs: list[Tensor] = []
     for parts in zip(*[one.outputs for one in seen], strict=True):
         if parts[0].dim():
@@ -109,25 +108,22 @@ def _concatenated(parts: Sequence[Tensor], what: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pull:
-    """The gradient of a loss with respect to the outputs of all rows, and to parameters of its own."""
+    """The gradient of a loss with respect to the outputs of all rows, and to its own parameters."""
 
     value: Tensor  # the loss, a scalar
-    weight: Number  # what is reported as its weight
-    rows: int  # how many rows there are
-    # what the first pass saw: one entry per row in the first axis, or scalars that all rows share
-    outputs: tuple[Tensor, ...]
-    # the gradient with respect to each of them, of the same shape; None where there is none
-    cotangents: tuple[Tensor | None, ...]
-    # those that the loss itself depends on, each with its gradient
-    parameters: tuple[tuple[Tensor, Tensor], ...] = ()
-    end: int = 0  # where the rows of this rank end; 0 for the last of all
-    # How far the second pass is from the first, where it has come to.
+    weight: Number  # its reported weight
+    rows: int  # rows of the batch
+    outputs: tuple[Tensor, ...]  # of the first pass: one entry per row in the first axis, or shared scalars
+    cotangents: tuple[Tensor | None, ...]  # gradient of each output, of the same shape; None for none
+    parameters: tuple[tuple[Tensor, Tensor], ...] = ()  # (parameter of the loss, its gradient)
+    end: int = 0  # end of this rank's rows; 0 for the end of the batch
+    # Relative distances between the outputs of the two passes so far.
     _drifts: list[Tensor] = field(default_factory=list[Tensor], init=False, repr=False)
 
     def into(self, outputs: Sequence[Tensor], start: int, stop: int) -> Tensor:
-        """A scalar whose backward sends into the outputs of these rows what belongs to them.
+        """Return a scalar whose backward gives the outputs of these rows their gradient.
 
-        What belongs to no row, the value too, is sent with the first rows, once.
+        Shared outputs, parameters of the loss and the value itself come once, with the first rows.
         """
         sent = [
             (output, flow[start:stop] if flow.dim() else flow)
@@ -143,47 +139,47 @@ class Pull:
         return cast("Tensor", _Send.apply(value, flows, *targets))
 
     def check(self, outputs: Sequence[Tensor], start: int, stop: int) -> None:
-        """Note how far outputs are from those of the first pass; with the last rows, refuse what differs."""
+        """Record how far outputs are from the first pass; after the last rows raise if they differ."""
         before = [output[start:stop] if output.dim() else output for output in self.outputs]
         shapes = [tuple(output.shape) for output in outputs]
         if shapes != [tuple(output.shape) for output in before]:
             raise _not_repeated(f"shapes {shapes} where there were {[tuple(one.shape) for one in before]}")
-        if torch.is_grad_enabled():  # in an evaluation nothing is sent
+        if torch.is_grad_enabled():  # an evaluation has no backward
             self._drifts.extend(map(_drift, outputs, before))
         if stop == (self.end or self.rows) and self._drifts:
-            drift = max(torch.stack(self._drifts).tolist())  # one stop of the device for all rows
+            drift = max(torch.stack(self._drifts).tolist())  # one synchronization for all rows
             if not drift <= 1:
                 raise _not_repeated(f"outputs {drift:.3g} times as far apart as rounding may leave them")
 
 
-_FALL = 16  # how much smaller the next scale is: float16 has room, and each one is a backward of the loss
+_FALL = 16  # divisor of the scale after an overflow; each attempt is a backward of the loss
 
 
 def flows_of(value: Tensor) -> dict[Tensor, Tensor]:
-    """The gradient with respect to every leaf; scaled and in float32 where float16 is on the way."""
+    """Return the gradient of every leaf; with float16 involved it is computed scaled, in float32."""
     is_leaf = value.grad_fn is None and value.requires_grad
     nodes: list[Any] = [node for node in nodes_behind(value.grad_fn) if hasattr(node, "variable")]
     leaves: list[Tensor] = [value] if is_leaf else [node.variable for node in nodes]
-    if not leaves:  # nothing flows; whether that may be is the step's to say
+    if not leaves:  # no gradient; the step decides if that is allowed
         return {}
     scale = FIRST_SCALE if _is_in_float16([value, *leaves]) else 1.0
     while scale > 1:
         found = torch.autograd.grad(value, leaves, torch.full_like(value, scale), retain_graph=True)
-        # Some are one number, seen many times.
+        # Some are expanded from one number.
         found = [one if one.is_sparse else one.contiguous() for one in found]
         if all_finite(found):
             wide = [torch.promote_types(one.dtype, torch.float32) for one in found]
             return {leaf: one.to(to) / scale for leaf, one, to in zip(leaves, found, wide, strict=True)}
-        del found  # before the next ones are made
+        del found  # frees memory before the next attempt
         scale /= _FALL
     return dict(zip(leaves, torch.autograd.grad(value, leaves), strict=True))
 
 
 def nodes_behind(start: Node | None, stops: Container[Node] = ()) -> Iterator[Node]:
-    """Every node of autograd that a value comes from, once, the nearest first; none beyond the stops."""
+    """Yield every autograd node behind `start` once, nearest first, not past the stops."""
     nodes = [] if start is None else [start]
     seen = set(nodes)
-    for node in nodes:  # which grows meanwhile
+    for node in nodes:  # the list grows during the loop
         yield node
         if node not in stops:
             fresh = {one: None for one, _ in node.next_functions if one is not None and one not in seen}
@@ -192,14 +188,13 @@ def nodes_behind(start: Node | None, stops: Container[Node] = ()) -> Iterator[No
 
 
 def _is_in_float16(tensors: Sequence[Tensor]) -> bool:
-    """Whether small gradients would vanish on their way."""
     kinds = {tensor.device.type for tensor in tensors}
     autocast = {torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
     return torch.float16 in autocast | {tensor.dtype for tensor in tensors}
 
 
 class _Send(torch.autograd.Function):
-    """A number whose backward sends what is known already, times the cotangent that comes in."""
+    """A number whose backward returns known gradients, times the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, flows: tuple[Tensor, ...], *targets: Tensor) -> Tensor:
@@ -213,13 +208,13 @@ class _Send(torch.autograd.Function):
 
 
 def _drift(output: Tensor, first: Tensor) -> Tensor:
-    """Distance of two passes in units of what rounding, and kernels that add in any order, may leave."""
     output = output.detach()
     if not (first.is_floating_point() or first.is_complex()):
         return (output != first).any() * 2.0
     output, first = output.nan_to_num(), first.nan_to_num()
     wide = torch.promote_types(first.dtype, torch.float32)
     distance = (output.to(wide) - first).norm()
+    # Relative to a bound on rounding and nondeterministic kernels.
     return distance / (4 * torch.finfo(first.dtype).eps ** 0.5 * first.to(wide).norm()).clamp(min=1e-30)
 
 

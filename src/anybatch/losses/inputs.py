@@ -1,4 +1,4 @@
-"""How a batch is read: which part goes into the model, which part is the target."""
+"""Batches split into model inputs and loss targets; calls of the model."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -21,24 +21,23 @@ FIX = f"Or write the loss as a function:\n{HOW_TO_WRITE}"
 
 
 def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any, ...]]:
-    """Part a micro-batch into the model's inputs and the loss's targets.
+    """Split a micro-batch into the model's inputs and the loss's targets.
 
     `(inputs, target)` is the usual pair; both may be nested. In `(a, b, ..., target)` the last is the target
-    and the others are the model's positional arguments. In a mapping or a dataclass the target stands under
-    one of `target`, `targets`, `label`, `labels`, `y`, and the rest are the model's keyword arguments. A
-    target that is itself a tuple or list is spread over the loss's arguments, as `CTCLoss` needs it. For a
-    loss without target, such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does
-    `(inputs,)`.
+    and the others are the model's positional arguments. In a mapping or a dataclass the target has one of the
+    keys `target`, `targets`, `label`, `labels`, `y`, and the rest are the model's keyword arguments. A target
+    that is a tuple or list becomes several arguments of the loss, as `CTCLoss` needs it. For a loss without
+    target, such as `TripletMarginLoss`, the whole micro-batch goes into the model; so does `(inputs,)`.
 
     Args:
         micro: a tuple, a list, a mapping or a dataclass.
-        has_target: whether the loss takes a target besides what the model returns.
+        has_target: True if the loss takes a target in addition to the model's outputs.
 
     Returns:
         The inputs and a tuple of targets.
 
     Raises:
-        LossError: no target can be told from the batch.
+        LossError: the batch has no recognizable target.
 
     Example:
         >>> split_batch((1, 2))
@@ -48,7 +47,7 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
         >>> split_batch((1, 2, 3), has_target=False)
         ((1, 2, 3), ())
     """
-    if type(micro) is tuple and len(cast("tuple[Any, ...]", micro)) == 2 and has_target:  # nearly all
+    if type(micro) is tuple and len(cast("tuple[Any, ...]", micro)) == 2 and has_target:  # the usual case
         inputs, target = cast("tuple[Any, Any]", micro)
         return inputs, (target,) if isinstance(target, Tensor) else _spread(target)
     if isinstance(micro, tuple | list):
@@ -76,7 +75,7 @@ def split_batch(micro: Any, *, has_target: bool = True) -> tuple[Any, tuple[Any,
 
 
 def call(model: nn.Module, inputs: Any) -> Any:
-    """Call the model on a tensor, a tuple (positional) or a mapping (keywords); return what it returns."""
+    """Return the model's output for a tensor, a tuple (positional) or a mapping (keywords)."""
     if isinstance(inputs, tuple | list):
         return model(*cast("tuple[Any, ...]", inputs))
     if isinstance(inputs, Mapping):
@@ -85,11 +84,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
-    """Call the model as `call` does; its outputs as a tuple.
-
-    Raises:
-        LossError: the model returned something other than tensors.
-    """
+    """Return the outputs of `call` as a tuple; raise LossError unless they are tensors."""
     outputs = model(inputs) if isinstance(inputs, Tensor) else call(model, inputs)
     if isinstance(outputs, Tensor):
         return (outputs,)
@@ -101,12 +96,12 @@ def call_model(model: nn.Module, inputs: Any) -> tuple[Any, ...]:
 
 
 def module_in(function: object) -> nn.Module:
-    """The module that a function is, belongs to or wraps; an empty one if there is none."""
+    """Return the module that a function is, belongs to or wraps; an empty module if there is none."""
     held = function.func if isinstance(function, partial) else function
     held = held.__self__ if ismethod(held) else held
     return held if isinstance(held, nn.Module) else nn.Identity()
 
 
 def _spread(target: Any) -> tuple[Any, ...]:
-    """Collating puts lists in place of tuples, so both mean several targets."""
+    # Collating turns tuples into lists, so both mean several targets.
     return tuple(cast("tuple[Any, ...]", target)) if isinstance(target, tuple | list) else (target,)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer without ever holding all logits."""
+"""Cross-entropy of a linear layer without holding all logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ from torch.autograd import Function
 from anybatch.core import SHORT_DTYPES, LossError, Total
 from anybatch.losses.reductions import CLASSES
 
-# Each block of logits reads and writes the whole gradient of the weight, so a few long blocks are faster than
-# many short ones: 8 rows at a time take more than twice as long as 128 (50,257 words, width 256, one core).
+# Each block of logits reads and writes the whole gradient of the weight, so a few long blocks are faster:
+# blocks of 8 rows take more than twice as long as blocks of 128 (50,257 words, width 256, one core).
 _BLOCK_BYTES = 2**25
 _ROWS_STEP = 64  # whole tiles of a matrix product
 
@@ -27,40 +27,41 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     rows: int | None = None,
 ) -> Total:
-    """Sum and weight of the cross-entropy of `hidden @ weight.T + bias`, a few rows of logits at a time.
+    """Return sum and weight of the cross-entropy of a linear layer, computed in blocks of rows.
 
-    The same as `F.cross_entropy(F.linear(hidden, weight, bias), target)`, as a sum and a weight. The logits
-    of a large vocabulary take most of a language model's memory, three times: the logits, their log-softmax
-    and its gradient. Here only a block of rows exists at a time. Its gradient is computed in the forward and
-    multiplied into those of `hidden`, `weight` and `bias`, which `backward` only scales: three matrix
-    products in all, as without blocks. For frozen tensors, and under `torch.no_grad`, none is computed.
+    The result is that of `F.cross_entropy(F.linear(hidden, weight, bias), target)`, as a sum and a weight.
+    The logits of a large vocabulary take most of a language model's memory, three times: the logits, their
+    log-softmax and its gradient. Here only one block of logits exists at a time. The forward computes its
+    gradient and multiplies it into the gradients of `hidden`, `weight` and `bias`; `backward` only scales
+    these. That takes three matrix products, as without blocks. Gradients of frozen tensors, and under
+    `torch.no_grad`, are not computed.
 
     Sums and the gradients of weight and bias are accumulated in float32 or wider. Under autocast the matrix
     products use its dtype, as in a linear layer. `backward` may be called again with `retain_graph=True`;
-    gradients of gradients are refused.
+    second derivatives are refused.
 
-    torch has an `F.linear_cross_entropy` of its own from 2.13 on. With `options` it is as fast and as small,
-    but it goes back to all logits where labels are smoothed, does not see autocast, adds up the weight's
-    gradient in bfloat16 where that is the weight's dtype, and allows one backward only.
+    torch 2.13 has its own `F.linear_cross_entropy`. With `options` it is as fast and needs as little memory,
+    but with label smoothing it computes all logits, it ignores autocast, it accumulates the gradient of a
+    bfloat16 weight in bfloat16, and it allows one backward only.
 
     Args:
-        hidden: what the layer is given, (..., width), floating.
-        weight: of the layer, (vocabulary, width).
-        target: indices of classes, (...), int64.
-        bias: of the layer, (vocabulary,); None for none.
+        hidden: input of the layer, (..., width), floating.
+        weight: weight of the layer, (vocabulary, width).
+        target: class indices, (...), int64.
+        bias: bias of the layer, (vocabulary,); None for none.
         class_weight: factor of each class's loss, (vocabulary,); None for 1.
-        ignore_index: a target that adds nothing, to the weight neither.
+        ignore_index: target that adds nothing to the sum and the weight.
         label_smoothing: part of each target that is spread over all classes, from 0 to 1.
         rows: rows of logits held at once; None for blocks of some MiB, or an eighth of the tokens in wide
-            layers. The result depends on it in the order of additions only.
+            layers. Only the order of additions depends on it.
 
     Returns:
         The sum of the losses, at least in float32, and the number of valid targets, or the sum of their class
         weights.
 
     Raises:
-        LossError: shapes or dtypes that do not belong together, or a setting out of its range; later, where
-            the gradient is itself to be differentiated.
+        LossError: shapes or dtypes do not match, or a setting is out of range; in backward: the gradient is
+            to be differentiated again.
 
     Example:
         >>> import torch.nn.functional as F
@@ -87,10 +88,10 @@ def linear_cross_entropy(
     factors = torch.ones(len(weight), device=target.device) if class_weight is None else class_weight
     target = target.reshape(-1)
     losses = _losses_of(target != ignore_index, target, factors.to(_wide(dtype)), label_smoothing)
-    # Inside a Function gradients are always off, so whether any are wanted has to be asked here.
+    # Inside a Function gradients are always off, so the caller's setting is read here.
     wanted = torch.is_grad_enabled()
     tokens = hidden.reshape(len(target), weight.shape[1])
-    summed: Any = _Blocks.apply(tokens, weight, bias, losses, dtype, rows, wanted)
+    summed: Any = _LinearCrossEntropy.apply(tokens, weight, bias, losses, dtype, rows, wanted)
     return Total(summed, divisor)
 
 
@@ -98,18 +99,18 @@ def linear_cross_entropy(
 class _Losses:
     """A valid row adds `mass * logsumexp(logits) - hard * logits[target] - spread @ logits` to the sum."""
 
-    target: Tensor  # (rows,), 0 where it is ignored
-    valid: Tensor  # (rows,), 1 or, where the target is ignored, 0
-    hard: Tensor  # (rows,), the factor of the target's own class
+    target: Tensor  # (rows,), 0 for ignored targets
+    valid: Tensor  # (rows,), 1, or 0 for ignored targets
+    hard: Tensor  # (rows,), the factor of the target class
     mass: Tensor  # (rows,), the sum of the factors of all classes
-    spread: Tensor | None  # (classes,), what label smoothing gives to each class; None without
+    spread: Tensor | None  # (classes,), the smoothed part of each class; None without label smoothing
 
     def rows(self, start: int, end: int) -> "_Losses":
         part = slice(start, end)
         return _Losses(self.target[part], self.valid[part], self.hard[part], self.mass[part], self.spread)
 
     def sum(self, logits: Tensor, *, differentiate: bool) -> Tensor:
-        """The sum for these logits, (rows, classes), which become their own gradient."""
+        """Return the sum for these logits, (rows, classes), and replace them by their gradient in place."""
         target = self.target[:, None]
         logits.sub_(logits.amax(1, keepdim=True))
         losses = -self.hard * logits.gather(1, target).squeeze(1)
@@ -122,12 +123,11 @@ class _Losses:
             logits.scatter_add_(1, target, -self.hard[:, None])
             if self.spread is not None:
                 logits.addr_(self.valid, self.spread, alpha=-1)
-        # Chosen, not multiplied: padding may bring infinity, and 0 times that is NaN.
+        # `where` instead of a product: padding may give infinity, and 0 times infinity is NaN.
         return losses.where(self.valid > 0, 0).sum()
 
 
 def _losses_of(valid: Tensor, target: Tensor, factors: Tensor, smoothing: float) -> _Losses:
-    """From the factors of all classes, (classes,), in the dtype of sums."""
     target = target.where(valid, 0)
     hard = mass = (1 - smoothing) * factors[target] * valid
     spread = None
@@ -137,7 +137,7 @@ def _losses_of(valid: Tensor, target: Tensor, factors: Tensor, smoothing: float)
     return _Losses(target, valid.to(factors.dtype), hard, mass, spread)
 
 
-class _Blocks(Function):
+class _LinearCrossEntropy(Function):
     """The sum of the losses; gradients are made in the forward and scaled in the backward."""
 
     @staticmethod
@@ -162,11 +162,11 @@ class _Blocks(Function):
             of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
             of_bias = torch.zeros_like(weight[:, 0], dtype=wide) if needs[2] else None
             summed = torch.zeros((), dtype=wide, device=hidden.device)
-            products = hidden.new_empty(min(rows, len(hidden)), len(weight))  # once: fresh memory is slow
+            products = hidden.new_empty(min(rows, len(hidden)), len(weight))  # reused: fresh memory is slow
             for start in range(0, len(hidden), rows):
                 block = hidden[start : start + rows]
                 product = torch.mm(block, weight.T, out=products[: len(block)])
-                logits = product.to(wide)  # the same tensor where the dtype is wide already
+                logits = product.to(wide)  # the same tensor if the dtype is wide already
                 if bias is not None:
                     logits += bias
                 summed += losses.rows(start, start + rows).sum(logits, differentiate=any(needs))
@@ -191,7 +191,7 @@ class _Blocks(Function):
                 "Expected to differentiate linear_cross_entropy once, got create_graph=True for "
                 f"{ctx.dtypes}. F.cross_entropy(F.linear(hidden, weight), target) can do that."
             )
-        # Not in place: with retain_graph=True they are asked for again.
+        # Not in place: with retain_graph=True they are needed again.
         scaled = [
             None if gradient is None else (gradient * cotangents[0]).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -200,26 +200,22 @@ class _Blocks(Function):
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
     return torch.float32 if dtype in SHORT_DTYPES else dtype
 
 
 def _rows(weight: Tensor, tokens: int, wide: torch.dtype) -> int:
-    """Rows of a block: some MiB of logits, more in wide layers, as each adds to the weight's gradient."""
     classes, width = weight.shape
     most = max(_BLOCK_BYTES // max(1, classes * wide.itemsize), min(width // 2, tokens // 8))
     return max(_ROWS_STEP, most // _ROWS_STEP * _ROWS_STEP)
 
 
 def _autocasts(hidden: Tensor) -> bool:
-    """Whether autocast is on and would cast a linear layer: it leaves float64 alone."""
-    return torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64
+    return torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64  # never cast
 
 
 def _check_tensors(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None
 ) -> None:
-    """Refuse what a linear layer and a cross-entropy would refuse, before any work."""
     classes, shapes = len(weight), {"hidden": hidden.shape, "weight": weight.shape, "target": target.shape}
     vectors = [value.shape for value in (bias, class_weight) if value is not None]
     fit = weight.dim() == 2 and hidden.shape == (*target.shape, weight.shape[1])

@@ -1,4 +1,4 @@
-"""What a step asks of a loss: sums now, weights on demand, divisors as soon as they can be known."""
+"""The interface of a loss: sums of micro-batches, their weights, and the divisors of the batch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -13,18 +13,16 @@ from anybatch.core import Batch, Cut, Number
 class Evaluated(NamedTuple):
     """The terms of one micro-batch."""
 
-    sums: Mapping[str, Tensor]  # the summed loss of each named term, scalars that carry the graph
-    # counts the weight of each term. Called only where the weights of the whole batch are not known.
-    weigh: Callable[[], Mapping[str, Number]]
+    sums: Mapping[str, Tensor]  # the summed loss of each named term, scalars with a graph
+    weigh: Callable[[], Mapping[str, Number]]  # counts the weight of each term, if the batch's is unknown
 
 
 class EvaluateAgain(Exception):  # noqa: N818
-    """What a forward left in the graph is not what was expected: undo the micro-batch and evaluate it again.
+    """A request to undo a micro-batch and evaluate it again: its graph has an unexpected form.
 
-    `evaluate` raises it before anything flows back, so nothing of the micro-batch is in the sums. Whoever
-    called puts back what the forward may have changed (rows, buffers, attributes, random streams) and calls
-    `evaluate` with the same rows: the second time it does not raise this. Only a loss that entered `along`
-    raises it.
+    `evaluate` raises it before the backward, so the sums do not contain the micro-batch. The caller restores
+    the state that the forward may have changed (rows, buffers, attributes, random state) and calls `evaluate`
+    with the same rows; then it is not raised again. Only a loss that entered `along` raises it.
     """
 
 
@@ -33,65 +31,65 @@ class Loss(Protocol):
 
     @property
     def divided(self) -> bool:
-        """True where the value of an uncut batch is the loss itself, not a sum still to be divided."""
+        """True if `evaluate` returns the loss itself, False if it returns a sum to divide."""
         ...
 
     @property
     def counted(self) -> bool:
-        """True where the divisor is exact without weighing the micro-batches again."""
+        """True if the divisor is exact without weighing the micro-batches again."""
         ...
 
     @property
     def tied(self) -> bool:
-        """True where a first pass has fixed how the rows are cut."""
+        """True if a first pass has fixed the cut of the rows."""
         ...
 
     @property
     def is_plain(self) -> bool:
-        """True where `along` does nothing and gives the same loss for all rows, so that it is not called."""
+        """True if `along` returns the same loss for all rows and need not be called."""
         ...
 
     @property
     def coefficients(self) -> Mapping[str, float]:
-        """The factor of each named term in the loss, 1 where none stands."""
+        """The factor of each named term in the loss; 1 for names that are missing."""
         ...
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
         """Run the model on a micro-batch and sum its losses.
 
         Raises:
-            EvaluateAgain: it is to be undone, and called once more.
+            EvaluateAgain: undo the micro-batch and call `evaluate` once more.
         """
         ...
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """What each term of this batch is divided by, if the first forward can tell; None if it cannot."""
+        """Return the divisor of each term of this batch; None if the first forward does not determine it."""
         ...
 
     def uncut(self) -> "Loss":
-        """The same loss for a batch that is not cut: torch's own reduction, to the bit."""
+        """Return the loss for a batch that is not cut: torch's own reduction, bit-identical."""
         ...
 
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> AbstractContextManager["Share"]:
-        """What gives the loss for any rows while the batch goes through: the same, unless it depends on them.
+        """Return a context that gives the function `(start, stop) -> loss of these rows` during one step.
 
-        A loss in which rows meet takes a first pass over the batch here, without graph, before it yields. The
-        same rows may be asked for again, or in other parts, where memory ran out in them.
+        A loss over the outputs of all rows makes its first pass here, before the context yields. After an
+        out-of-memory error the function may be called for the same rows again, also in smaller parts.
 
         Args:
-            batch: the logical batch; `OpenBatch`, of no rows, where a window opens.
+            batch: the logical batch; `OpenBatch`, without rows, for a window.
             sizes: rows of each micro-batch.
-            model: what a first pass calls.
-            put_back: puts attributes and buffers back to where they stood before the step, so that the second
-                pass repeats the first, and updates them once.
+            model: the model for a first pass.
+            put_back: restores attributes and buffers to their state before the step, so that the second pass
+                repeats the first and updates them once.
         """
         ...
 
 
 def first_pass_rows(batch: Batch, sizes: Sequence[int]) -> Iterator[Any]:
-    """The rows of each micro-batch, for a first pass."""
+    """Return the rows of each micro-batch, for a first pass."""
     return (micro.rows for micro in batch.micro_batches(Cut.of_sizes(sizes).parts))
 
 
@@ -100,7 +98,7 @@ NO_COEFFICIENTS: Mapping[str, float] = MappingProxyType({})
 
 
 class Plain:
-    """What most losses answer: one term, and the same loss for all rows, cut or not."""
+    """A loss of one term, the same for all rows, cut or not; base class of most losses."""
 
     __slots__ = ()
 
@@ -110,15 +108,15 @@ class Plain:
     coefficients: Mapping[str, float] = NO_COEFFICIENTS
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """The weight to be reported; the value is divided already."""
+        """Return the weight for the report; the value is divided already."""
         return first.weigh()
 
     def uncut(self: Loss) -> Loss:
-        """The same loss."""
+        """Return the same loss."""
         return self
 
     def along(
         self: Loss, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> AbstractContextManager[Share]:
-        """The same loss for all rows."""
+        """Return a context with the same loss for all rows."""
         return nullcontext(lambda start, stop: self)

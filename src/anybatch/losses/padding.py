@@ -1,4 +1,4 @@
-"""Padding: which places of a batch only fill its rows up, told by masks, by tokens or by ignored labels."""
+"""Padding positions of a batch, found by masks, padding tokens or ignored labels."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 from anybatch.core import Padding, tree
 from anybatch.losses.inputs import TARGET_KEYS
 
-IGNORED = -100  # what torch and transformers ignore in labels
-_BY_PLACE = re.compile("ids|token|mask|label|target|position|embed|segment")  # one entry for each place
-_BESIDE = re.compile("position|type|segment")  # no tokens
-_PICTURES = re.compile("pixel|image|patch|vision|input_features")  # or spectra
-_Leaves = list[tuple[int, str, Tensor]]  # number, place in the nest, tensor
+IGNORED = -100  # ignored label of torch and transformers
+_BY_PLACE = re.compile("ids|token|mask|label|target|position|embed|segment")  # one entry per position
+_BESIDE = re.compile("position|type|segment")  # integers that are no tokens
+_PICTURES = re.compile("pixel|image|patch|vision|input_features")  # images or spectra
+_Leaves = list[tuple[int, str, Tensor]]  # index, path in the nest, tensor
 
 
 def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) -> Iterator[Padding]:
-    """What fills up the rows, for each length that tensors of the batch have on their second axis.
+    """Yield the padding for each size that tensors of the batch have on their second axis.
 
-    Told by masks (an `attention_mask`, or one whose ones come first or last in every row), else by the
-    model's padding token, else, where there are only targets of that length, by labels of -100. A place with
-    a label that differs from those in padding is not padding. Rows of padding alone count as full. Padding at
-    the start is found where every row ends at the end. Columns in `keep` are neither trimmed nor read.
+    Sources are masks (an `attention_mask`, or a mask whose ones come first or last in every row), else the
+    model's padding token, else labels of -100 if only targets have that size. A position whose label differs
+    from those in padding is not padding. A row of padding only counts as full. Padding is at the start if
+    every row has content in the last position. Columns in `keep` are neither trimmed nor read.
     """
     kept = {*map(repr, keep)}
     nest = tree.flatten(batch)
@@ -57,7 +57,6 @@ def find_paddings(batch: Any, model: nn.Module, keep: Sequence[str | int] = ()) 
 
 
 def _told(alike: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tensor] | None:
-    """Which places hold content, and what says so; None where nothing does."""
     flat = [one for one in alike if one[2].dim() == 2]
     others = [one for one in flat if one not in targets]
     masks = [(path, content) for _, path, leaf in others if (content := _by_mask(path, leaf)) is not None]
@@ -66,12 +65,12 @@ def _told(alike: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tens
     ids = [leaf for _, path, leaf in flat if _is_integer(leaf) and not _BESIDE.search(path.lower())]
     inputs = [leaf for _, _, leaf in others if any(leaf is one for one in ids)]
     for token in sorted(tokens) if inputs else ():
-        # The longest that any of them has there: targets may end later than what goes in.
+        # The union over all tensors: targets may be longer than inputs.
         content = torch.stack([(leaf != token) & (leaf != IGNORED) for leaf in ids]).any(0)
         if all(_has_inside(leaf, token) for leaf in inputs):
-            continue  # a word like others: it stands inside rows too
+            continue  # an ordinary token: it occurs inside rows too
         return f"the model's padding token {token}", content
-    beside = [one[1] for one in alike if one not in targets]  # what goes into a decoder is made of targets
+    beside = [one[1] for one in alike if one not in targets]  # decoder inputs are made of targets
     is_only = all("decoder" in path or _PICTURES.search(path.lower()) for path in beside)
     if targets and is_only and all(map(_is_integer, [leaf for _, _, leaf in targets])):
         return f"batch{targets[0][1]}", torch.stack([leaf != IGNORED for _, _, leaf in targets]).any(0)
@@ -79,7 +78,6 @@ def _told(alike: _Leaves, targets: _Leaves, tokens: set[int]) -> tuple[str, Tens
 
 
 def _by_mask(path: str, leaf: Tensor) -> Tensor | None:
-    """Which places a mask says hold content; None for what is no mask of padding."""
     name = path.lower()
     is_named = "mask" in name or "pad" in name
     if not (is_named or leaf.dtype == torch.bool) or "global" in name:
@@ -90,8 +88,8 @@ def _by_mask(path: str, leaf: Tensor) -> Tensor | None:
     if "attention_mask" in name:
         return ones
     if "pad" in name and bool(ones[:, 0].all()) and not bool(ones[:, -1].any()):
-        ones = ~ones  # torch's convention, where both would do
-    # Once filled up, filled up to the end; or from the start.
+        ones = ~ones  # torch's convention, if both are possible
+    # Padding goes to the end, or begins at the start.
     valid = ones if bool(ones[:, 0].all()) else ~ones
     if bool(valid[:, 0].all()) and bool((valid.int().diff(dim=1) <= 0).all()):
         return valid
@@ -100,26 +98,23 @@ def _by_mask(path: str, leaf: Tensor) -> Tensor | None:
 
 
 def _has_inside(leaf: Tensor, token: int) -> bool:
-    """Whether a token stands between others, or in front of them where it ends rows too."""
     steps = (leaf != token).int().diff(dim=1)
     return not (bool((steps <= 0).all()) or bool((steps >= 0).all()))
 
 
 def _axes(path: str, leaf: Tensor, length: int, content: Tensor) -> list[int]:
-    """The axes of a tensor on which places lie: both of a mask of pairs of places."""
     axes = [axis for axis in range(1, leaf.dim()) if leaf.shape[axis] == length]
     name = path.lower()
     if leaf.dim() > 2 and (leaf.dtype == torch.bool or "mask" in name):
         return axes
     if axes[:1] != [1]:
         return []
-    # Features, or patches of a picture, may be as many as there are places.
+    # The number of features, or of image patches, may equal the length by chance.
     is_sequence = leaf.dim() == 3 and not _PICTURES.search(name)
     return [1] if is_sequence or _BY_PLACE.search(name) or _is_constant(leaf, content) else []
 
 
 def _is_constant(leaf: Tensor, content: Tensor) -> bool:
-    """Whether the same stands in all places without content."""
     filled = leaf[~content.to(leaf.device)]
     return bool((filled == filled[:1]).all())
 
@@ -129,7 +124,6 @@ def _is_integer(leaf: Tensor) -> bool:
 
 
 def _is_of_target(path: str, is_pair: bool) -> bool:
-    """Whether it is a target, or says which targets count: what goes in may be there all the same."""
     if "pad" in path.lower():
         return False
     last = path.lower().strip("[]'.").rpartition("['")[2]

@@ -1,4 +1,4 @@
-"""What each loss of torch divides by: valid targets, elements, rows."""
+"""The divisor of each torch loss: valid targets, elements or rows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,32 +16,29 @@ Arguments = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """How losses of one kind are summed and weighed."""
+    """The summation and weighing of one kind of loss."""
 
     # the weight under `reduction="mean"`, from the settings, the loss's arguments and its targets
     weigh: Callable[[Settings, Arguments, Arguments], Number]
-    # the weight depends on values, so it is counted on the whole batch; otherwise the losses are as many as
-    # they weigh, the same for every row
+    # True: the weight depends on values and is counted on the whole batch; False: it is the number of losses,
+    # the same for every row
     counted: bool = False
-    # False where `weigh` cannot say how many losses there will be (a distance of one's own)
-    shape_tells: bool = True
-    # turns the unreduced losses into what is summed
+    shape_tells: bool = True  # False if `weigh` does not know the number of losses (a custom distance)
+    # converts the unreduced losses to the summands
     terms: Callable[[Tensor, Arguments], Tensor] = lambda losses, arguments: losses
     # puts the model's outputs and the targets into the order of the loss's arguments
     arrange: Callable[[Arguments, Arguments], Arguments] = lambda outputs, targets: (*outputs, *targets)
-    arguments: int = 2  # how many tensors the loss compares
-    has_target: bool = True  # False where all of them come from the model
-    # names of settings that may hold one entry per row, and are cut along with the batch then
-    per_row: tuple[str, ...] = ()
-    reductions: tuple[str, ...] = ("mean", "sum")  # those that give one number
-    # the output and the target have the same axes, where torch may broadcast one of size 1
-    broadcasts: bool = False
-    axes: int = 0  # as few as the output may have; with fewer, torch takes all rows for one
+    arguments: int = 2  # number of compared tensors
+    has_target: bool = True  # False if all of them are outputs of the model
+    per_row: tuple[str, ...] = ()  # settings that may have one entry per row, and are then cut with the batch
+    reductions: tuple[str, ...] = ("mean", "sum")  # supported reductions
+    broadcasts: bool = False  # True if output and target have the same axes, and torch broadcasts size 1
+    axes: int = 0  # least number of axes of the output; with fewer, torch takes all rows for one
 
     def keeps_rows_apart(self, arguments: Arguments) -> bool:
-        """Whether row i meets row i only: torch broadcasts from the last axis, rows are the first."""
+        """Return True if row i is compared with row i only: torch broadcasts from the last axis."""
         is_compared = self.broadcasts or (self.arguments == 3 and not self.counted)
-        if not is_compared and isinstance(arguments[0], Tensor):  # most often, and quickly told
+        if not is_compared and isinstance(arguments[0], Tensor):  # the usual case
             return arguments[0].dim() >= self.axes
         first, *others = [one for one in arguments if isinstance(one, Tensor)] or [torch.ones(1, 1, 1)]
         if first.dim() < self.axes:
@@ -53,7 +50,7 @@ class Kind:
 
 
 def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    """Sum of class weights over valid targets; rows (times places) for targets that are probabilities."""
+    """Return the sum of class weights over valid targets; rows (times positions) for probabilities."""
     target: Tensor = targets[0]
     if target.is_floating_point():
         return target.numel() // target.shape[1 if target.dim() > 1 else 0]
@@ -62,30 +59,28 @@ def _count_classes(settings: Settings, arguments: Arguments, targets: Arguments)
     class_weight: Tensor | None = settings.get("weight")
     if class_weight is None:
         return valid.sum()
-    # As int64, because torch takes uint8 targets too, and an index of uint8 is a mask.
+    # int64, because torch accepts uint8 targets too, and an index of uint8 is a mask.
     return summed(torch.where(valid, class_weight[torch.where(valid, target, 0).long()], 0))
 
 
 def _sum_of_weights(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    """With a `weight` for each element, `mse_loss` and `l1_loss` divide by its sum."""
-    return summed(settings["weight"])
+    return summed(settings["weight"])  # the divisor of `mse_loss` and `l1_loss` with a weight per element
 
 
 def summed(values: Tensor) -> Tensor:
-    """The sum, at least in float32."""
+    """Return the sum, at least in float32."""
     return values.sum(dtype=torch.float32 if values.dtype in SHORT_DTYPES else None)
 
 
 def _count_elements(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
     first, *others = arguments
-    if all(value.shape == first.shape for value in others):  # nearly always, and 20 us faster
+    if all(value.shape == first.shape for value in others):  # the usual case, and 20 us faster
         return first.numel()
     return torch.broadcast_shapes(*[value.shape for value in arguments]).numel()
 
 
 def _count_gaussians(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    """Mean and target broadcast; a variance that all elements of a row share may lack the last axis."""
-    first, *others = arguments
+    first, *others = arguments  # a variance that all elements of a row share may lack the last axis
     shapes = [first.shape, *[value.shape for value in others if value.dim() == first.dim()]]
     return torch.broadcast_shapes(*shapes).numel()
 
@@ -95,26 +90,23 @@ def _count_rows(settings: Settings, arguments: Arguments, targets: Arguments) ->
 
 
 def _count_vectors(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    """One loss for each vector along the last axis."""
-    first: Tensor = arguments[0]
+    first: Tensor = arguments[0]  # one loss for each vector along the last axis
     vectors = [value.shape[:-1] for value in arguments if value.dim() == first.dim()]
     return torch.broadcast_shapes(*vectors).numel()
 
 
 def _count_sequences(settings: Settings, arguments: Arguments, targets: Arguments) -> Number:
-    """CTC: time is the first axis, sequences are the second."""
-    return arguments[0].shape[1]
+    return arguments[0].shape[1]  # CTC: (time, sequences, classes)
 
 
 def _per_target_length(losses: Tensor, arguments: Arguments) -> Tensor:
-    """CTC's mean divides each row by its own target length first, then by the rows."""
+    """Divide the losses of CTC by the target lengths, as its mean does before it divides by rows."""
     lengths = torch.as_tensor(arguments[3], device=losses.device)
     return losses / lengths.clamp(min=1)
 
 
 def _mean_and_variance(outputs: Arguments, targets: Arguments) -> Arguments:
-    """`gaussian_nll_loss(mean, target, var)`: a model that predicts both returns (mean, var)."""
-    return (outputs[0], *targets, *outputs[1:])
+    return (outputs[0], *targets, *outputs[1:])  # a model may return (mean, var)
 
 
 CLASSES = Kind(counted=True, weigh=_count_classes, axes=2)
@@ -158,32 +150,31 @@ _LOSSES: tuple[tuple[Callable[..., Tensor], type[nn.Module], Kind], ...] = (
 )
 FUNCTIONS: dict[Callable[..., Tensor], Kind] = {function: kind for function, _, kind in _LOSSES}
 MODULES: dict[type[nn.Module], Kind] = {module: kind for _, module, kind in _LOSSES}
-FUNCTIONS[F.huber_loss] = Kind(
-    weigh=_count_elements, per_row=("weight",), broadcasts=True
-)  # which the module does not have
+# Only the function has a weight.
+FUNCTIONS[F.huber_loss] = Kind(weigh=_count_elements, per_row=("weight",), broadcasts=True)
 
-# Newer than the oldest torch we support: a linear layer and cross-entropy in one, without holding all logits.
-# The module holds the layer's weight; to the function the model hands it over, beside its output.
+# torch 2.13: a linear layer and cross-entropy in one, without holding all logits. The module holds the weight
+# of the layer; for the function the model returns it with its output.
 if hasattr(F, "linear_cross_entropy"):
     FUNCTIONS[F.linear_cross_entropy] = replace(CLASSES, arguments=3)
     MODULES[nn.LinearCrossEntropyLoss] = CLASSES
 
-# The kind of a function that was given a weight for every element.
+# The kind of a function with a weight for every element.
 WEIGHTED_FUNCTIONS: Mapping[Callable[..., Tensor], Kind] = {
     F.mse_loss: WEIGHTED_ELEMENTS,
     F.l1_loss: WEIGHTED_ELEMENTS,
 }
 
-WEIGHTS = ("weight", "pos_weight")  # settings that say how much a class or an element counts
+WEIGHTS = ("weight", "pos_weight")  # weights of classes or elements
 DEPRECATED = ("size_average", "reduce")
 
 
 def deprecated_in(settings: Settings) -> list[str]:
-    """The deprecated forms of `reduction` that are given."""
+    """Return the deprecated forms of `reduction` that are set."""
     return [name for name in DEPRECATED if settings.get(name) is not None]
 
 
 def trained_in(settings: Settings) -> list[str]:
-    """The weights that want a gradient themselves."""
+    """Return the names of weights that require grad."""
     given = {name: settings.get(name) for name in WEIGHTS}
     return [name for name, weight in given.items() if isinstance(weight, Tensor) and weight.requires_grad]

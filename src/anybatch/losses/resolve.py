@@ -1,4 +1,4 @@
-"""From what the caller hands over as a loss to what a step needs; doubts end here."""
+"""Conversion of the caller's loss to the interface `Loss`; unsupported losses are refused here."""
 
 from functools import partial
 from typing import Any, cast
@@ -18,17 +18,13 @@ from anybatch.losses.whole_batch import WholeBatch
 
 
 def resolve(loss: object) -> Loss:
-    """Read a loss: one of torch's modules or functions, `Terms`, or a function `(model, micro) -> Total`.
+    """Return the `Loss` for a module or function of torch, `Terms`, or a function `(model, micro) -> Total`.
 
-    Cheap: a step reads it anew each time, so that settings changed in between (a label smoothing, a moved
-    class weight) take effect.
+    It is cheap: each step calls it, so that changed settings (label smoothing, a moved class weight) take
+    effect.
 
     Raises:
-        LossError: it is none of these.
-
-    Example:
-        >>> resolve(nn.CrossEntropyLoss(ignore_index=0)).counted
-        True
+        LossError: the loss is of another kind.
     """
     if isinstance(loss, Terms | WholeBatch):
         return loss
@@ -62,11 +58,7 @@ def resolve(loss: object) -> Loss:
 
 
 def check_loss(loss: object) -> None:
-    """Refuse at the door what could never be summed exactly: weights that are negative, infinite or NaN.
-
-    Raises:
-        LossError: see `resolve`; or a weight that is not at least 0 and finite.
-    """
+    """Raise LossError if `resolve` refuses the loss, or a weight in it is negative, infinite or NaN."""
     resolved = resolve(loss)
     if not isinstance(resolved, SummedLoss):
         return
@@ -80,10 +72,5 @@ def check_loss(loss: object) -> None:
 
 
 def module_of(loss: object) -> nn.Module:
-    """The module a loss is or holds, whose parameters and buffers belong to the run; an empty one if none.
-
-    Example:
-        >>> module_of(nn.MSELoss()), module_of(Terms(lambda model, micro: model(micro)))
-        (MSELoss(), Identity())
-    """
+    """Return the module that a loss is or holds; an empty module if there is none."""
     return module_in(loss.function if isinstance(loss, Terms | WholeBatch) else loss)

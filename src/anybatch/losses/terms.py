@@ -24,16 +24,16 @@ _TARGETS = {"y", "target", "targets", "label", "labels", "truth", "gt", "y_true"
 class Terms(Plain):
     """Named totals with coefficients: auxiliary losses, each divided by its own weight.
 
-    A function `(model, micro) -> Total` can be given to a step as it is. Use `Terms` to give coefficients, or
-    to give the weight of the whole batch before its first forward.
+    A step accepts a function `(model, micro) -> Total` directly. Use `Terms` to give coefficients, or the
+    weight of the whole batch before its first forward.
 
     Args:
         function: takes the model and a micro-batch, returns a `Total` or a mapping of named totals, with the
-            same names for every micro-batch. Terms that carry no gradient are reported only.
-        coefficients: factor of each named term in the loss, 1 where not given.
-        weight: takes the whole batch as it was given to the step, returns the weight of the batch, or a
-            mapping of them by name. Without it the gradient is divided at the end, which costs one gradient
-            buffer and one backward per further term.
+            same names for every micro-batch. Terms without gradient are only reported.
+        coefficients: factor of each named term in the loss, by default 1.
+        weight: takes the whole batch as given to the step, returns the weight of the batch, or a mapping of
+            weights by name. Without it the gradient is divided at the end, which costs one gradient buffer
+            and one backward per further term.
 
     Raises:
         LossError: a coefficient is not a finite number.
@@ -66,7 +66,7 @@ class Terms(Plain):
                 )
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        """Call the function and check that what comes back can be added up."""
+        """Call the function and check that it returned totals."""
         returned = call_loss(self.function, model, micro)
         totals = _named(returned)
         missing = [name for name in self.coefficients if name not in totals]
@@ -79,7 +79,7 @@ class Terms(Plain):
         return Evaluated(sums, lambda: {name: total.weight for name, total in totals.items()})
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """The user's own weights of the batch; those of the only micro-batch of an uncut one."""
+        """Return the user's weights of the batch; for an uncut batch those of its only micro-batch."""
         if first_rows == batch.rows:
             return first.weigh()
         if self.weight is None or not batch.rows:
@@ -96,7 +96,7 @@ class Terms(Plain):
 
 
 def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro: Any) -> Any:
-    """What a loss of the user's own returns; what it raises says how it was called, where that may be why."""
+    """Return the result of a user's loss; add a note to errors of one written for (outputs, targets)."""
     try:
         return function(model, micro)
     except (TypeError, AttributeError) as error:
@@ -106,13 +106,12 @@ def call_loss(function: Callable[[nn.Module, Any], Any], model: nn.Module, micro
 
 
 def _takes_outputs(function: object, model: nn.Module, error: Exception) -> bool:
-    """Whether a function may have been written for outputs and targets, by what it raised and its names."""
     frames = error.__traceback__
     if frames is None or frames.tb_next is None or type(model).__name__ in str(error):
-        return True  # it did not take two arguments, or took the model for something else
+        return True  # it does not accept two arguments, or used the model as a tensor
     try:
         names = [name.lower() for name in inspect.signature(cast("Any", function)).parameters]
-    except (TypeError, ValueError):  # one that is not written in Python
+    except (TypeError, ValueError):  # not a Python function
         return False
     return not _OUTPUTS.isdisjoint(names[:1]) or not _TARGETS.isdisjoint(names[1:2])
 
@@ -135,5 +134,5 @@ def _named(value: object) -> Mapping[str, Total]:
 
 
 def _as_tensor(value: Number) -> Tensor:
-    """A number stays as exact as it is: the first micro-batch's sum decides the dtype of what flows back."""
+    # float64 keeps a number exact: the first sum sets the dtype of the backward.
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

@@ -26,41 +26,30 @@ from anybatch.losses.terms import BARE_MEAN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SummedLoss(Plain):
-    """One of torch's losses, read from the caller's object at the start of each step.
+    """A loss of torch, read from the caller's object at the start of each step."""
 
-    Attributes:
-        name: what the caller calls it.
-        kind: what it divides by.
-        settings: the caller's keyword arguments or module attributes.
-        reduced: the caller's loss as it is, with its own reduction.
-        reduce: gives the same loss with the reduction "none" or "sum".
-        wanted: how many tensors it compares.
-        divided: the batch is uncut, so the value is the caller's own and needs no division.
-        in_parts: rows come in parts of which nobody knows the place in the batch, as in a window.
-    """
-
-    name: str
-    kind: Kind
-    settings: Mapping[str, Any]
-    reduced: Callable[..., Tensor]
-    reduce: Callable[[str], Callable[..., Tensor]]
-    wanted: int
-    divided: bool = False
-    in_parts: bool = False
+    name: str  # class or function name of the caller's loss
+    kind: Kind  # its summation and divisor
+    settings: Mapping[str, Any]  # the caller's keyword arguments or module attributes
+    reduced: Callable[..., Tensor]  # the caller's loss with its own reduction
+    reduce: Callable[[str], Callable[..., Tensor]]  # the loss with the reduction "none" or "sum"
+    wanted: int  # number of compared tensors
+    divided: bool = False  # True if the batch is uncut: the value is the caller's own and needs no division
+    in_parts: bool = False  # True if the positions of rows in the batch are unknown, as in a window
 
     @property
     def counted(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Valid targets are counted once, on the whole batch; a sum is divided by 1."""
+        """True if valid targets are counted on the whole batch, or for a sum, whose divisor is 1."""
         return self.kind.counted or self._is_sum
 
     @property
     def is_plain(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Unless a setting may have one entry per row."""
+        """True unless a setting may have one entry per row."""
         names = self.kind.per_row
         return not names or all(self.settings.get(name) is None for name in names)
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        """Run the model, then the loss; the value is a sum unless the loss is divided."""
+        """Run the model, then the loss; return a sum unless the loss is divided."""
         kind = self.kind
         inputs, targets = split_batch(micro, has_target=kind.has_target)
         if kind.per_row:
@@ -83,15 +72,15 @@ class SummedLoss(Plain):
         else:
             losses = self.reduce("none")(*arguments)
             value = summed(losses if self._is_sum else kind.terms(losses, arguments))
-            # Losses that all weigh the same are counted, so the number is right however they broadcast.
+            # Counting the losses themselves is right for any broadcast.
             count = losses.shape[0] if self._is_batchmean else losses.numel()
         if kind.counted:
-            # On demand, and from the targets alone: the outputs are to be freed before backward.
+            # On demand, and from the targets alone, so that outputs are freed before backward.
             return Evaluated({"loss": value}, lambda: {"loss": self._weigh((), targets)})
         return Evaluated({"loss": value}, lambda: {"loss": count})
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """The weight of the whole batch: counted from its targets, or in proportion to its rows."""
+        """Return the weight of the whole batch: counted from its targets, or in proportion to its rows."""
         if self._is_sum:
             return {"loss": 1}
         if first_rows == batch.rows:
@@ -99,17 +88,17 @@ class SummedLoss(Plain):
         if self.kind.counted:
             return None if batch.whole is None else {"loss": self._weigh((), split_batch(batch.whole)[1])}
         weight = first.weigh()["loss"]
-        # Every row weighs the same, so this division has no rest. Checked when the step closes.
+        # All rows weigh the same, so this division has no remainder. Checked at the end of the step.
         return {"loss": weight * batch.rows // first_rows} if batch.rows else None
 
     def uncut(self) -> Loss:
-        """Torch's own reduction, to the bit."""
+        """Return the loss with torch's own reduction, bit-identical."""
         return replace(self, divided=True) if self.kind.shape_tells else self
 
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> AbstractContextManager[Share]:
-        """The same loss, or one for each micro-batch where a setting has one entry per row."""
+        """Return a context with the same loss, or one per micro-batch if a setting has one entry per row."""
         if self.is_plain:
             return nullcontext(lambda start, stop: self)
         per_row = {name: self.settings[name] for name in self.kind.per_row if self._is_per_row(name, batch)}
@@ -136,7 +125,6 @@ class SummedLoss(Plain):
         )
 
     def _refuse_settings_of_other_rows(self, targets: tuple[Any, ...]) -> None:
-        """Broadcast over the wrong rows, a setting would count for others, or repeat their losses."""
         for name in self.kind.per_row:
             value, target = self.settings.get(name), targets[0] if targets else None
             if not (isinstance(value, Tensor) and isinstance(target, Tensor) and self._reaches(name, target)):
@@ -149,11 +137,11 @@ class SummedLoss(Plain):
                 )
 
     def has_entries_per_row(self, batch: Batch) -> bool:
-        """Whether a setting has one entry for each row of this batch."""
+        """Return True if a setting has one entry for each row of this batch."""
         return any(self._is_per_row(name, batch) for name in self.kind.per_row)
 
     def of_rows(self, batch: Batch, rows: Sequence[int]) -> "SummedLoss":
-        """Return the loss of some rows of a batch: settings with an entry for each row have theirs."""
+        """Return the loss of some rows of a batch, with the entries of these rows in per-row settings."""
         named = [name for name in self.kind.per_row if self._is_per_row(name, batch)]
         return self._with({name: self.settings[name][[*rows]] for name in named}) if named else self
 
@@ -163,12 +151,11 @@ class SummedLoss(Plain):
         return self._reaches(name, split_batch(batch.whole)[1][0]) and len(self.settings[name]) == batch.rows
 
     def _reaches(self, name: str, target: Tensor) -> bool:
-        """Whether a setting has an axis of rows: torch broadcasts from the last axis, but a variance."""
+        """Return True if a setting has an axis of rows: torch broadcasts from the last axis, except `var`."""
         axes = self.settings[name].dim()
         return axes > 0 if name == "var" else axes >= target.dim() > 0
 
     def _with(self, settings: Mapping[str, Any]) -> "SummedLoss":
-        """The same loss with other tensors in its settings."""
         own = _rebind(self.reduced, settings)
         return replace(self, settings={**self.settings, **settings}, reduced=own, reduce=_reducer(own))
 
@@ -187,18 +174,9 @@ class SummedLoss(Plain):
 
 
 def summed_loss(loss: object) -> SummedLoss | None:
-    """Read one of torch's loss modules or functions; None if it is not one.
+    """Return a loss module, function or partial function of torch as a `SummedLoss`; None for others.
 
-    Args:
-        loss: a module such as `nn.CrossEntropyLoss(ignore_index=0)`, a function such as `F.mse_loss`, or
-            `functools.partial(F.cross_entropy, label_smoothing=0.1)`.
-
-    Raises:
-        LossError: a known loss with a reduction or arguments that cannot be summed.
-
-    Example:
-        >>> summed_loss(nn.MSELoss()).kind is summed_loss(nn.functional.mse_loss).kind
-        True
+    Raises LossError if it has a reduction or arguments that cannot be summed.
     """
     if isinstance(loss, nn.Module):
         return _from_module(loss)
@@ -218,7 +196,7 @@ def summed_loss(loss: object) -> SummedLoss | None:
 
 def _from_module(loss: nn.Module) -> SummedLoss | None:
     base = next((base for base in type(loss).__mro__ if base in MODULES), None)
-    # A subclass, or an object, that brings its own forward is another loss.
+    # A subclass, or an object, with its own forward is another loss.
     if base is None or type(loss).forward is not base.forward or "forward" in vars(loss):
         return None
     settings = {**vars(loss), **private.parameters_of(loss), **private.buffers_of(loss)}
@@ -248,13 +226,11 @@ def _summed(name: str, kind: Kind, settings: Mapping[str, Any], reduced: Callabl
         settings=settings,
         reduced=reduced,
         reduce=_reducer(reduced),
-        wanted=kind.arguments - ("var" in settings),  # the one that may be a constant
+        wanted=kind.arguments - ("var" in settings),  # a constant variance
     )
 
 
 def _reducer(loss: Callable[..., Tensor]) -> Callable[[str], Callable[..., Tensor]]:
-    """What gives the loss with another reduction; made when first asked for: an uncut batch asks for none."""
-
     @cache
     def reduce(reduction: str) -> Callable[..., Tensor]:
         return _rebind(loss, {"reduction": reduction})
@@ -263,10 +239,9 @@ def _reducer(loss: Callable[..., Tensor]) -> Callable[[str], Callable[..., Tenso
 
 
 def _rebind(loss: Callable[..., Tensor], settings: Mapping[str, Any]) -> Callable[..., Tensor]:
-    """The loss under other settings. A module is copied, but for what it holds."""
     if not isinstance(loss, nn.Module):
         return partial(loss, **settings)
-    twin = object.__new__(type(loss))  # what copy.copy comes to, at a tenth of its time
+    twin = object.__new__(type(loss))  # a shallow copy, at a tenth of the time of copy.copy
     twin.__dict__.update(loss.__dict__)
     buffers = private.separate_buffers(twin)
     for name, value in settings.items():

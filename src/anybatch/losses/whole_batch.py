@@ -1,4 +1,4 @@
-"""A loss over the outputs of all rows, exact in two passes: what flows into outputs first, then the model."""
+"""A loss over the outputs of all rows, exact in two passes: first the outputs' gradient, then the model's."""
 
 import random
 from collections.abc import Callable, Generator, Sequence
@@ -21,14 +21,14 @@ Gather = Callable[[Sequence[Tensor]], tuple[list[Tensor], int]]
 
 @dataclass(frozen=True, slots=True)
 class WholeBatch(Plain):
-    """A loss in which rows meet: contrastive, ranking, decorrelation, any function of all outputs at once.
+    """A loss over the outputs of all rows: contrastive, ranking, decorrelation.
 
-    The loss of a row depends on other rows, so micro-batches cannot be added up. A batch that is split goes
+    The loss of a row depends on other rows, so losses of micro-batches do not add up. A split batch goes
     through the model twice. The first pass, without graph, collects the outputs of all rows; then the
     gradient of the loss with respect to the outputs is computed. The second pass runs each micro-batch again
-    with its graph and sends that gradient back. Both passes start from the same random state and buffers:
-    dropout draws the same masks, and buffers are updated once. This holds the outputs of all rows and their
-    gradient, and costs one more forward. A batch that is not split goes through once.
+    with its graph and backpropagates that gradient. Both passes start from the same random state and buffers:
+    dropout draws the same masks, and buffers are updated once. This needs memory for the outputs of all rows
+    and their gradient, and one more forward. A batch that is not split goes through once.
 
     The function gets the outputs, then the targets, each of all rows. A mapping with one of the keys
     `target`, `targets`, `label`, `labels`, `y`, and a tuple `(inputs, target)`, have a target. Other
@@ -36,20 +36,19 @@ class WholeBatch(Plain):
     part is optional in `model.forward`, the batch is refused: name its parts in a mapping.
 
     Args:
-        function: takes outputs and targets of all rows, returns a scalar tensor or an `ab.Total` (whose
-            weight may be 0: no update then). It may be a module with parameters of its own, and draw random
-            numbers.
-        loss_rows: rows per call of the function, for losses whose own memory grows with the square of the
-            rows. It then gets all outputs and targets and, as the keyword `rows`, the rows whose share it
-            returns as an `ab.Total`: int64 of shape (at most loss_rows,).
-        outputs: `(model, micro) -> outputs`, if the model is not called in the usual way. It also returns
-            what else the function needs, such as labels.
+        function: takes outputs and targets of all rows, returns a scalar tensor or an `ab.Total` (with weight
+            0 no update is made). It may be a module with parameters, and may draw random numbers.
+        loss_rows: rows per call of the function, for losses whose memory grows with the square of the rows.
+            The function then gets all outputs and targets and, as the keyword `rows`, the indices of rows
+            whose sum it returns as an `ab.Total`: int64 of shape (at most loss_rows,).
+        outputs: `(model, micro) -> outputs`, replaces the usual call of the model. It also returns the other
+            arguments of the function, such as labels.
 
     Outputs have one entry per row in their first axis, or are scalars that all rows share (a learned
     temperature).
 
     Raises:
-        LossError: the function cannot be called, or `loss_rows` is no positive whole number.
+        LossError: the function cannot be called, or `loss_rows` is no positive int.
 
     Example:
         >>> import torch.nn.functional as F
@@ -62,13 +61,13 @@ class WholeBatch(Plain):
         1024
 
     Source: Gao, Zhang, Han, Callan 2021, "Scaling deep contrastive learning batch size under memory limited
-    setup", section 3.2; here with random streams and buffers that repeat.
+    setup", section 3.2; here with repeated random state and buffers.
     """
 
     function: Callable[..., Tensor | Total]
     loss_rows: int | None = None
     outputs: Callable[[nn.Module, Any], Any] | None = None
-    # Joins the rows of all ranks, and says how many come before these; set by the step.
+    # Concatenates the rows of all ranks, and returns the index of this rank's first row; set by the step.
     gather: Gather | None = field(default=None, repr=False, kw_only=True)
 
     divided = True  # the function's value is the loss itself
@@ -88,7 +87,7 @@ class WholeBatch(Plain):
             )
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        """The loss of a batch that is not cut: one pass."""
+        """Return the loss of a batch that is not cut, in one pass."""
         seen = self.look(model, micro)
         if self.loss_rows is None:
             value, weight = self._value(seen)
@@ -101,10 +100,10 @@ class WholeBatch(Plain):
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> Generator[Share]:
-        """The first pass, if there is more than one micro-batch; then what each sends back in the second.
+        """Make the first pass, if there are several micro-batches; yield the loss of each in the second pass.
 
         Raises:
-            LossError: a window, whose rows are never all there; outputs that do not belong to rows.
+            LossError: in a window, which never has all rows; or for outputs without one entry per row.
             NonFiniteLossError: the loss is NaN or infinite.
         """
         if not batch.rows:
@@ -120,7 +119,7 @@ class WholeBatch(Plain):
             pull, first = self._first_pass(batch, sizes, model, put_back)
             after = rng.capture_process()  # the function may have drawn too
             rng.restore_process(before)
-            yield lambda start, stop: _Share(whole=self, pull=pull, start=first + start, stop=first + stop)
+            yield lambda start, stop: _Sent(whole=self, pull=pull, start=first + start, stop=first + stop)
         except BaseException as error:
             if isinstance(error, NonFiniteLossError):
                 error.reached = error.reached or rng.capture_process()
@@ -129,7 +128,7 @@ class WholeBatch(Plain):
         rng.restore_process(after)
 
     def look(self, model: nn.Module, micro: Any, rows: int | None = None) -> Seen:
-        """Run the model on a micro-batch; where `rows` says how many, refuse outputs that do not join."""
+        """Run the model on a micro-batch; raise if outputs do not have `rows` entries."""
         if self.outputs is not None:
             returned, targets = self.outputs(model, micro), ()
         else:
@@ -149,19 +148,19 @@ class WholeBatch(Plain):
 
     @property
     def name(self) -> str:
-        """What the caller calls the function."""
+        """The name of the function."""
         return getattr(self.function, "__name__", type(self.function).__name__)
 
     def _first_pass(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> tuple[Pull, int]:
         versions = private.versions(model.parameters())
-        # Each graph is dropped at once. Without any, models that differentiate inside, or choose other
-        # kernels where no gradient is wanted, would not do the same in both passes.
+        # Each graph is dropped at once. Under no_grad, models that differentiate inside, or use other kernels
+        # without gradients, would behave differently in the two passes.
         micros = zip(first_pass_rows(batch, sizes), sizes, strict=True)
         whole = joined([self.look(model, micro, rows).without_graph() for micro, rows in micros])
         _refuse_written(model, versions)
-        torch.clear_autocast_cache()  # of what belongs to graphs that are gone
+        torch.clear_autocast_cache()  # holds casts of dropped graphs
         put_back()
         if self.gather is None:
             return self._pull(whole), 0
@@ -177,7 +176,6 @@ class WholeBatch(Plain):
         return replace(pull, end=first + here), first
 
     def _pull(self, whole: Seen) -> Pull:
-        """The loss, and its gradient with respect to outputs and to whatever parameters it reaches."""
         if self.loss_rows is None:
             value, weight = self._value(whole)
             flows = flows_of(value)
@@ -195,7 +193,6 @@ class WholeBatch(Plain):
         )
 
     def _by_rows(self, whole: Seen, count: int) -> tuple[Tensor, Number, dict[Tensor, Tensor]]:
-        """Sums over the rows' shares, at least in float32, divided once."""
         total = Total.zero()
         sums: dict[Tensor, Tensor] = {}
         for rows in torch.arange(whole.rows, device=whole.outputs[0].device).split(count):
@@ -209,7 +206,7 @@ class WholeBatch(Plain):
             for leaf, gradient in flows_of(value).items():
                 if leaf in sums:
                     sums[leaf] += gradient
-                else:  # a copy: autograd may hand out one that is expanded, or shares its memory
+                else:  # a copy: a gradient of autograd may be expanded or share memory
                     wide = torch.promote_types(gradient.dtype, torch.float32)
                     sums[leaf] = gradient.to(wide, copy=True)
             total += Total(value.detach(), share.weight)
@@ -217,7 +214,6 @@ class WholeBatch(Plain):
         return torch.as_tensor(total.mean()), total.weight, flows
 
     def _value(self, seen: Seen) -> tuple[Tensor, Number]:
-        """The function's value and its weight: the rows, unless it says otherwise."""
         value = self.function(*seen.arguments())
         if isinstance(value, Total):
             return torch.as_tensor(value.mean()), value.weight
@@ -244,8 +240,8 @@ class WholeBatch(Plain):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share(Plain):
-    """The loss of one micro-batch in the second pass: what flows back is known already."""
+class _Sent(Plain):
+    """The loss of one micro-batch in the second pass, whose outputs have a known gradient."""
 
     whole: WholeBatch
     pull: Pull
@@ -264,7 +260,6 @@ class _Share(Plain):
 
 
 def _gathered(here: Seen, gather: Gather) -> tuple[Seen, int]:
-    """What was seen on all ranks, and how many rows come before those of this one."""
     nest = tree.flatten(here.targets)
     in_rows = [one for one in here.outputs if one.dim()]
     found, first = gather([*[one.detach() for one in in_rows], *nest.leaves])
@@ -285,5 +280,5 @@ def _refuse_written(model: nn.Module, before: Sequence[int]) -> None:
 
 
 def _no_wider(gradient: Tensor, leaf: Tensor) -> Tensor:
-    """As the leaf is; but what belongs to one in float16 stays wide, or it would vanish without its scale."""
+    # A gradient of a float16 leaf stays wide: without its scale it would underflow.
     return gradient if leaf.dtype == torch.float16 else gradient.to(leaf.dtype)

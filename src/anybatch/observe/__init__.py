@@ -1,4 +1,4 @@
-"""What happens in a step: gradient flow, noise, memory; the report of a run. The only place that draws."""
+"""Observation of steps: gradient flow, noise, memory; the report of a run. The only package that draws."""
 
 from anybatch.observe import figure, memory
 from anybatch.observe.flow import GradientFlow, gradient_flow

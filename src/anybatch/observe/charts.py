@@ -1,4 +1,4 @@
-"""What the report's charts show: curves over updates, events, and gradient flow, small enough for a page."""
+"""Chart data of the report: curves over updates, events and gradient flow, of bounded size."""
 
 import base64
 import math
@@ -12,9 +12,9 @@ from anybatch.core import format_bytes
 from anybatch.observe.flow_figures import find_marks
 from anybatch.observe.run_log import FIGURES, FlowLog, Numbers, RunLog, evenly, mapping, number, whole
 
-MOST_POINTS = 500  # of a curve; more updates share a point, with their smallest and largest value
-MOST_SERIES = 8  # of a chart
-MOST_EVENTS = 200  # of a kind
+MOST_POINTS = 500  # points of a curve; with more updates a point has a mean and a range
+MOST_SERIES = 8  # series of a chart
+MOST_EVENTS = 200  # marks of a kind of event
 MARK_RULE = (
     "Each layer's last norm is compared with that at the end of the network: the median of the last three "
     "layers with a gradient. Below a thousandth of it, or 0, a layer is called vanishing, above 70 times it "
@@ -22,28 +22,28 @@ MARK_RULE = (
 )
 
 _OF_PUSHES = ("pushes", "staleness", "largest staleness")
-_SERVED = ("pushes refused", "workers replaced", "servers replaced")  # of servers, seldom
+_SERVED = ("pushes refused", "workers replaced", "servers replaced")  # rare events of servers
 
-Chart = dict[str, Any]  # id, title, unit, log, label, series; as JSON
+Chart = dict[str, Any]  # id, title, unit, log, label, series; for JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunEvent:
-    """Something that happened in an update, or in several in a row."""
+    """An event in an update, or in several in a row."""
 
     kind: str
     first: int  # update
     last: int
-    amount: int  # of what is counted: micro-batches, rows, or updates
+    amount: int  # number of micro-batches, rows, or updates
 
 
 def points(run: RunLog) -> list[int]:
-    """The first update of each point of a curve."""
+    """Return the first update of each point of a curve."""
     return [run.steps[start] for start in evenly(len(run.steps), MOST_POINTS)]
 
 
 def charts(run: RunLog) -> list[Chart]:
-    """All charts that the log has values for."""
+    """Return all charts that have values in the log."""
     values = run.values
     loss = [*_curve(values, loss="training"), *_epochs(run, "validation", "loss")]
     terms = {name: name.removeprefix("terms.") for name in values if name.startswith("terms.")}
@@ -78,11 +78,10 @@ def _metrics(run: RunLog) -> list[str]:
 
 
 def _observed(run: RunLog) -> Iterable[Chart]:
-    """A chart for each observer that recorded numbers, ours and users' own."""
     groups: dict[str, list[Chart]] = {}
     for name, series in run.values.items():
         _, observer, key = [*name.split(".", 2), "", ""][:3]
-        # The parts of the noise scale are of other sizes.
+        # The parts of the noise scale have another order of magnitude.
         if name.startswith("observed.") and (observer != "noise" or key == "scale"):
             found = _sparse(key.replace("_", " "), np.array(run.steps, np.float64), series)
             groups.setdefault(observer, []).extend(found)
@@ -93,7 +92,6 @@ def _observed(run: RunLog) -> Iterable[Chart]:
 
 
 def _staleness(run: RunLog) -> dict[str, Numbers]:
-    """Mean and largest of the pushes of each update."""
     none = np.full(len(run.steps), math.nan)
     pushes, stale, largest = (run.values.get(f"counts.{name}", none) for name in _OF_PUSHES)
     with np.errstate(all="ignore"):
@@ -101,7 +99,7 @@ def _staleness(run: RunLog) -> dict[str, Numbers]:
 
 
 def served(run: RunLog) -> dict[str, int | float | str]:
-    """What happened on parameter servers, in all updates together."""
+    """Return the totals of parameter servers over all updates."""
     told: dict[str, int | float | str] = {}
     columns = {name[7:]: one for name, one in run.values.items() if name.startswith("counts.")}
     for name, one in columns.items():
@@ -114,29 +112,22 @@ def served(run: RunLog) -> dict[str, int | float | str]:
 
 
 def _throughput(run: RunLog) -> tuple[dict[str, Numbers], Numbers | None]:
-    """Rows per second of each update, and the seconds that a mean of them is weighted with."""
     rows, at = run.values.get("rows"), run.values.get("seconds")
     if rows is None or at is None:
         return {}, None
-    begin = 0.0 if run.steps[0] == 1 else math.nan  # what is counted from the run's start
+    begin = 0.0 if run.steps[0] == 1 else math.nan  # seconds count from the run's start
     seconds = np.diff(at, prepend=begin)
     seconds[seconds <= 0] = math.nan
     speed = rows / seconds
     return ({"rows": speed}, seconds) if np.isfinite(speed).any() else ({}, None)
 
 
-def _has(values: Mapping[str, Numbers], name: str) -> bool:
-    return name in values and bool(np.isfinite(values[name]).any())
-
-
 def _curve(values: Mapping[str, Numbers], weights: Numbers | None = None, /, **names: str) -> Iterable[Chart]:
-    """Series over all updates, with gaps where there is no value."""
-    for name in [name for name in names if _has(values, name)][:MOST_SERIES]:
+    for name in [name for name in names if name in values and np.isfinite(values[name]).any()][:MOST_SERIES]:
         yield _shared(names[name], values[name], weights)
 
 
 def _sparse(name: str, steps: Numbers, series: Numbers) -> Iterable[Chart]:
-    """A series with values at some updates only, if there are any."""
     there = np.isfinite(series)
     steps, series = steps[there], series[there]
     if len(series):
@@ -145,7 +136,7 @@ def _sparse(name: str, steps: Numbers, series: Numbers) -> Iterable[Chart]:
 
 
 def _shared(name: str, series: Numbers, weights: Numbers | None = None) -> Chart:
-    """A series; where several values share a point, their mean, smallest and largest."""
+    """Return a series; values that share a point become their mean, smallest and largest."""
     starts = evenly(len(series), MOST_POINTS)
     told: Chart = {"name": name, "label": _say(name, series), "log": _is_wide(series)}
     if len(starts) == len(series):
@@ -158,14 +149,13 @@ def _shared(name: str, series: Numbers, weights: Numbers | None = None) -> Chart
 
 
 def _epochs(run: RunLog, name: str, field: str) -> Iterable[Chart]:
-    """A value of the validation after each epoch."""
     known = [(at, one) for one in run.epochs if (at := whole(one.get("updates"))) is not None]
     values = [number(mapping(one.get("validation")).get(field)) for _, one in known]
     return _sparse(name, np.array([at for at, _ in known], np.float64), np.array(values, np.float64))
 
 
 def _chart(place: str, title: str, series: list[Chart], unit: str = "") -> Chart:
-    """A chart; its axis is logarithmic where every value is positive and they differ widely."""
+    """Return a chart; its axis is logarithmic if all values are positive and differ widely."""
     label = f"{title} over updates. " + " ".join(one["label"] for one in series)
     logs = {one["log"] for one in series}
     log = True in logs and False not in logs
@@ -174,7 +164,7 @@ def _chart(place: str, title: str, series: list[Chart], unit: str = "") -> Chart
 
 
 def _is_wide(series: Numbers) -> bool | None:
-    """Whether the largest is more than 50 times the smallest; False where there is no logarithm."""
+    """Return True for a range above a factor of 50, None below; False if a value is not positive."""
     finite = series[np.isfinite(series)]
     if (finite <= 0).any():
         return False
@@ -182,21 +172,20 @@ def _is_wide(series: Numbers) -> bool | None:
 
 
 def _say(name: str, series: Numbers) -> str:
-    """A series in words, for people who cannot see it."""
     finite = series[np.isfinite(series)]
     first, last, low, high = (f"{one:.4g}" for one in (finite[0], finite[-1], finite.min(), finite.max()))
     return f"{name}: first {first}, last {last}, smallest {low}, largest {high}."
 
 
 def rounded(series: Numbers) -> list[float | None]:
-    """Numbers for a page: six digits, None where there is no finite one."""
+    """Return numbers with six digits for JSON; None for NaN and infinity."""
     return [float(f"{one:.6g}") if math.isfinite(one) else None for one in series.tolist()]
 
 
 def events(run: RunLog) -> list[RunEvent]:
-    """What happened besides plain updates: by kind, then by update; in a row it is one event."""
+    """Return events by kind, then by update; the same kind in a row is one event."""
     none = np.zeros(len(run.steps))
-    scale = np.nan_to_num(run.values.get("scale", none), nan=1.0)  # told only where it is not 1
+    scale = np.nan_to_num(run.values.get("scale", none), nan=1.0)  # logged only if it is not 1
     change = np.diff(scale, prepend=scale[:1])
     redone, dropped = (np.nan_to_num(run.values.get(name, none)) for name in ("redone", "dropped"))
     happened = {
@@ -225,7 +214,7 @@ def _in_a_row(kind: str, amounts: Any, steps: tuple[int, ...]) -> Iterable[RunEv
 
 
 def marks_on_axis(found: list[RunEvent]) -> list[dict[str, Any]]:
-    """Updates to mark, by kind of event."""
+    """Return the updates to mark, by kind of event."""
     kinds: dict[str, list[int]] = {}
     for event in found:
         kinds.setdefault(event.kind, []).append(event.first)
@@ -233,21 +222,21 @@ def marks_on_axis(found: list[RunEvent]) -> list[dict[str, Any]]:
 
 
 def pack_flow(flow: FlowLog) -> dict[str, Any]:
-    """Gradient flow for the page: each figure as 16-bit codes, which a page of many layers has room for."""
+    """Return gradient flow for the page, each figure as 16-bit codes to keep the page small."""
     figures: list[dict[str, Any]] = []
     for index, name in enumerate(FIGURES):
         low, high = flow.low[:, index], flow.high[:, index]
         if np.isfinite(high).any():
             figures.append({"name": name, **_coded(low, high, log=name != "zeros", more=flow.records > 1)})
     norms = flow.high[:, FIGURES.index("norm")]
-    there = np.isfinite(norms).sum(axis=0).tolist()  # a log writes NaN as it writes no gradient
+    there = np.isfinite(norms).sum(axis=0).tolist()  # a log has null for NaN and for no gradient
     marks = find_marks([one if had else None for one, had in zip(norms[-1].tolist(), there, strict=True)])
     row = max(3, min(24, 540 // len(flow.layers)))  # pixels of a layer in the heat map
     return {"layers": flow.layers, "marks": marks, "x": flow.updates, "figures": figures, "row": row}
 
 
 def _coded(low: Numbers, high: Numbers, *, log: bool, more: bool) -> dict[str, Any]:
-    """0 is no value, 1 is zero, 2 to 65,535 go evenly from the smallest value to the largest."""
+    """Encode values: 0 for no value, 1 for zero, 2 to 65,535 evenly from the smallest to the largest."""
     positive = high[high > 0]
     positive = np.concatenate([positive, low[low > 0]]) if log else np.array([0.0, max(1.0, *positive, 1.0)])
     scaled = np.log10 if log else np.asarray

@@ -1,4 +1,4 @@
-"""How large gradients are, in powers of two, and what 16 bits make of them: counted, and as a picture."""
+"""Magnitudes of gradients by power of two, and their loss in 16 bits: counts and a picture."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from anybatch.step import dry_run
 DTYPES = ("float16", "bfloat16")
 _LEAST, _MOST = -1074, 1023  # exponents of float64
 
-#: One colour for each fate, told apart by people who do not see all colours (Okabe and Ito 2008).
+#: One color for each fate, safe for color-blind readers (Okabe and Ito 2008).
 COLOURS = {"vanish": "#D55E00", "subnormal": "#E69F00", "normal": "#0072B2", "overflow": "#CC79A7"}
 _WORDS = {
     "vanish": "would vanish in {}",
@@ -29,28 +29,28 @@ _WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class Fates:
-    """What becomes of numbers other than zero when they are rounded to a 16-bit dtype: how many of each."""
+    """Counts of nonzero numbers by the result of rounding to a 16-bit dtype."""
 
-    normal: int  # keep all digits of the dtype
-    subnormal: int  # keep fewer, the fewer the smaller they are
-    vanish: int  # become zero
-    overflow: int  # become infinite
+    normal: int  # full precision of the dtype
+    subnormal: int  # reduced precision
+    vanish: int  # rounded to zero
+    overflow: int  # rounded to infinity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exponents:
-    """How large gradients are as they arrive from backward, the loss scale included."""
+    """Counts of gradients by exponent, as computed in backward, with the loss scale."""
 
-    counts: Mapping[int, int]  # of each exponent e: numbers of at least 2^e and less than 2^(e + 1)
-    zeros: int  # never reached by a gradient, or vanished on the way
+    counts: Mapping[int, int]  # exponent e -> count of numbers from 2^e to below 2^(e + 1)
+    zeros: int  # without gradient, or vanished in backward
     not_finite: int  # infinite or NaN
-    fates: Mapping[str, Fates]  # of those in `counts`, in float16 and bfloat16, by name of the dtype
-    scale: float  # what the loss was multiplied by
-    precision: str  # in which was computed
+    fates: Mapping[str, Fates]  # of the numbers in `counts`, by dtype name: float16, bfloat16
+    scale: float  # the loss scale
+    precision: str  # the precision of the computation
 
     @property
     def numbers(self) -> int:
-        """How many there are in all."""
+        """The total count."""
         return sum(self.counts.values()) + self.zeros + self.not_finite
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Exponents:
         return "\n".join(lines)
 
     def lost(self, *dtypes: str) -> list[tuple[str, int]]:
-        """Numbers that are not normal in these dtypes: in words, and how many, where there are any."""
+        """Return the kinds of numbers that are not normal in these dtypes, in words, with nonzero counts."""
         rows = [("zero", self.zeros), ("infinite or NaN", self.not_finite)]
         for dtype in dtypes:
             for fate in ("vanish", "subnormal", "overflow"):
@@ -78,22 +78,22 @@ def gradient_exponents(
     precision: PrecisionName | Precision | None = None,
     micro_batch: int | None = None,
 ) -> Exponents:
-    """Count the exponents of the gradients that a step would get from a batch; nothing is changed.
+    """Count the exponents of a step's gradients for a batch; the state is unchanged.
 
-    The step's own loss is sent through forward and backward, micro-batch by micro-batch, and each gradient is
-    counted before it is divided by the scale and added: there it has the dtype in which it can vanish.
+    Each micro-batch goes forward and backward, and its gradient is counted before it is divided by the scale
+    and added: there it has the dtype in which it can vanish.
 
     Args:
         step: an `anybatch.Step`.
-        batch: as for the step.
-        scale: what the loss is multiplied by, a power of two.
-        precision: another one to compute in, which leaves the weights stored as they are: what the gradients
-            would be in "fp16-mixed", or in "float32"; None for the step's own.
-        micro_batch: rows that go through together; None for the step's own, or all where it has none.
+        batch: a batch, as for the step.
+        scale: loss scale, a power of two.
+        precision: a precision that stores the weights like the step's, such as "fp16-mixed" or "float32";
+            None for the step's own.
+        micro_batch: rows of a micro-batch; None for the step's own, or for all rows if it has none.
 
     Raises:
-        PlanError: a precision that stores weights otherwise, or a scale that is no power of two.
-        BatchError: the batch cannot be cut, or is not where the model is.
+        PlanError: the precision stores weights differently, or the scale is no power of two.
+        BatchError: the batch cannot be cut, or is on another device than the model.
 
     Example:
         >>> from anybatch.step import Step
@@ -114,36 +114,33 @@ def gradient_exponents(
             f"Expected a precision that leaves weights stored as in {step.precision}, got {chosen}. "
             "Make a step of that precision, on a copy of the model."
         )
-    tally = _Tally()
+    tally = _ExponentCounter()
     dry_run.show_gradients(step, batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
     return tally.record(scale, str(chosen))
 
 
-class _Tally:
-    """Counts numbers by exponent, as they come."""
-
+class _ExponentCounter:
     def __init__(self) -> None:
         self._counts = torch.zeros(_MOST - _LEAST + 1, dtype=torch.int64)
         self._fates = {dtype: torch.zeros(4, dtype=torch.int64) for dtype in DTYPES}
         self._zeros = self._not_finite = 0
 
     def see(self, gradient: Tensor) -> None:
-        """Count one tensor's numbers; those that a sparse one does not hold are nobody's."""
+        """Count the numbers of a tensor; missing entries of a sparse tensor are not counted."""
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = torch.view_as_real(values) if values.is_complex() else values
         values = values.flatten()
-        values = values if values.dtype == torch.float64 else values.float()  # which changes no number
+        values = values if values.dtype == torch.float64 else values.float()  # exact
         is_finite = values.isfinite()
         self._not_finite += int((~is_finite).sum())
         self._zeros += int((values == 0).sum())
         values = values[is_finite & (values != 0)]
-        exponents = torch.frexp(values).exponent.long() - 1  # it gives a mantissa of at least 1/2
+        exponents = torch.frexp(values).exponent.long() - 1  # frexp's mantissa is at least 1/2
         self._counts += torch.bincount(exponents - _LEAST, minlength=len(self._counts)).cpu()
         for dtype, fates in self._fates.items():
             fates += _fates(values, getattr(torch, dtype))
 
     def record(self, scale: float, precision: str) -> Exponents:
-        """What was counted."""
         return Exponents(
             counts={_LEAST + index: count for index, count in enumerate(self._counts.tolist()) if count},
             zeros=self._zeros,
@@ -155,7 +152,7 @@ class _Tally:
 
 
 def _fates(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """How many are normal, subnormal, zero and infinite once they are rounded; by rounding them."""
+    """Round the numbers and count which become normal, subnormal, zero and infinite."""
     rounded = values.to(dtype).abs()
     vanish, overflow = rounded == 0, rounded.isinf()
     subnormal = (rounded < torch.finfo(dtype).tiny) & ~vanish
@@ -167,19 +164,19 @@ def _fates(values: Tensor, dtype: torch.dtype) -> Tensor:
 def draw(
     records: Exponents | Sequence[Exponents], path: str | Path, *, dtype: str = "float16", title: str = ""
 ) -> Path:
-    """Draw a histogram of exponents for each record, side by side, coloured by what a dtype makes of them.
+    """Draw a histogram of exponents for each record, side by side, colored by their fate in a dtype.
 
-    The outline of the first one is drawn over the others, moved by their loss scale, so that what has
-    vanished there shows.
+    The outline of the first record, shifted by the loss scale, is drawn over the others and shows vanished
+    gradients.
 
     Args:
-        records: from `gradient_exponents`, the one to compare with first.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html.
+        records: records of `gradient_exponents`; the first is the reference.
+        path: file of the picture, ending in .png, .svg, .pdf or .html.
         dtype: "float16" or "bfloat16".
-        title: above all.
+        title: title of the picture.
 
     Raises:
-        PlanError: another ending or dtype, no record, or matplotlib is not installed.
+        PlanError: the ending or dtype is unknown, there is no record, or matplotlib is not installed.
     """
     shown = (records,) if isinstance(records, Exponents) else tuple(records)
     path = checked(path)
@@ -222,7 +219,6 @@ def _histogram(panel: Any, record: Exponents, dtype: str) -> None:
 
 
 def _outline(panel: Any, first: Exponents, record: Exponents) -> None:
-    """The first record's counts, as if its loss had been multiplied by this one's scale."""
     moved = round(math.log2(record.scale / first.scale))
     edges = list(range(min(first.counts, default=0), max(first.counts, default=0) + 2))
     shares = [first.counts.get(e, 0) / max(1, first.numbers) for e in edges[:-1]]
@@ -231,11 +227,10 @@ def _outline(panel: Any, first: Exponents, record: Exponents) -> None:
 
 
 def _ends(dtype: str) -> dict[str, int]:
-    """The first exponent beyond each fate."""
     limits = torch.finfo(getattr(torch, dtype))
     least = round(math.log2(limits.tiny * limits.eps))
     return {
-        "vanish": least - 1,  # from half the least number on all is rounded up to it
+        "vanish": least - 1,  # numbers above half the least one are rounded up to it
         "subnormal": round(math.log2(limits.tiny)),
         "normal": round(math.log2(limits.max)),
         "overflow": _MOST + 1,

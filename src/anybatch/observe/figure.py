@@ -1,4 +1,4 @@
-"""Pictures written to files: the ending chooses the format, and a page needs nothing else."""
+"""Pictures written to files; the ending of the name chooses the format."""
 
 import html
 import io
@@ -11,9 +11,9 @@ FORMATS = (".png", ".svg", ".html", ".pdf")
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure of matplotlib's."""
+    """Return an empty figure of matplotlib; raise PlanError if it is not installed."""
     try:
-        from matplotlib.figure import Figure  # not pyplot: it keeps figures, and chooses a window system
+        from matplotlib.figure import Figure  # not pyplot, which keeps figures and opens a window system
     except ImportError as error:
         raise PlanError(
             f"Expected matplotlib for a picture, got {error}. Install it: pip install 'anybatch[plot]'."
@@ -22,7 +22,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def checked(path: str | Path) -> Path:
-    """The path of a picture, if its ending is one of `FORMATS` and its folder is there."""
+    """Return the path of a picture; raise PlanError unless its ending is known and its folder exists."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise PlanError(
@@ -37,7 +37,8 @@ def checked(path: str | Path) -> Path:
 
 
 def save(figure: Any, path: Path, *, title: str, text: str) -> Path:
-    """Write a figure to a path from `checked`; a page holds its title, and a text below the picture."""
+    """Write a figure to a path from `checked`; an HTML page also has a title, and a text below the
+    picture."""
     if path.suffix.lower() != ".html":
         figure.savefig(path, dpi=150)
         return path

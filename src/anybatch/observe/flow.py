@@ -1,4 +1,4 @@
-"""Gradient flow: how large the gradient of each layer is, and how far each update moves its weights."""
+"""Gradient flow: gradient sizes of each layer, and update sizes relative to its weights."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,27 +26,27 @@ _MODEL, _LOSS = "(model)", "(loss)"  # parameters of no submodule
 
 
 class GradientFlow(Observer):
-    """Records the gradient flow of a training: give it to `Step(..., observers=[flow])`.
+    """An observer that records the gradient flow of a training: `Step(..., observers=[flow])`.
 
-    The gradients are those of the whole batch, before clipping, whatever the cut. Nothing is changed: the
-    weights are bit for bit those without it. Where an update is recorded, its device stops once more, and
-    the weights are copied for as long as the update takes.
+    The gradients are those of the whole batch, before clipping, for any cut. The weights are bit-identical
+    to a training without it. A recorded update costs one more synchronization of the device, and a copy of
+    the weights during the update.
 
     Args:
         model: the model of the step.
-        every: record the first update, and then every so many.
-        ratio: compare the weights before and after; False saves the copy. Where there is no room for the
-            copy, the ratios of that update are None.
-        limit: records kept in `history`. When it is full, every second one is dropped, and from then on half
-            as many are kept: they always cover the whole training.
+        every: record the first update and then every n-th.
+        ratio: compare the weights before and after the update; False saves the copy. If memory does not
+            suffice for the copy, the ratios of that update are None.
+        limit: most records in `history`. When it is full, every second record is dropped, and the interval is
+            doubled, so that the records cover the whole training.
 
     Attributes:
-        history: the records kept, oldest first.
-        last: the figures of the last recorded gradients, also where no update followed, as with NaN; None
-            before the first.
+        history: the records, oldest first.
+        last: the figures of the last recorded gradients, also if no update followed, as with NaN; None before
+            the first.
 
     Raises:
-        PlanError: another model than the step's; from the step, which then makes no update.
+        PlanError: the model is not the step's; raised by the step, which then makes no update.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -69,9 +69,9 @@ class GradientFlow(Observer):
         check_whole("limit", limit, least=2)
         self.model, self.every, self.ratio, self.limit = model, every, ratio, limit
         self.history: list[Flow] = []
-        self.updates = 0  # seen
+        self.updates = 0  # updates so far
         self._kept_every = every
-        self._seen: _Seen | None = None
+        self._seen: _FlowReading | None = None
         self._last: Flow | None = None
 
     @property
@@ -82,13 +82,17 @@ class GradientFlow(Observer):
         return self._last
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Measure the gradients, and note the weights."""
-        self._seen = None  # of an attempt that was undone
+        """Measure the gradients, and copy the weights.
+
+        Args:
+            gradients: gradient of each parameter by name, of its shape and dtype.
+        """
+        self._seen = None  # an undone attempt may have left one
         if self.updates % self.every == 0:
-            self._seen = _Seen(self.model, gradients, keeps_weights=self.ratio)
+            self._seen = _FlowReading(self.model, gradients, keeps_weights=self.ratio)
 
     def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Compare the weights, and keep the record."""
+        """Compare the weights with the copy, and store the record."""
         self.updates += 1
         if self._seen is None:
             return
@@ -101,42 +105,47 @@ class GradientFlow(Observer):
             self._kept_every *= 2
 
     def record(self) -> Mapping[str, Any]:
-        """The figures of the last update, if it was recorded."""
+        """Return the figures of the last update, if it was recorded."""
         found = self._last if self._seen is None else None
         return found.record() if found is not None and 0 < found.update == self.updates else {}
 
     def state_dict(self) -> dict[str, int]:
-        """How many updates were seen, so that a resumed run records the same ones; empty before the first."""
+        """Return the number of updates, so that a resumed run records the same ones; empty if 0."""
         return {"updates": self.updates} if self.updates else {}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on from a `state_dict`, with an empty history."""
+        """Restore a `state_dict`, with an empty history."""
         self.updates = state["updates"]
         self.history.clear()
 
     def draw(self, path: str | Path, *, title: str = "gradient flow") -> Path:
-        """Draw the last record, and below it all of `history`. See `draw`.
+        """Draw the last record, and below it all of `history`.
+
+        Args:
+            path: file of the picture, ending in .png, .svg, .pdf or .html.
+            title: title of the picture.
+
+        Returns:
+            The path.
 
         Raises:
-            PlanError: nothing was recorded yet, and as from `draw`.
+            PlanError: nothing was recorded yet, the ending is unknown, or matplotlib is not installed.
         """
         return draw(self.history or [one for one in [self.last] if one is not None], path, title=title)
 
 
-class _Seen:
-    """Figures of gradients, still on their devices, and the weights before the update."""
-
+class _FlowReading:
     def __init__(self, model: nn.Module, gradients: Mapping[str, Tensor], *, keeps_weights: bool) -> None:
         wanted = [(name, p) for name, p in model.named_parameters() if p.requires_grad and not is_lazy(p)]
         named = {private.plain_name(name): p for name, p in wanted}
-        # A step calls parameters so that its model does not have.
+        # A step's name for parameters that are not the model's.
         of_loss = all(name.startswith("parameter ") for name in gradients)
         if not of_loss and not gradients.keys() & named.keys():
             raise PlanError(
                 f"Expected the gradients of {type(model).__name__}, got {next(iter(gradients))!r} and others "
                 "that it does not have. Give GradientFlow the model that the step has."
             )
-        self._layers: dict[str, list[str]] = {}  # names of their parameters
+        self._layers: dict[str, list[str]] = {}  # layer -> names of its parameters
         for name in (*named, *[name for name in gradients if name not in named]):
             layer = _LOSS if name not in named else name.rpartition(".")[0] or _MODEL
             self._layers.setdefault(layer, []).append(name)
@@ -158,7 +167,6 @@ class _Seen:
                 raise
 
     def compare(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """The weights are updated."""
         before = {name: value for name, value in self._before.items() if name in parameters}
         if before:
             now = [parameters[name].detach() for name in before]
@@ -167,7 +175,6 @@ class _Seen:
         self._before = {}
 
     def flow(self) -> Flow:
-        """The figures of each layer. Each device stops once."""
         found = to_host(self._sizes, self._weights, self._change)
         self._before = {}
         rows = [self._row(names, *found) for names in self._layers.values()]
@@ -202,27 +209,27 @@ def gradient_flow(
     batch_norm: BatchNormChoice | None = None,
     title: str = "gradient flow",
 ) -> Flow:
-    """The gradient of a batch, layer by layer, as figures and as a picture; without training.
+    """Return the gradient of a batch by layer, and draw it; without training.
 
-    The batch goes forward and backward once, in micro-batches where asked. No update is made: parameters,
-    buffers, `.grad`, random streams and the batch are as before, to the bit.
+    The batch goes forward and backward once, in micro-batches if asked for. No update is made: parameters,
+    buffers, `.grad`, random state and the batch are bit-identical afterwards.
 
     Args:
-        model: as for `anybatch.Step`, in the mode to look at (usually training).
-        loss: as for `anybatch.Step`.
-        batch: as for `anybatch.Step`.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html. None for none.
-        micro_batch: rows that go through together. None for all, or, with `memory`, for what fits.
+        model: the model, as for `anybatch.Step`, in the mode to observe (usually training).
+        loss: the loss, as for `anybatch.Step`.
+        batch: the batch, as for `anybatch.Step`.
+        path: file of the picture, ending in .png, .svg, .pdf or .html. None for no picture.
+        micro_batch: rows of a micro-batch. None for all rows, or, with `memory`, for a planned number.
         memory: budget in bytes, as for `anybatch.Step`.
-        collate: as for `anybatch.Step`.
-        batch_norm: as for `anybatch.Step`.
-        title: above the picture.
+        collate: function from samples to tensors, as for `anybatch.Step`.
+        batch_norm: treatment of BatchNorm, as for `anybatch.Step`.
+        title: title of the picture.
 
     Returns:
-        The figures; `ratio` is None, as the weights are not updated. Print them for a table.
+        The figures; `ratio` is None, because there is no update. Print them for a table.
 
     Raises:
-        PlanError: nothing can be trained, another ending, or matplotlib is not installed.
+        PlanError: no parameter requires grad, the ending is unknown, or matplotlib is not installed.
         BatchError, LossError: as from `anybatch.Step`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Figures of a gradient, layer by layer, as a table; and the rule by which layers stand out."""
+"""Figures of a gradient by layer, as a table, and the rule that marks layers."""
 
 import math
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from typing import Any
 VANISHING, EXPLODING = 1e-3, 70.0
 MARKS = ("vanishing", "exploding", "not finite", "unused")
 
-Figures = tuple[float | None, ...]  # one for each layer; None where no gradient came
+Figures = tuple[float | None, ...]  # one for each layer; None without a gradient
 
 
 def find_marks(norms: Sequence[float | None]) -> tuple[str, ...]:
-    """Which layers stand out, by the 2-norms of their gradients in network order: one of `MARKS`, or "".
+    """Return the mark of each layer, one of `MARKS` or "", by the 2-norms of gradients in network order.
 
-    Each norm is compared with that at the end of the network, where backward begins: the median of the last
-    three layers whose gradient is finite and not zero. Below a thousandth of it a layer is "vanishing", and
-    so is one whose gradient is zero; above 70 times it is "exploding". Neither depends on the scale of the
-    loss. A norm of NaN or infinity is "not finite"; no gradient at all is "unused".
+    Each norm is compared with the norm at the end of the network, where backward begins: the median of the
+    last three layers whose gradient is finite and not zero. A layer below a thousandth of it, or with a zero
+    gradient, is "vanishing"; above 70 times it is "exploding". Neither depends on the scale of the loss. A
+    norm of NaN or infinity is "not finite"; no gradient is "unused".
 
     Example:
         >>> find_marks([1e-5, 0.5, 200.0, None, 1.0, 2.0, 1.5])
@@ -26,15 +26,15 @@ def find_marks(norms: Sequence[float | None]) -> tuple[str, ...]:
 
     Source: Zhang et al. 2021, "AUTOTRAINER: an automatic DNN training problem detection and repair system",
     which compares the first layer's norm with the last one's; the thresholds are the defaults of its code
-    (`beta_1`, `beta_3`). It also asks for a norm below 1e-4, which is left out:
-    that depends on the scale of the loss.
+    (`beta_1`, `beta_3`). Its further condition, a norm below 1e-4, depends on the scale of the loss and is
+    left out.
     """
     end = norm_at_end(norms)
     return tuple([_mark(norm, end) for norm in norms])
 
 
 def norm_at_end(norms: Sequence[float | None]) -> float:
-    """The norm that others are compared with, 0 where there is none. See `find_marks`."""
+    """Return the reference norm of `find_marks`; 0 if there is none."""
     known = [norm for norm in norms if norm and math.isfinite(norm)]
     return median(known[-3:]) if known else 0.0
 
@@ -51,21 +51,21 @@ def _mark(norm: float | None, end: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The gradients of one batch, layer by layer. Print it for a table.
+    """The gradient figures of one batch by layer. Print it for a table.
 
-    A layer is a module that has trainable parameters of its own, under its name; "(model)" is the model
-    itself. Layers are in the order in which the model registers them. Parameters that several modules share
-    belong to the first. Layers that are frozen are left out.
+    A layer is a module with its own trainable parameters; "(model)" is the model itself. Layers are in the
+    order of registration. Parameters that several modules share belong to the first. Frozen layers are left
+    out.
 
     Attributes:
-        layers: their names.
+        layers: names of the layers.
         mean: mean of the gradient's absolute values.
-        largest: the largest of them.
-        norm: the gradient's 2-norm.
-        zeros: share of numbers that are zero, from 0 to 1.
-        ratio: 2-norm of what the update has added to the weights, over that of the weights before it; None
-            where no update was made, or the weights were all zero.
-        update: after how many updates of the observer's life, 1 for the first; 0 where no update was made.
+        largest: largest absolute value of the gradient.
+        norm: 2-norm of the gradient.
+        zeros: share of zeros, from 0 to 1.
+        ratio: 2-norm of the update over the 2-norm of the weights before it; None without an update, or if
+            all weights were zero.
+        update: number of the observer's update, 1 for the first; 0 without an update.
     """
 
     layers: tuple[str, ...]
@@ -78,16 +78,16 @@ class Flow:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """For each layer "", or what stands out. See `find_marks`."""
+        """The mark of each layer, or "". See `find_marks`."""
         return find_marks(self.norm)
 
     def marked(self, mark: str) -> tuple[str, ...]:
-        """The layers with this mark."""
+        """Return the layers with this mark."""
         pairs = zip(self.layers, self.marks, strict=True)
         return tuple([layer for layer, found in pairs if found == mark])
 
     def record(self) -> dict[str, Any]:
-        """The figures as a log keeps them: four significant digits."""
+        """Return the figures for a log, with four significant digits."""
         names = ("mean", "largest", "norm", "zeros", "ratio")
         return {"layers": self.layers} | {name: [*map(_rounded, getattr(self, name))] for name in names}
 

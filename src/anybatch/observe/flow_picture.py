@@ -9,23 +9,22 @@ from anybatch.core import PlanError
 from anybatch.observe.figure import checked, new_figure, save
 from anybatch.observe.flow_figures import EXPLODING, VANISHING, Figures, Flow, norm_at_end
 
-#: One colour for each, told apart by people who do not see all colours (Okabe and Ito 2008).
+#: One color for each mark, safe for color-blind readers (Okabe and Ito 2008).
 COLOURS = {"vanishing": "#0072B2", "exploding": "#D55E00", "not finite": "#CC79A7", "unused": "#999999"}
-_MOST_NAMES = 60  # below the picture; of more layers, only some are named
-_MOST_LISTED = 3  # in the legend
+_MOST_NAMES = 60  # layer names below the picture
+_MOST_LISTED = 3  # layer names in the legend
 
 
 def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "gradient flow") -> Path:
-    """Draw the figures of the last record over the layers, and of several also the norms over the updates.
+    """Draw the figures of the last record over the layers, and with several records norms over updates.
 
     Args:
-        records: oldest first.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html. A page also
-            holds the figures as a table.
-        title: above all.
+        records: the records, oldest first.
+        path: file of the picture, ending in .png, .svg, .pdf or .html. A page also has a table of figures.
+        title: title of the picture.
 
     Raises:
-        PlanError: another ending, no record, or matplotlib is not installed.
+        PlanError: the ending is unknown, there is no record, or matplotlib is not installed.
     """
     shown = [records] if isinstance(records, Flow) else [*records]
     if not shown:
@@ -54,7 +53,6 @@ def draw(records: Flow | Sequence[Flow], path: str | Path, *, title: str = "grad
 
 
 def _line(panel: Any, values: Figures, **look: Any) -> None:
-    """Positive numbers over the layers; gaps elsewhere."""
     shown = [value if value and math.isfinite(value) else math.nan for value in values]
     panel.plot(range(len(shown)), shown, marker=".", **look)
 
@@ -83,7 +81,6 @@ def _ratios(panel: Any, flow: Flow) -> None:
 
 
 def _over_time(figure: Any, panel: Any, records: Sequence[Flow]) -> None:
-    """Norms as colours: layers to the right, updates downward."""
     rows = [[math.log10(n) if n and math.isfinite(n) else math.nan for n in one.norm] for one in records]
     edges = [records[0].update - 0.5]
     for one, after in zip(records, [*records[1:], None], strict=True):
@@ -96,7 +93,6 @@ def _over_time(figure: Any, panel: Any, records: Sequence[Flow]) -> None:
 
 
 def _shade(panels: Sequence[Any], flow: Flow) -> None:
-    """A band behind each layer that stands out; the legend names the first ones."""
     for mark, colour in COLOURS.items():
         found = flow.marked(mark)
         more = ", ..." if len(found) > _MOST_LISTED else ""

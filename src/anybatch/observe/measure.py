@@ -1,4 +1,4 @@
-"""Sizes of tensors, many at once, in float64; they stay on their devices until all are read in one go."""
+"""Sizes of many tensors at once, in float64, with one synchronization per device."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -11,7 +11,7 @@ Table = Mapping[str, Sequence[float]]  # numbers by name
 
 
 def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sum of absolute values, 2-norm, largest absolute value and count of nonzero numbers, of each."""
+    """Return sum of absolute values, 2-norm, largest absolute value and nonzero count of each, shape (4,)."""
     found: dict[str, Tensor] = {}
     for names, values, wide in _by_device({name: dense(value) for name, value in gradients.items()}):
         sums = private.foreach_norm(values, 1, dtype=wide)
@@ -24,17 +24,14 @@ def sizes_of(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def norms_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The 2-norm of each, of shape (1,), on its device."""
+    """Return the 2-norm of each tensor, of shape (1,), on its device."""
     found: dict[str, Tensor] = {}
     for names, values, wide in _by_device({name: dense(value) for name, value in tensors.items()}):
         found |= zip(names, torch.stack(private.foreach_norm(values, 2, dtype=wide)).view(-1, 1), strict=True)
     return found
 
 
-def _by_device(
-    tensors: Mapping[str, Tensor],
-) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
-    """Names and tensors of each device, and the widest dtype that it has."""
+def _by_device(tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], list[Tensor], torch.dtype]]:
     for device in dict.fromkeys([value.device for value in tensors.values()]):
         names = [name for name, value in tensors.items() if value.device == device]
         wide = torch.float32 if device.type == "mps" else torch.float64
@@ -42,7 +39,7 @@ def _by_device(
 
 
 def dense(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient, as real ones of the same size; those that a sparse one lacks are zeros."""
+    """Return a gradient as a dense real tensor; of a sparse COO tensor only its values."""
     gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().values()
@@ -58,7 +55,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def to_host(*tables: Mapping[str, Tensor]) -> list[Table]:
-    """The numbers of small tensors of one axis, by name; each device stops once."""
+    """Return the numbers of small one-axis tensors by name, with one synchronization per device."""
     found: list[dict[str, list[float]]] = [{} for _ in tables]
     every = [
         (held, name, one) for held, table in zip(found, tables, strict=True) for name, one in table.items()

@@ -1,4 +1,4 @@
-"""A picture of memory over one step, coloured by owner: where the peak is, and what it is made of."""
+"""A picture of memory over one step, colored by owner, with the peak."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from anybatch.core import format_bytes
 from anybatch.memory import OWNERS, Ledger
 from anybatch.observe.figure import checked, new_figure, save
 
-#: One colour per owner, told apart by people who do not see all colours (Okabe and Ito 2008).
+#: One color per owner, safe for color-blind readers (Okabe and Ito 2008).
 COLOURS = {
     "parameters": "#0072B2",
     "gradients": "#56B4E9",
@@ -20,16 +20,16 @@ COLOURS = {
 
 
 def plot(ledger: Ledger, path: str | Path, *, budget: int | None = None, title: str = "") -> Path:
-    """Draw the bytes alive over one step, stacked by owner, with its phases and the peak.
+    """Draw the allocated bytes over one step, stacked by owner, with its phases and the peak.
 
     Args:
-        ledger: predicted or measured.
-        path: where the picture goes; its ending chooses the format: .png, .svg, .pdf or .html.
-        budget: a line to be drawn, in bytes.
-        title: of the picture; what the ledger says of itself if empty.
+        ledger: a predicted or measured ledger.
+        path: file of the picture, ending in .png, .svg, .pdf or .html.
+        budget: bytes at which to draw a line.
+        title: title of the picture; by default the source and device of the ledger.
 
     Raises:
-        PlanError: another ending, no such folder, or matplotlib is not installed.
+        PlanError: the ending is unknown, the folder does not exist, or matplotlib is not installed.
     """
     path = checked(path)
     title = title or f"{ledger.source} memory of one step, {ledger.device}"
@@ -71,7 +71,6 @@ def _format_tick(value: float, _: object) -> str:
 
 
 def _phases(axes: Any, ledger: Ledger) -> None:
-    """A light line where a phase begins, and its name where there is room."""
     moments = ledger.moments
     phases = [(moment.phase, moment.micro_batch) for moment in moments]
     starts = [index for index, phase in enumerate(phases) if not index or phase != phases[index - 1]]

@@ -1,4 +1,4 @@
-"""Gradient noise: how much the gradients of rows differ, and which batch size that makes worth its rows."""
+"""Gradient noise: the variance between gradients of rows, and the batch size that it suggests."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,33 +15,33 @@ from anybatch.observe.measure import dense, norms_of, to_host
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """What one update tells of the noise. Single ones scatter, and may be negative."""
+    """The noise estimate of one update. Single estimates scatter, and may be negative."""
 
-    update: int  # after how many updates of the observer's life, 1 for the first
+    update: int  # number of the observer's update, 1 for the first
     rows: int
     noise: float  # trace of the covariance of a row's gradient
-    signal: float  # squared 2-norm of the gradient over all rows there could be
-    scale: float | None  # mean noise over mean signal, so far; rows
+    signal: float  # squared 2-norm of the expected gradient
+    scale: float | None  # mean noise over mean signal so far, in rows
 
 
 class GradientNoise(Observer):
-    """Estimates the gradient noise scale: the batch size, in rows, at which noise and signal are equal.
+    """An estimator of the gradient noise scale: the batch size, in rows, at which noise equals signal.
 
     Well below it, twice the rows halve the number of updates needed; well above it, they hardly help. The
     estimate compares the gradients of micro-batches with that of the whole batch, so it needs steps that are
-    cut, in micro-batches of any sizes. It is unbiased where rows are drawn independently: not with a loss
-    over all rows (`ab.WholeBatch`), and not for rows sorted by length.
+    cut, in micro-batches of any sizes. It is unbiased if rows are drawn independently: not with a loss over
+    all rows (`ab.WholeBatch`), and not for rows sorted by length.
 
-    An update that is looked at holds the gradients of a micro-batch apart, which takes memory of one gradient
-    more, and reads them once for each micro-batch. The weights are bit for bit those without it.
+    A measured update keeps the gradient of a micro-batch separate, which needs memory for one more gradient,
+    and reads it once per micro-batch. The weights are bit-identical to a training without it.
 
     Args:
-        every: look at the first update, and then at every so many.
-        decay: of the means of noise and signal over the updates looked at.
-        limit: estimates kept in `history`; the oldest are dropped.
+        every: measure the first update and then every n-th.
+        decay: decay of the means of noise and signal over the measured updates.
+        limit: most estimates in `history`; the oldest are dropped.
 
     Attributes:
-        scale: the gradient noise scale in rows; None where no update could tell so far.
+        scale: the gradient noise scale in rows; None before an estimate.
         history: the estimates.
 
     Example:
@@ -69,15 +69,15 @@ class GradientNoise(Observer):
             raise PlanError(f"Expected a decay of at least 0 and below 1, got {decay!r}. Pass 0.9, say.")
         self.every, self.decay, self.limit = every, decay, limit
         self.history: list[Noise] = []
-        self.updates = 0  # seen
-        self._parts: list[_Part] = []
+        self.updates = 0  # updates so far
+        self._parts: list[_MicroGradient] = []
         self._is_complete = True
         self._whole: dict[str, Tensor] | None = None
-        self._means = 0.0, 0.0, 0.0  # of noise and signal, and the weight of what they are means of
+        self._means = 0.0, 0.0, 0.0  # decayed sums of noise, signal and weights
 
     @property
     def is_due(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Whether the next update is looked at."""
+        """True if the next update is measured."""
         return self.updates % self.every == 0
 
     @property
@@ -87,29 +87,29 @@ class GradientNoise(Observer):
         return noise / signal if weight and signal > 0 else None
 
     def begin(self, done: int) -> None:
-        """Forget micro-batches that are undone."""
+        """Drop micro-batches that were undone."""
         del self._parts[done:]
         self._is_complete = len(self._parts) == done
 
     def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
-        """Note the size of a micro-batch's gradient."""
+        """Record the size of a micro-batch's gradient."""
         if any(len(several) > 1 for several in gradients.values()):
-            self._is_complete = False  # each term is divided by another number, not known before the end
+            self._is_complete = False  # each term has another divisor, unknown before the end
             return
         values = {name: several[0] for name, several in gradients.items()}
         name = _sample(values)
         share = dense(values[name]).clone() / scale if name else None
         squared = _squared(values) / scale**2
-        self._parts.append(_Part(len(micro.indices), squared, name, share))
+        self._parts.append(_MicroGradient(len(micro.indices), squared, name, share))
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """Note the size of the whole gradient."""
+        """Record the size of the whole gradient."""
         self._whole = None
         names = {part.name for part in self._parts}
         if self.is_due and self._is_complete and len(self._parts) > 1 and len(names) == 1:
             (name,) = names
-            # Micro-batches may come divided by another number than the gradient: by how much tells one
-            # parameter, of which the gradients are added up.
+            # Micro-batches may have another divisor than the gradient. The ratio of both is measured on one
+            # parameter, by adding up its gradients.
             shares = [part.share for part in self._parts if part.share is not None]
             if name in gradients and len(shares) == len(self._parts):
                 added = torch.stack([share.double() for share in shares]).sum(0).norm()
@@ -118,7 +118,7 @@ class GradientNoise(Observer):
                 self._whole = {"parts": parts.view(1), "whole": _squared(gradients).view(1)}
 
     def updated(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Estimate, and keep the estimate."""
+        """Compute and store the estimate."""
         self.updates += 1
         sizes = [part.rows for part in self._parts]
         self._parts, whole, self._whole = [], self._whole, None
@@ -143,7 +143,7 @@ class GradientNoise(Observer):
         self.history = [*self.history, estimate][-self.limit :]
 
     def record(self) -> Mapping[str, Any]:
-        """The estimate of the last update, if it was looked at."""
+        """Return the estimate of the last update, if it was measured."""
         last = self.history[-1] if self.history else None
         if last is None or last.update != self.updates:
             return {}
@@ -151,23 +151,19 @@ class GradientNoise(Observer):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A micro-batch, and the size of what it adds to the gradient."""
-
+class _MicroGradient:
     rows: int
     squared: Tensor  # squared 2-norm, on its device
-    name: str  # of a small parameter; empty for none
-    share: Tensor | None  # of its gradient
+    name: str  # name of a small parameter; empty for none
+    share: Tensor | None  # gradient of that parameter
 
 
 def _sample(gradients: Mapping[str, Tensor]) -> str:
-    """The smallest parameter with a plain gradient."""
     plain = [name for name, value in gradients.items() if value.layout is torch.strided and value.numel()]
     return min(plain, key=lambda name: gradients[name].numel(), default="")
 
 
 def _squared(gradients: Mapping[str, Tensor]) -> Tensor:
-    """The squared 2-norm of all together."""
     norms = [*norms_of(gradients).values()]
     return (
         torch.cat([norm.to(norms[0].device) for norm in norms]).square().sum() if norms else torch.zeros(())

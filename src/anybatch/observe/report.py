@@ -1,4 +1,4 @@
-"""A run as one page of HTML that needs nothing else: charts, events, epochs, plan, machine and command."""
+"""A run as one self-contained HTML page: charts, events, epochs, plan, machine and command."""
 
 import base64
 import hashlib
@@ -29,7 +29,7 @@ from anybatch.observe.charts import (
 from anybatch.observe.memory import COLOURS
 from anybatch.observe.run_log import FIGURES, FlowLog, Line, RunLog, mapping, number, read_run, texts, whole
 
-MOST_ROWS = 200  # of a table
+MOST_ROWS = 200  # rows of a table
 _FIGURES = {
     "mean": "mean of absolute values",
     "largest": "largest absolute value",
@@ -41,30 +41,24 @@ _MACHINE = ("time", "model", "parameters", "loss", "optimizer", "precision", "ba
 
 
 def report_page(folder: str | Path) -> str:
-    """The page of a run as text; the same log gives the same page.
+    """Return the page of a run as text; the same log gives the same page.
 
     Args:
         folder: the folder of the run, with `log.jsonl` and perhaps `settings.json`.
 
     Returns:
-        HTML with its script and style inside; it forbids the browser every network request.
+        HTML with script and style inside; its policy forbids all network requests.
 
     Raises:
-        DataError: no such folder, no log in it, an empty log, none of ours, or one of a later version.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = Path(folder, "log.jsonl").write_text('{"event": "start", "total_updates": 10}')
-        ...     page = report_page(folder)
-        >>> "No update was made yet" in page
-        True
+        DataError: the folder or its log does not exist, or the log is empty, no log of anybatch, or of a
+            later version.
     """
     run = read_run(folder)
     drawn, found = charts(run) if run.steps else [], events(run)
     flow = pack_flow(run.flow) if run.flow and run.steps else None
     layers = _layer_charts(flow)
-    name = _name(run)
+    start: Line = run.starts[0] if run.starts else {}
+    name = _name(run, start)
     body = [
         f"<header><h1>{_text(name)}</h1><p>{_text(_status(run))}</p>{_totals(run)}</header>",
         "".join(f'<p class="note">{_text(note)}</p>' for note in run.notes),
@@ -75,8 +69,8 @@ def report_page(folder: str | Path) -> str:
         _section("Events", _table(("what", "updates", "how many"), map(_event, found))),
         _section("Epochs", _epochs(run)),
         _section("Plan", _plans(run.plans)),
-        _section("Command that repeats it", _pre(_command(run))),
-        _section("Machine and model", _pairs(_machine(run))),
+        _section("Command that repeats it", _pre(shlex.join(texts(start.get("command"))))),
+        _section("Machine and model", _pairs(_machine(start))),
         _section("Options", _pairs(run.settings)),
     ]
     style = _resource("report.css")
@@ -120,12 +114,11 @@ _PAGE = """<!DOCTYPE html>
 
 
 def _json(value: object) -> str:
-    """JSON that ends no element of the page, whatever names are in it."""
+    """Return JSON without `<`, so that no name in it ends an element of the page."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _hash(text: str) -> str:
-    """What a content security policy calls a script or a style by, so that no other runs."""
+def _hash(text: str) -> str:  # for the content security policy
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -133,8 +126,7 @@ def _resource(name: str) -> str:
     return resources.files(__package__ or "").joinpath(name).read_text("utf-8")
 
 
-def _name(run: RunLog) -> str:
-    start = run.starts[0] if run.starts else {}
+def _name(run: RunLog, start: Line) -> str:
     model = run.settings.get("recipe") or start.get("model")
     return f"{model}: {run.folder.resolve().name}" if model else run.folder.resolve().name
 
@@ -152,7 +144,6 @@ def _status(run: RunLog) -> str:
 
 
 def _totals(run: RunLog) -> str:
-    """The figures that people look at first."""
     if not run.steps:
         return ""
     rows, at = (run.values.get(name, np.array([])) for name in ("rows", "seconds"))
@@ -210,7 +201,6 @@ def _figure(chart: Chart) -> str:
 
 
 def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
-    """The heat map of all layers, and the charts of one, which the script fills."""
     if flow is None:
         return []
     logs = {one["log"] for one in flow["figures"]}
@@ -225,7 +215,6 @@ def _layer_charts(flow: Mapping[str, Any] | None) -> list[Chart]:
 
 
 def _flow(flow: FlowLog | None, packed: Mapping[str, Any] | None, layer_charts: list[Chart]) -> str:
-    """The heat map of layers and updates, the charts of one layer, and the list of layers."""
     if flow is None or packed is None:
         return ""
     if not layer_charts:
@@ -263,7 +252,6 @@ def _layers(flow: FlowLog, marks: Sequence[str]) -> str:
 
 
 def _memory(plans: Sequence[Line]) -> str:
-    """Bytes of each owner in the last plan, as bars."""
     plan = plans[-1] if plans else {}
     owners = {name: number(size) for name, size in mapping(plan.get("bytes")).items()}
     owners = {name: size for name, size in owners.items() if size > 0}
@@ -307,13 +295,7 @@ def _plans(plans: Sequence[Line]) -> str:
     )
 
 
-def _command(run: RunLog) -> str:
-    """The words of the first start; none where it was started from Python."""
-    return shlex.join(texts(run.starts[0].get("command"))) if run.starts else ""
-
-
-def _machine(run: RunLog) -> Mapping[str, Any]:
-    start = run.starts[0] if run.starts else {}
+def _machine(start: Line) -> Mapping[str, Any]:
     known = {name.replace("_", " "): start[name] for name in _MACHINE if start.get(name) is not None}
     return {**known, **mapping(start.get("machine"))}
 
@@ -337,7 +319,6 @@ def _pairs(values: Mapping[str, Any]) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; of a long one the first and the last rows."""
     rows = [*rows]
     if not rows:
         return ""
@@ -358,7 +339,6 @@ def _cells(texts: Iterable[str]) -> str:
 
 
 def _value(value: object) -> str:
-    """A value of a log for people."""
     match value:
         case None:
             return ""
@@ -375,5 +355,5 @@ def _value(value: object) -> str:
 
 
 def _text(text: object) -> str:
-    """Text for a page, also within quotes; half a surrogate pair, which no file can hold, becomes `?`."""
+    """Escape text for a page, also within quotes; replace lone surrogates, which UTF-8 cannot encode."""
     return html.escape(str(text).encode("utf-8", "replace").decode("utf-8"))

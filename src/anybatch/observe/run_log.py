@@ -1,4 +1,4 @@
-"""The log of a run, read back: updates, epochs, plans and gradient flow, in whatever state the file is."""
+"""The log of a run, read back: updates, epochs, plans and gradient flow; incomplete files too."""
 
 import json
 import math
@@ -16,10 +16,10 @@ from anybatch.core import DataError
 
 LOG = "log.jsonl"  # in the folder of a run
 SETTINGS = "settings.json"
-FORMATS = (1, 2)  # a start line without a format is of the first
+FORMATS = (1, 2)  # a start line without a format has format 1
 FIGURES = ("mean", "largest", "norm", "zeros", "ratio")  # of a layer's gradient
-MOST_COLUMNS, MOST_CELLS = 150, 20_000  # of gradient flow over time: of all layers, per figure
-_LARGEST = 1e300  # beyond it differences overflow
+MOST_COLUMNS, MOST_CELLS = 150, 20_000  # limits of a figure's gradient flow over time, all layers together
+_LARGEST = 1e300  # larger differences overflow
 
 Numbers = NDArray[np.float64]
 Line = Mapping[str, Any]
@@ -27,48 +27,42 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowLog:
-    """Gradient flow over time: the smallest and the largest value of each figure within each column."""
+    """Gradient flow over time: the smallest and the largest value of each figure in each column."""
 
     layers: tuple[str, ...]
     updates: tuple[int, ...]  # first update of each column
-    low: Numbers  # [columns, figures, layers]; NaN where there is no value
+    low: Numbers  # [columns, figures, layers]; NaN for no value
     high: Numbers
-    records: int  # records that a column holds at most
+    records: int  # most records in a column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunLog:
-    """What a run's folder says of it."""
+    """The contents of a run's folder."""
 
     folder: Path
-    starts: tuple[Line, ...]  # the first one, and one for each time it went on
+    starts: tuple[Line, ...]  # the first start and each resume
     steps: tuple[int, ...]  # numbers of the updates, ascending
-    values: Mapping[str, Numbers]  # [updates] by name, such as "loss" or "terms.ce"; NaN where there is none
+    values: Mapping[str, Numbers]  # [updates] by name, such as "loss" or "terms.ce"; NaN for no value
     epochs: tuple[Line, ...]
     plans: tuple[Line, ...]
     flow: FlowLog | None
-    stopped: str | None  # why it stopped, empty where it only says that; None where it says nothing
-    settings: Line  # the options it was started with; empty where there are none
-    notes: tuple[str, ...]  # what could not be read
+    stopped: str | None  # the reason of a stop, may be empty; None without a stop line
+    settings: Line  # the options of the command; empty if there are none
+    notes: tuple[str, ...]  # about unreadable parts
 
 
 def read_run(folder: str | Path) -> RunLog:
     """Read the log of a run, of this version of anybatch or an earlier one.
 
-    A last line that is only half there, lines of other events and missing fields are no errors: a run may
-    still go on, or may have been killed. Lines that cannot be read are counted in `notes`.
-
-    Args:
-        folder: the folder of the run, with `log.jsonl` and perhaps `settings.json`.
-
-    Raises:
-        DataError: no such folder, no log in it, an empty log, none of ours, or one of a later version.
+    An incomplete last line, lines of other events and missing fields are no errors: a run may be in progress,
+    or was killed. Unreadable lines are counted in `notes`. The errors are those of `report_page`.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: expected the folder of a run, got no folder. Check the path.")
     path = folder / LOG
-    reader = _Reader(path)
+    reader = _LogReader(path)
     try:
         with path.open("rb") as file:
             for line in file:
@@ -91,7 +85,7 @@ def _settings(path: Path) -> tuple[Line, list[str]]:
         return {}, [f"{SETTINGS} could not be read."]
 
 
-class _Reader:
+class _LogReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._starts: list[Line] = []
@@ -100,16 +94,15 @@ class _Reader:
         self._epochs: list[Line] = []
         self._plans: list[Line] = []
         self._flow = _FlowReader()
-        self._last = self._reason = ""  # event, and of a stop
+        self._last = self._reason = ""  # last event, reason of the last stop
         self._lines = self._unread = self._again = 0
 
     def read(self, line: bytes) -> None:
-        """Take one line of the file."""
         self._lines += 1
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            self._unread += line.endswith(b"\n")  # half a last line is one that is being written
+            self._unread += line.endswith(b"\n")  # an incomplete last line is being written
             return
         event = record.get("event") if isinstance(record, dict) else None
         if not isinstance(event, str):
@@ -127,11 +120,11 @@ class _Reader:
                 self._plans.append(record)
             case "stop":
                 self._reason = str(record.get("reason") or "")
-            case _:  # of a later version, or somebody's own
+            case _:  # an event of a later version or of the user
                 pass
 
     def _start(self, record: Line) -> None:
-        """A run starts or goes on: what comes after is trained once more, and is logged once more."""
+        """Store a start, and drop lines of updates that are repeated and logged again after it."""
         written = record.get("format", 1)
         if written not in FORMATS:
             raise DataError(
@@ -165,7 +158,6 @@ class _Reader:
             self._unread += bool(flow) and not self._flow.add(step, flow)
 
     def log(self, folder: Path, settings: Line, notes: list[str]) -> RunLog:
-        """All that was read."""
         if not self._last:
             got = "an empty file" if not self._lines else f"{self._lines} lines that are none of a log"
             raise DataError(
@@ -192,7 +184,6 @@ class _Reader:
 
 
 def _numbers(record: Line) -> Iterator[tuple[str, float]]:
-    """The numbers of an update by name, those inside of others with dots; the largest micro-batch, too."""
     for name, value in record.items():
         if name in ("event", "step", "weights"):
             continue
@@ -212,15 +203,12 @@ def _numbers(record: Line) -> Iterator[tuple[str, float]]:
 
 
 class _FlowReader:
-    """Gathers gradient flow; columns are made of it at the end."""
-
     def __init__(self) -> None:
         self._layers: tuple[str, ...] = ()
         self._updates: list[int] = []
         self._values: list[Numbers] = []  # [figures, layers] each
 
     def add(self, step: int, record: Line) -> bool:
-        """Take one record; False if it is none."""
         lists = {name: record[name] for name in FIGURES if isinstance(record.get(name), list)}
         lengths = {len(values) for values in lists.values()}
         names = tuple(texts(record.get("layers"))) or self._layers
@@ -235,7 +223,7 @@ class _FlowReader:
             return False
         values[~((values >= 0) & (values <= _LARGEST))] = math.nan
         names = names or tuple(f"layer {index + 1}" for index in range(values.shape[1]))
-        if names != self._layers:  # another model goes on in this log
+        if names != self._layers:  # the model has changed
             self.forget(-1)
         self._layers = names
         self._updates.append(step)
@@ -243,12 +231,10 @@ class _FlowReader:
         return True
 
     def forget(self, done: int) -> None:
-        """Drop what comes after an update."""
         kept = bisect_right(self._updates, done)
         del self._updates[kept:], self._values[kept:]
 
     def log(self) -> FlowLog | None:
-        """All of it in a bounded number of columns."""
         if not self._updates:
             return None
         most = max(40, min(MOST_COLUMNS, MOST_CELLS // len(self._layers)))
@@ -263,13 +249,13 @@ class _FlowReader:
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Where the points begin that so many values share."""
+    """Return the start index of each of at most `most` equal groups of `count` values."""
     shown = min(count, most)
     return [index * count // shown for index in range(shown)]
 
 
 def number(value: object) -> float:
-    """A number of a log, or NaN where there is none."""
+    """Convert a JSON value to float; NaN if missing or invalid."""
     if not isinstance(value, int | float):
         return math.nan
     try:
@@ -280,17 +266,17 @@ def number(value: object) -> float:
 
 
 def whole(value: object) -> int | None:
-    """A whole number of a log that is not negative, or None."""
+    """Return a JSON value if it is a non-negative int, else None."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53:  # exact in a browser
         return value
     return None
 
 
 def mapping(value: object) -> Mapping[str, Any]:
-    """A mapping of a log, empty where there is none."""
+    """Return a JSON value if it is an object, else an empty mapping."""
     return cast("Mapping[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def texts(value: object) -> Sequence[str]:
-    """The words of a list, or none."""
+    """Return the entries of a JSON list as strings; empty for other values."""
     return [str(one) for one in cast("list[Any]", value)] if isinstance(value, list) else []

@@ -14,15 +14,7 @@ RECIPES = {recipe.name: recipe for recipe in (LENET5, RESNET18, RESNET50, BERT, 
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of a name.
-
-    Raises:
-        PlanError: there is none of that name; the message lists those there are.
-
-    Example:
-        >>> find_recipe("lenet5").name
-        'lenet5'
-    """
+    """Return the recipe of this name; raise PlanError if there is none."""
     if name not in RECIPES:
         raise PlanError(f"Expected the name of a recipe, got {name!r}. Known: {', '.join(RECIPES)}.")
     return RECIPES[name]

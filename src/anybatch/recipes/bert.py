@@ -1,4 +1,4 @@
-"""BERT on the lines of a text: their labels, or words that are masked (Devlin et al. 2019)."""
+"""BERT on lines of text: classification, or masked tokens (Devlin et al. 2019)."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,10 +20,7 @@ SIZES = {"tiny": (2, 2, 128, 2000), "base": (12, 12, 768, 30522)}
 
 
 def _make(data: str, task: str = "classify", size: str = "tiny", block_size: int = 64) -> Training:
-    """Lines as rows of one length, the longest or `block_size`, with a mask for what is padding.
-
-    The model has no dropout, so that any cut draws the same: nothing.
-    """
+    # No dropout, so that no cut changes random draws.
     head, (layers, heads, width, tokens) = one_of("task", task, HEADS), one_of("size", size, SIZES)
     if not 8 <= block_size <= 512:
         raise PlanError(f"Expected --block-size to be from 8 to 512 for BERT, got {block_size}. Choose 64.")
@@ -55,7 +52,6 @@ def _make(data: str, task: str = "classify", size: str = "tiny", block_size: int
 
 
 def _tokenizer(texts: Sequence[str], tokens: int, block_size: int) -> Any:
-    """Byte pairs of these texts: every text has tokens, and the same texts always give the same ones."""
     library: Any = _extra("tokenizers")
     bytes_ = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = library.Tokenizer(library.models.BPE(unk_token=UNKNOWN))
@@ -74,7 +70,6 @@ def _tokenizer(texts: Sequence[str], tokens: int, block_size: int) -> Any:
 
 
 def _rows(tokenizer: Any, lines: Lines, *, masked: bool) -> list[dict[str, Tensor]]:
-    """Training rows and test rows as BERT takes them."""
     made: list[dict[str, Tensor]] = []
     for texts, labels in ((lines.train, lines.train_labels), (lines.test, lines.test_labels)):
         numbers = [torch.tensor(encoded.ids) for encoded in tokenizer.encode_batch(texts)]
@@ -85,10 +80,10 @@ def _rows(tokenizer: Any, lines: Lines, *, masked: bool) -> list[dict[str, Tenso
 
 
 def _masked(ids: Tensor, tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """Tokens of which some are masked, and the targets: the tokens that were chosen, -100 elsewhere.
+    """Return masked tokens, and targets: the tokens at chosen positions, -100 elsewhere.
 
     15 % are chosen; of these 80 % become [MASK], 10 % another token, 10 % stay (Devlin et al. 2019, section
-    3.1). They are drawn once and belong to the rows, so no cut and no resume changes them.
+    3.1). They are drawn once and stored in the rows, so no cut and no resume changes them.
     """
     chosen = (torch.rand(ids.shape) < 0.15) & (ids >= len(SPECIAL))
     kind = torch.rand(ids.shape)
@@ -107,10 +102,4 @@ def _extra(name: str) -> Any:
         ) from None
 
 
-BERT = Recipe(
-    name="bert",
-    make=_make,
-    data="python",
-    optimizer="adamw",
-    lr=1e-3,
-)
+BERT = Recipe(name="bert", make=_make, data="python", optimizer="adamw", lr=1e-3)

@@ -1,4 +1,4 @@
-"""Two towers on the halves of images: which right half belongs to which left half, among all of a batch."""
+"""Two towers on the halves of images: contrastive matching of left and right halves."""
 
 import torch
 import torch.nn.functional as F
@@ -9,11 +9,11 @@ from anybatch.data import load
 from anybatch.losses import WholeBatch
 from anybatch.recipes.recipe import Recipe, Training
 
-LOSS_ROWS = 256  # of the table of all pairs that are held at a time
+LOSS_ROWS = 256  # rows of the table of all pairs held at once
 
 
 class Tower(nn.Sequential):
-    """Two convolutions and a linear layer: half an image to a direction in 64 dimensions."""
+    """Two convolutions and a linear layer: half an image to a unit vector in 64 dimensions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class Tower(nn.Sequential):
 
 
 class TwoTowers(nn.Module):
-    """A tower for each half, and a factor of their products that is learned.
+    """A tower for each half, and a learned scale of their products.
 
     Example:
         >>> halves = torch.zeros(5, 1, 32, 16), torch.zeros(5, 1, 32, 16)
@@ -42,12 +42,12 @@ class TwoTowers(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(1 / 0.07).log())  # as in CLIP, section 2.5
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Directions of both halves, (rows, 64) each, and the factor."""
+        """Return unit vectors of both halves, (rows, 64) each, and the scale."""
         return F.normalize(self.left(left)), F.normalize(self.right(right)), self.log_scale.exp()
 
 
 def info_nce(left: Tensor, right: Tensor, scale: Tensor, rows: Tensor) -> Total:
-    """The loss of some rows: cross-entropy of the true half among all, in both directions.
+    """Return the loss of some rows: cross-entropy of the true half among all, in both directions.
 
     Radford et al. 2021, figure 3; the loss of a batch is between 0 and about the logarithm of its rows.
     """
@@ -76,9 +76,4 @@ def _make(data: str, image_size: int | None = None) -> Training:
     )
 
 
-CLIP = Recipe(
-    name="clip",
-    make=_make,
-    optimizer="adamw",
-    lr=1e-3,
-)
+CLIP = Recipe(name="clip", make=_make, optimizer="adamw", lr=1e-3)

@@ -1,4 +1,4 @@
-"""GPT on characters: a decoder of GPT-2's layout that says which character comes next."""
+"""GPT on characters: a decoder of GPT-2's layout that predicts the next character."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ SIZES = {"tiny": (4, 4, 128), "base": (12, 12, 768)}  # layers, heads, width
 
 
 class Layer(nn.Module):
-    """Attention to what came before, then two linear layers, each beside a shortcut, with LayerNorm first."""
+    """Causal attention, then two linear layers, each with LayerNorm first and a shortcut."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Layer(nn.Module):
         self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(rows, length, width) to the same shape."""
+        """Map (rows, length, width) to the same shape."""
         rows, length, width = tokens.shape
         parts = self.attention(self.norm1(tokens)).view(rows, length, 3, self.heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4)  # (rows, heads, length, width / heads) each
@@ -32,16 +32,11 @@ class Layer(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Embeddings of characters and places, layers, and a score for each character that may come next.
+    """Embeddings of characters and positions, layers, and scores of the next character.
 
     The layout and initial weights of Radford et al. 2019, "Language models are unsupervised multitask
-    learners": LayerNorm first, embeddings shared with the scores, layers at the ends of shortcuts smaller by
-    the root of their number. There is no dropout, so that any cut draws the same: nothing.
-
-    Args:
-        vocabulary: number of characters.
-        block_size: the longest text, in characters.
-        layers, heads, width: the size of the model.
+    learners": LayerNorm first, embeddings shared with the scores, weights at the ends of shortcuts divided by
+    the root of their number. There is no dropout, so that no cut changes random draws.
 
     Example:
         >>> import torch
@@ -62,7 +57,7 @@ class GPT2(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if ends_shortcut else 0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Scores of the next character after each one: (rows, length) int64 to (rows, vocabulary, length)."""
+        """Return scores of the next character: (rows, length) int64 to (rows, vocabulary, length)."""
         tokens = self.characters(text) + self.places.weight[: text.shape[1]]
         for layer in self.layers:
             tokens = layer(tokens)
@@ -83,10 +78,4 @@ def _make(data: str, size: str = "tiny", block_size: int = 64) -> Training:
     )
 
 
-GPT = Recipe(
-    name="gpt",
-    make=_make,
-    data="python",
-    optimizer="adamw",
-    lr=1e-3,
-)
+GPT = Recipe(name="gpt", make=_make, data="python", optimizer="adamw", lr=1e-3)

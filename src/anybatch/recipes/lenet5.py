@@ -1,4 +1,4 @@
-"""LeNet-5 for images of 32 x 32 pixels, the first convolutional network that read cheques."""
+"""LeNet-5 for images of 32 x 32 pixels."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,10 +14,6 @@ class LeNet5(nn.Module):
     The layout of LeCun et al. 1998, "Gradient-based learning applied to document recognition", section II.B,
     with ReLU and max-pooling, as it is trained today.
 
-    Args:
-        channels: of the images, 1 or 3.
-        num_classes: how many classes are told apart.
-
     Example:
         >>> import torch
         >>> LeNet5(1, 10)(torch.zeros(4, 1, 32, 32)).shape
@@ -31,14 +27,7 @@ class LeNet5(nn.Module):
         self.linear3 = nn.Linear(84, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes.
-
-        Args:
-            images: float, (rows, channels, 32, 32).
-
-        Returns:
-            (rows, classes).
-        """
+        """Return scores of the classes, (rows, classes), of images (rows, channels, 32, 32)."""
         maps = F.max_pool2d(F.relu(self.conv1(images)), 2)  # (rows, 6, 14, 14)
         maps = F.max_pool2d(F.relu(self.conv2(maps)), 2)  # (rows, 16, 5, 5)
         hidden = F.relu(self.linear1(maps.flatten(1)))
@@ -63,7 +52,4 @@ def _make(data: str, label_smoothing: float = 0.0) -> Training:
     )
 
 
-LENET5 = Recipe(
-    name="lenet5",
-    make=_make,
-)
+LENET5 = Recipe(name="lenet5", make=_make)

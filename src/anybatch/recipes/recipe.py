@@ -1,4 +1,4 @@
-"""What a recipe is: model, loss and rows under the name that the command line knows."""
+"""A recipe: model, loss and rows under a name of the command line."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -19,46 +19,27 @@ OptimizerName = Literal["sgd", "adamw"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Training:
-    """A model, its loss and its rows: what a training needs besides an optimizer.
+    """A model, its loss and its rows: the parts of a training except the optimizer."""
 
-    Attributes:
-        model: the model, with its initial weights.
-        loss: as for a step.
-        train: training rows: tensors with rows first, nested in any way, or samples if there is a collate.
-        test: rows held out, in the same form. None for none.
-        name: what the rows are, for reports.
-        vocabulary: a digest of what numbers in the rows stand for, which a trained model depends on; "" where
-            it is the rows' own business.
-        scores: takes the model's outputs, returns scores of shape (rows, classes, ...), of which the largest
-            is the answer. None if there is no accuracy.
-        order: of the rows within a step.
-        batch_norm: what a step does with BatchNorm.
-        collate: builds tensors from samples. None if rows are tensors.
-        optimizer: one that comes with the model. None for the one that is chosen.
-    """
-
-    model: nn.Module
-    loss: Any
-    train: Any
-    test: Any = None
-    name: str = "training rows"
-    vocabulary: str = ""
+    model: nn.Module  # with its initial weights
+    loss: Any  # as for a step
+    train: Any  # tensors with rows first, nested in any way, or samples if there is a collate
+    test: Any = None  # held-out rows, in the same form; None for none
+    name: str = "training rows"  # for reports
+    vocabulary: str = ""  # digest of the meaning of numbers in the rows, on which a trained model depends
+    # Takes the model's outputs, returns scores of shape (rows, classes, ...); None if there is no accuracy.
     scores: Callable[[Any], torch.Tensor] | None = None
-    order: Literal["length"] | None = None
+    order: Literal["length"] | None = None  # of the rows within a step
     batch_norm: BatchNormChoice | None = None
-    collate: Collate | None = None
-    optimizer: Optimizer | None = None
+    collate: Collate | None = None  # builds tensors from samples; None if rows are tensors
+    optimizer: Optimizer | None = None  # comes with the model; None for one from the options
 
     def first(self, rows: int) -> Any:
-        """The first training rows, as a batch for a step."""
+        """Return the first training rows, as a batch for a step."""
         return self._take(torch.arange(min(rows, self._rows())))
 
     def hold_out(self, fraction: float, seed: int) -> tuple[Any, Any]:
-        """Split validation rows off the training rows; both keep the order they had.
-
-        Raises:
-            DataError: there are too few, or they can only be iterated.
-        """
+        """Split validation rows off the training rows, in order; raise DataError if that is not possible."""
         if isinstance(self.train, DataLoader) or not hasattr(self.train, "__len__"):
             raise DataError(
                 f"Expected rows that can be counted to hold some out, got {type(self.train).__name__}. "
@@ -78,50 +59,31 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A way to make a training, with the settings that suit it.
+    """A function that makes a training, with its default settings."""
 
-    Attributes:
-        name: the name on the command line.
-        make: takes the name or path of a data set, and the recipe's own options as keywords with defaults.
-        data: the data set where none is named. It needs no download.
-        optimizer, lr: the optimizer and its learning rate where none are named.
-    """
-
-    name: str
-    make: Callable[..., Training]
-    data: str = "digits"
+    name: str  # on the command line
+    make: Callable[..., Training]  # takes the name or path of a data set, and options with defaults
+    data: str = "digits"  # the default data set, which needs no download
     optimizer: OptimizerName = "sgd"
     lr: float = 0.01
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """The recipe's own options and their defaults.
-
-        Example:
-            >>> from anybatch.recipes import find_recipe
-            >>> dict(find_recipe("lenet5").options)
-            {'label_smoothing': 0.0}
-        """
+        """The recipe's own options and their defaults."""
         parameters = [*inspect.signature(self.make).parameters.values()][1:]
         return {parameter.name: parameter.default for parameter in parameters}
 
     def prepare(self, data: str | None = None, *, seed: int = 0, **asked: Any) -> Training:
-        """Read the rows and build model and loss. Random streams are left as they were.
+        """Read the rows and build model and loss. The random state is unchanged.
 
         Args:
-            data: name or path of a data set. None for the recipe's own.
-            seed: determines the initial weights, and masks where there are any.
-            asked: options that are not to have their defaults.
+            data: name or path of a data set. None for the recipe's default.
+            seed: seed of the initial weights, and of masks.
+            asked: options that differ from their defaults.
 
         Raises:
-            PlanError: the recipe has no such option, or not this value of it.
+            PlanError: the recipe has no such option, or the value is not supported.
             DataError: the data set cannot be read, or does not suit the recipe.
-
-        Example:
-            >>> from anybatch.recipes import find_recipe
-            >>> training = find_recipe("lenet5").prepare("digits", label_smoothing=0.1)
-            >>> training.loss, len(training.train[0])
-            (CrossEntropyLoss(), 1352)
         """
         if unknown := sorted(asked.keys() - self.options.keys()):
             raise PlanError(
@@ -134,7 +96,7 @@ class Recipe:
 
 
 def one_of(name: str, value: str, choices: Mapping[str, Any]) -> Any:
-    """What an option's value stands for; a PlanError where it stands for nothing."""
+    """Return the choice of this name; raise PlanError if there is none."""
     if value not in choices:
         raise PlanError(f"Expected {_dashed(name)} to be one of {list(choices)}, got {value!r}. Choose one.")
     return choices[value]

@@ -1,4 +1,4 @@
-"""ResNet-18 and ResNet-50 for images of any size, with GroupNorm unless BatchNorm is asked for."""
+"""ResNet-18 and ResNet-50 for images of any size, with GroupNorm or, on request, BatchNorm."""
 
 from collections import OrderedDict
 from functools import partial
@@ -12,22 +12,21 @@ from anybatch.core import PlanError
 from anybatch.data import load
 from anybatch.recipes.recipe import Recipe, Training, one_of
 
-SMALL = 64  # pixels up to which images are taken in as in CIFAR-10: nothing is lost before the first block
+SMALL = 64  # up to this many pixels the first layer is that for CIFAR-10, which keeps the resolution
 
 
 def _layer(inputs: int, outputs: int, size: int, stride: int) -> nn.Sequential:
-    """A convolution that keeps the size but for its stride, and a BatchNorm."""
     convolution = nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
     return nn.Sequential(OrderedDict(conv=convolution, norm=nn.BatchNorm2d(outputs)))
 
 
 class Block(nn.Module):
-    """Layers beside a shortcut: two of 3 x 3, or three of which the middle one is narrow (a bottleneck)."""
+    """Layers with a shortcut: two of 3 x 3, or a bottleneck of three whose middle one is narrow."""
 
     def __init__(self, inputs: int, width: int, stride: int, *, bottleneck: bool) -> None:
         super().__init__()
-        if bottleneck:  # the stride is in the 3 x 3 convolution, as in all trained today
+        if bottleneck:  # the stride is in the 3 x 3 convolution, as is usual today
             outputs, sizes = 4 * width, ((width, 1, 1), (width, 3, stride), (4 * width, 1, 1))
         else:
             outputs, sizes = width, ((width, 3, stride), (width, 3, 1))
@@ -38,7 +37,7 @@ class Block(nn.Module):
         self.shortcut = nn.Identity() if same else _layer(inputs, outputs, 1, stride)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Maps of the same size, or of half of it: (rows, channels, height, width)."""
+        """Return maps of the same size or half of it: (rows, channels, height, width)."""
         maps = images
         for number, layer in enumerate(self.layers):
             maps = layer(maps if number == 0 else F.relu(maps))
@@ -46,18 +45,11 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Four stages of blocks, each of half the size and twice the width of the one before.
+    """Four stages of blocks, each of half the size and twice the width of the previous stage.
 
     He, Zhang, Ren, Sun 2016, "Deep residual learning for image recognition", table 1; for small images the
-    first layer is that of their section 4.2.
-
-    Args:
-        blocks: of each stage.
-        bottleneck: whether blocks are bottlenecks, with four times as many channels.
-        channels: of the images.
-        num_classes: how many classes are told apart.
-        small: whether images are small, which leaves out the first two halvings.
-        width: channels of the first stage.
+    first layer is that of their section 4.2, without the first two halvings (`small`). `blocks` counts the
+    blocks of each stage, `width` the channels of the first stage. Bottlenecks have four times as many.
 
     Example:
         >>> import torch
@@ -87,14 +79,16 @@ class ResNet(nn.Module):
         self.classes = nn.Linear(inputs, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Scores of the classes, (rows, classes), of images (rows, channels, height, width)."""
+        """Return scores of the classes, (rows, classes), of images (rows, channels, height, width)."""
         maps = self.pool(F.relu(self.first(images)))
         for block in self.blocks:
             maps = block(maps)
         return self.classes(maps.mean((2, 3)))
 
 
-#: What may stand in the place of each BatchNorm, and what a step then does with those that are left.
+#: Norm option -> treatment of BatchNorm in a step. "group": GroupNorm, exact in any cut. "whole": BatchNorm,
+#: exact without a cut only. "frozen": running statistics without updates, exact, for trained weights.
+#: "micro": statistics of each micro-batch, not exact.
 NORMS: dict[str, Any] = {"group": None, "whole": None, "frozen": "frozen", "micro": "micro"}
 
 
@@ -107,11 +101,6 @@ def _make(
     image_size: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Training:
-    """The norms: "group" is GroupNorm, exact in any cut. "whole" is BatchNorm, exact without a cut only.
-
-    "frozen" uses BatchNorm's running statistics and does not update them, exact; for weights that are
-    trained already. "micro" uses the statistics of each micro-batch, not exact.
-    """
     batch_norm = one_of("norm", norm, NORMS)
     if width < 1:
         raise PlanError(f"Expected --width to be at least 1, got {width}. ResNet-18 and -50 have 64.")

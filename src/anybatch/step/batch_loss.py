@@ -76,9 +76,9 @@ class BatchLoss:
             )
         self._parts = model, loss, None if parameters is None else [*parameters]
         self._options = options | {"micro_batch": micro_batch, "memory": memory}
-        self._precision = precision
+        self._precision = None if precision is None else find_precision(precision)
         self._steps: dict[str, GradientStep] = {}
-        self._step("float32" if precision is None else precision)  # refuses what cannot be
+        self._step(self._precision or "float32")  # refuses what cannot be
         self.report: StepReport | None = None
 
     def __call__(self, batch: Any) -> Tensor:
@@ -121,7 +121,7 @@ class BatchLoss:
         kind = next((kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)), None)
         if kind is not None:
             precision = "fp16-mixed" if torch.get_autocast_dtype(kind) == torch.float16 else "bf16-mixed"
-        step = self._step(precision if self._precision is None else self._precision)
+        step = self._step(self._precision or precision)
         return step, nullcontext() if kind is None else torch.autocast(kind, enabled=False)
 
     def _step(self, precision: PrecisionName | Precision) -> "GradientStep":

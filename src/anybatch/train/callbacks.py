@@ -1,4 +1,4 @@
-"""Callbacks: told of every start, update and epoch; early stopping, averaged weights, lines for people."""
+"""Callbacks for starts, updates and epochs: early stopping, averaged weights, a loss monitor."""
 
 import math
 import sys
@@ -22,28 +22,28 @@ from anybatch.step import Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What is to be done when training starts or goes on."""
+    """The size of a training when it starts or resumes."""
 
-    epochs: int  # the last epoch's number
-    done_epochs: int  # epochs finished already, before this start
-    done_updates: int  # updates made already, before this start
-    total_updates: int | None  # updates when all epochs are done; None where nobody knows
-    rows: int | None  # rows of an epoch; None where nobody knows
+    epochs: int  # number of the last epoch
+    done_epochs: int  # epochs finished before this start
+    done_updates: int  # updates made before this start
+    total_updates: int | None  # updates after all epochs; None if unknown
+    rows: int | None  # rows of an epoch; None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochReport:
-    """One epoch is over."""
+    """The result of one epoch."""
 
     epoch: int  # 1 for the first
-    updates: int  # since the very start
-    loss: float  # mean over all rows of the epoch, each at the weights its batch met
-    validation: Mapping[str, float]  # loss, terms and metrics; empty where there are no validation rows
-    learning_rate: float  # of the first parameter group after the epoch
+    updates: int  # updates since the start of the run
+    loss: float  # mean over all rows of the epoch, each at the weights before its update
+    validation: Mapping[str, float]  # loss, terms and metrics; empty without validation rows
+    learning_rate: float  # learning rate of the first parameter group after the epoch
     seconds: float  # wall time of this epoch's training, without validation
-    samples_per_second: float  # rows trained per second of it
+    samples_per_second: float  # trained rows per second
     dropped: int = 0  # rows that were left out, because they were not finite
-    skipped: int = 0  # steps without an update: fully masked, left out as a whole, or skipped
+    skipped: int = 0  # steps without an update: all rows masked or left out, or the update skipped
 
     def __str__(self) -> str:
         held_out = "".join(f"  validation {name} {value:.4f}" for name, value in self.validation.items())
@@ -56,14 +56,14 @@ class EpochReport:
 
 
 class Callback:
-    """Is told of the events of a training. This one does nothing: subclasses override what they need.
+    """Base class of callbacks; its methods do nothing. Subclasses override the methods they need.
 
     The trainer is passed to each method. `trainer.stop(reason)` ends the training after the update or epoch.
-    If a callback raises an Exception, the other ones are still told, a checkpoint is saved, and the error
-    goes on.
+    If a callback raises an Exception, the other callbacks are still called, a checkpoint is saved, and the
+    error is raised.
 
-    With several ranks each has its callbacks, and all are told the same. Set `on_every_rank = False` in a
-    class that only shows or writes: it is then told on rank 0 only.
+    With several ranks each rank calls its own callbacks, with the same arguments. Set `on_every_rank = False`
+    in a class that only prints or writes: it is then called on rank 0 only.
 
     Example:
         >>> class Losses(Callback):
@@ -80,45 +80,45 @@ class Callback:
     on_every_rank = True
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Training starts or goes on."""
+        """Handle the start or the resume of a training."""
 
     def update(self, trainer: Any, report: StepReport) -> None:
-        """A step was made. `report.updated` is False if it changed no parameter."""
+        """Handle the end of a step. `report.updated` is False if it changed no parameter."""
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
-        """An epoch is over and validated. Its checkpoint is saved after this."""
+        """Handle the end of an epoch and its validation. Its checkpoint is saved after this."""
 
     def stop(self, trainer: Any) -> None:
-        """Training stops: done, or by an exception."""
+        """Handle the end of a training: it is done, or an exception was raised."""
 
     def validation(self, trainer: Any) -> AbstractContextManager[None]:
-        """A context in which the validation after each epoch runs."""
+        """Return a context for the validation after each epoch."""
         return nullcontext()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps: nested numbers, strings, lists, dicts and tensors; empty for nothing."""
+        """Return the state for a checkpoint: nested numbers, strings, lists, dicts and tensors."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restore the state that `state_dict` returned."""
 
 
 class EarlyStopping(Callback):
-    """Stops a training whose validation has not become better for some epochs.
+    """A callback that stops a training when validation has not improved for some epochs.
 
     Args:
         by: name of the validation value.
-        patience: epochs without a better value after which to stop, at least 1.
-        least_change: a value is better if it differs by more than this from the best one.
-        larger_is_better: whether larger values are better.
+        patience: epochs without a better value before the stop, at least 1.
+        least_change: least difference from the best value that counts as better.
+        larger_is_better: True if larger values are better.
 
     Attributes:
-        best: the best value so far; None before there is one. NaN never is.
-        waited: epochs since then.
+        best: the best value so far; None before the first. NaN never counts.
+        waited: epochs since the best value.
 
     Raises:
-        PlanError: an argument is out of range; at the start, the trainer has no validation; after the first
-            epoch, the validation has no value of this name.
+        PlanError: an argument is out of range; at the start: the trainer has no validation; after the first
+            epoch: the validation has no value of this name.
 
     Example:
         >>> import torch
@@ -152,7 +152,7 @@ class EarlyStopping(Callback):
         self.waited = 0
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Refuse a trainer without validation; stop again where an earlier run was stopped."""
+        """Raise PlanError without validation; stop at once if an earlier run was stopped."""
         if trainer.validation is None:
             raise PlanError(
                 f"Expected a trainer with validation rows for early stopping by {self.by!r}, got none. Pass "
@@ -181,31 +181,31 @@ class EarlyStopping(Callback):
             trainer.stop(f"validation {self.by} has not become better for {self.waited} epochs")
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The best value, and how long ago it was."""
+        """Return the best value and the epochs since then."""
         return {"best": self.best, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on waiting."""
+        """Restore the best value and the epochs since then."""
         self.best, self.waited = state["best"], state["waited"]
 
 
 class EMA(Callback):
-    """Averages the weights exponentially over updates (Polyak averaging).
+    """A callback that averages the weights exponentially over updates (Polyak averaging).
 
     After the first update the average is the weights, after each later one `decay * average + (1 - decay) *
-    weights`, as in `torch.optim.swa_utils`. Only updates count: the number of micro-batches does not
-    matter, and neither does a step that was skipped. Short weights are averaged in float32. It takes one more
-    copy of the weights on their device, which the budget of a step does not include.
+    weights`, as in `torch.optim.swa_utils`. Only updates count: the number of micro-batches and skipped steps
+    do not matter. 16-bit weights are averaged in float32. The average is one more copy of the weights on
+    their device, which the budget of a step does not include.
 
     Args:
-        decay: share of the average that stays in each update, from 0 to below 1.
-        buffers: average floating-point buffers, too, such as the statistics of BatchNorm. Otherwise the
-            average is used with the model's own buffers.
+        decay: weight of the old average in each update, from 0 to below 1.
+        buffers: also average floating-point buffers, such as the statistics of BatchNorm. Otherwise the
+            average is used with the model's current buffers.
         validate: run the trainer's validation with the averaged weights.
 
     Attributes:
-        updates: updates averaged so far.
-        average: the averaged values by name of the parameter, empty before the first update.
+        updates: updates in the average so far.
+        average: the averaged values by parameter name, empty before the first update.
 
     Raises:
         PlanError: the decay is out of range.
@@ -237,7 +237,7 @@ class EMA(Callback):
         self._mix: Callable[..., None] = get_ema_multi_avg_fn(decay)
 
     def update(self, trainer: Any, report: StepReport) -> None:
-        """Add the weights of an update that was made."""
+        """Add the weights to the average if the step made an update."""
         if report.updated:
             self._add(trainer.step)
 
@@ -249,7 +249,7 @@ class EMA(Callback):
                 dtype = torch.float32 if value.dtype in SHORT_DTYPES else value.dtype
                 self.average[name] = value.detach().to(dtype, copy=True)
                 continue
-            average = self.average[name] = self.average[name].to(value.device)  # from the host, if resumed
+            average = self.average[name] = self.average[name].to(value.device)  # on the host after a resume
             averaged.append(average)
             current.append(value.detach().to(average.dtype))
         if averaged:
@@ -257,7 +257,7 @@ class EMA(Callback):
         self.updates += 1
 
     def _places(self, step: Step) -> dict[str, list[Tensor]]:
-        """Where each averaged value is, the most precise place last."""
+        """Return the tensors that hold each averaged value, the most precise last."""
         places: dict[str, list[Tensor]] = {}
         for name, parameter in step.model.named_parameters():
             full = step.masters.of(parameter)
@@ -268,9 +268,12 @@ class EMA(Callback):
 
     @contextmanager
     def weights(self, step: Step) -> Generator[None]:
-        """Let the model of a step have the averaged weights; afterwards it has its own, to the bit.
+        """Put the averaged weights into a step's model inside this context, and its own back afterwards.
 
-        Before the first update these are the same. Do not train inside.
+        Before the first update nothing changes. Do not train inside.
+
+        Args:
+            step: the step whose model gets the weights; afterwards they are bit-identical to before.
         """
         places = self._places(step)
         pairs = [(one, self.average[name]) for name in places.keys() & self.average for one in places[name]]
@@ -283,15 +286,15 @@ class EMA(Callback):
             _write((one, own) for (one, _), own in zip(pairs, before, strict=True))
 
     def validation(self, trainer: Any) -> AbstractContextManager[None]:
-        """The averaged weights, if asked for."""
+        """Return a context with the averaged weights, or an empty one if `validate` is False."""
         return self.weights(trainer.step) if self.validate else nullcontext()
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The average, and the number of updates in it."""
+        """Return the average and the number of updates in it."""
         return {"updates": self.updates, "average": dict(self.average)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on averaging."""
+        """Restore the average and the number of updates in it."""
         self.updates = state["updates"]
         self.average = {name: value.clone() for name, value in state["average"].items()}
 
@@ -303,10 +306,10 @@ def _write(pairs: Any) -> None:
 
 
 class LossMonitor(Callback):
-    """Prints the loss, time per update and rows per second of every n-th update on standard error.
+    """A callback that prints loss, time per update and rows per second on standard error.
 
     Args:
-        every: updates from one line to the next, at least 1; times are those of all since the last line.
+        every: updates per line, at least 1; times are averages since the last line.
 
     Raises:
         PlanError: `every` is out of range.
@@ -319,11 +322,11 @@ class LossMonitor(Callback):
         self.every = every
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Begin to measure."""
+        """Start the measurement."""
         self._began, self._updates, self._rows = time.perf_counter(), 0, 0
 
     def update(self, trainer: Any, report: StepReport) -> None:
-        """Measure; print a line, if it is time for one."""
+        """Count the update; print a line after every n-th."""
         self._updates += 1
         self._rows += report.rows
         if trainer.steps % self.every == 0:
@@ -337,7 +340,7 @@ class LossMonitor(Callback):
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:
-    """Refuse what is no callback (PlanError)."""
+    """Raise PlanError unless all are callbacks."""
     for one in callbacks:
         if not isinstance(one, Callback):
             name = one.__name__ if isinstance(one, type) else type(one).__name__
@@ -348,13 +351,13 @@ def check_callbacks(callbacks: Sequence[object]) -> None:
 
 
 def states(ones: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The class and state of those that have one."""
+    """Return class name and state of the objects that have a state."""
     found = [(type(one).__name__, dict(one.state_dict())) for one in ones if hasattr(one, "state_dict")]
     return [(name, state) for name, state in found if state]
 
 
 def load_states(path: Path, ones: Sequence[Any], saved: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
-    """Give each its state: the n-th of a class that of the n-th of this class."""
+    """Load saved states: the n-th object of a class gets the n-th state of that class."""
     left = list(saved)
     new: list[str] = []
     for one in ones:

@@ -31,11 +31,11 @@ _NO_MASTERS = Masters()
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Checkpoint:
-    """What a file held, verified, on the CPU; see `save`."""
+    """The verified contents of a checkpoint file, on the CPU; see `save`."""
 
     path: Path
-    model: dict[str, Any]  # state dict, with float32 weights in the place of those stored short
-    loss: dict[str, Any]  # state dict, empty where the loss is no module
+    model: dict[str, Any]  # state dict, with float32 master weights instead of 16-bit weights
+    loss: dict[str, Any]  # state dict, empty if the loss is no module
     optimizers: list[tuple[str, dict[str, Any], list[list[str]]]]  # class, state dict, names in each group
     schedulers: list[tuple[str, dict[str, Any]]]  # class, state dict
     progress: dict[str, Any]
@@ -53,35 +53,25 @@ def save(
     progress: Mapping[str, Any] | None = None,
     random: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write everything needed to go on: the file is the old one or the new one, never half of it.
+    """Write a checkpoint atomically: the file is the old one or the new one, never a part.
 
-    Where the path is a symlink, its target is written.
-    Tensors go into one safetensors file, shared ones (tied weights) once; all else goes into its header as
-    JSON, together with a SHA-256 of both.
+    If the path is a symlink, its target is written. Tensors go into one safetensors file, shared tensors
+    (tied weights) once; other values go into its header as JSON, together with a SHA-256 of both.
 
     Args:
         path: the file; its folder must exist.
-        model: whose state dict is kept, as are those of optimizers and schedulers.
-        loss: a loss that is a module, which may hold trained parameters.
-        optimizers: in the order in which `restore` gets them.
-        schedulers: likewise.
-        masters: the float32 weights behind those that are stored short (`Step.masters`), kept in their place.
-        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller's, such as the state
+        model: module whose state dict is saved.
+        loss: a loss that is a module; it may hold trained parameters.
+        optimizers: optimizers, in the order for `restore`.
+        schedulers: schedulers, in the order for `restore`.
+        masters: the float32 master weights (`Step.masters`), saved instead of the 16-bit weights.
+        progress: nested numbers, strings, tuples, lists, dicts and tensors of the caller, such as the state
             of an open window (`Window.state`).
-        random: the same, as `anybatch.state.rng.capture_process` gives it.
+        random: the random state, from `anybatch.state.rng.capture_process`.
 
     Raises:
-        CheckpointError: a value that cannot be written without pickle, or a file that cannot be written. An
-            earlier file of that name stays as it was.
-
-    Example:
-        >>> import tempfile, torch
-        >>> model = nn.Linear(2, 1)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save(f"{folder}/a.safetensors", model=model, progress={"epoch": 3})
-        ...     found = load(f"{folder}/a.safetensors")
-        >>> found.progress, torch.equal(found.model["weight"], model.weight)
-        ({'epoch': 3}, True)
+        CheckpointError: a value cannot be written without pickle, or the file cannot be written. An earlier
+            file of that name is unchanged.
     """
     path = Path(path)
     packer = Packer()
@@ -109,7 +99,7 @@ def save(
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write_whole(path, write)
-    except (SafetensorError, OSError, RuntimeError) as error:  # which torch.save raises
+    except (SafetensorError, OSError, RuntimeError) as error:  # torch.save raises RuntimeError
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
             f"{path}: expected a file that can be written, got: {reason}. Choose another place."
@@ -117,15 +107,10 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def export(state: Mapping[str, Any], path: str | Path) -> None:
-    """Write a plain state dict, for `load_state_dict` of the same model in any program.
+    """Write a plain state dict as .safetensors, .pt or .pth, for `load_state_dict` in any program.
 
-    Args:
-        state: the state dict.
-        path: ends in .safetensors, or in .pt or .pth for `torch.load(path, weights_only=True)`.
-
-    Raises:
-        CheckpointError: another ending, values that are no tensors in a safetensors file, or a file that
-            cannot be written. An earlier file of that name stays as it was.
+    Raises CheckpointError for another ending, a value that is no tensor for .safetensors, or a file that
+    cannot be written. An earlier file of that name is unchanged.
     """
     path, state = Path(path), _plain(state)
     if path.suffix not in (".safetensors", ".pt", ".pth"):
@@ -138,7 +123,7 @@ def export(state: Mapping[str, Any], path: str | Path) -> None:
     for name, value in state.items():
         if isinstance(value, Tensor):
             plain[name] = value.detach().cpu()
-            if is_safe:  # which refuses shared memory
+            if is_safe:  # safetensors refuses shared memory
                 plain[name] = plain[name].clone(memory_format=contiguous_format)
         elif is_safe:
             raise CheckpointError(
@@ -151,18 +136,14 @@ def export(state: Mapping[str, Any], path: str | Path) -> None:
 
 
 def load(path: str | Path) -> Checkpoint:
-    """Read a file and verify every byte of it, before anything is made of it.
-
-    Raises:
-        CheckpointError: it is missing, truncated, changed, or no checkpoint of anybatch.
-    """
+    """Read a checkpoint and verify every byte of it; raise CheckpointError if the file is not intact."""
     path = Path(path)
     if not os.path.isfile(path):  # Path.is_file() raises on names that are too long
         raise CheckpointError(f"{path}: expected a checkpoint, got no file of that name. Check the path.")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
-            # Copies, because what safe_open gives is the file itself, which may change after it was verified.
+            # Copies, because tensors of safe_open are views of the file, which may change after verification.
             tensors: dict[str, Tensor] = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
@@ -199,21 +180,21 @@ def restore(
     schedulers: Sequence[LRScheduler] = (),
     masters: Masters = _NO_MASTERS,
 ) -> None:
-    """Put a checkpoint into a model, optimizers and schedulers; everything is checked before any is touched.
+    """Load a checkpoint into a model, optimizers and schedulers; everything is checked first.
 
-    Weights that were stored short are float32 in a checkpoint, so it can be put into a float32 model too.
-    Without optimizers other short tensors may be float32 in the model as well: no digit is lost.
+    16-bit weights are float32 in a checkpoint, so a float32 model can load them too. Without optimizers other
+    16-bit tensors may also be float32 in the model, which is exact.
 
     Args:
-        checkpoint: what `load` gave; it stays as it is.
-        model: of the same parameters and buffers: names, shapes and dtypes.
-        loss: the same of a loss that is a module; None to leave it out.
-        optimizers: of the same classes and parameter groups; none to leave them out.
-        schedulers: of the same classes; none to leave them out.
-        masters: `Step.masters`; filled as they were, and the short weights are rounded from them.
+        checkpoint: the result of `load`; it is not changed.
+        model: model with the same parameters and buffers: names, shapes and dtypes.
+        loss: loss module with the same parameters and buffers; None to leave it out.
+        optimizers: optimizers of the same classes and parameter groups; empty to leave them out.
+        schedulers: schedulers of the same classes; empty to leave them out.
+        masters: `Step.masters`; they are loaded, and the 16-bit weights are rounded from them.
 
     Raises:
-        CheckpointError: it is of another model, optimizer or scheduler; nothing was changed.
+        CheckpointError: the checkpoint is of another model, optimizer or scheduler; nothing was changed.
     """
     _check_module(checkpoint, checkpoint.model, model, masters, may_widen=not optimizers)
     if loss is not None:
@@ -224,11 +205,11 @@ def restore(
             _check_groups(checkpoint, names, _parameter_names(model, loss, optimizer), optimizer)
     if schedulers:
         _check_classes(checkpoint, "schedulers", [name for name, _ in checkpoint.schedulers], schedulers)
-    # What a state dict must hold only its owner knows, so a refusal may still come; then all goes back.
+    # load_state_dict may still refuse a state; then everything is put back.
     before = [(optimizer.state, optimizer.param_groups) for optimizer in optimizers]
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     try:
-        # Copies, because optimizers take over the tensors they are given and write into them.
+        # Copies, because optimizers keep these tensors and write into them.
         for (_, state), scheduler in zip(checkpoint.schedulers, schedulers, strict=False):
             scheduler.load_state_dict(copy.deepcopy(state))
         for (_, state, _), optimizer in zip(checkpoint.optimizers, optimizers, strict=False):
@@ -248,8 +229,7 @@ def restore(
 
 
 def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load, then undo torch's cast of the state to the dtype of its parameter."""
-    optimizer.load_state_dict(dict(state))
+    optimizer.load_state_dict(dict(state))  # casts the state to the dtype of the parameters, undone below
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], saved["params"], strict=True):
             own: dict[str, Any] = optimizer.state.get(parameter, {})
@@ -259,27 +239,27 @@ def _load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file beside the path, see that it is on disk, then put it in its place at once.
+    """Write a file atomically: `write` makes a temporary file, which is synced and then renamed.
 
-    Where the path is a symlink, its target is written. After an OSError an earlier file is as it was.
+    If the path is a symlink, its target is written. After an OSError an earlier file is unchanged.
     """
     path = Path(os.path.realpath(path))
     if path.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a process that was killed
+    for stray in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # left by a killed process
         shutil.rmtree(stray, ignore_errors=True)
-    # In a folder of its own, because safetensors, too, makes temporary files, under names that only it knows.
+    # In a new folder, because safetensors also makes temporary files, with unknown names.
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         folder.mkdir()
         temporary = folder / path.name
         write(temporary)
-        temporary.chmod(folder.stat().st_mode & 0o666)  # what the umask says, not for the owner alone
+        temporary.chmod(folder.stat().st_mode & 0o666)  # the umask's mode, not the owner's only
         _sync(temporary)
         os.replace(temporary, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):  # the file is whole and in place; not every system can sync a folder
+    with suppress(OSError):  # the file is complete; not every system can sync a folder
         _sync(path.parent)
 
 
@@ -318,7 +298,6 @@ def _check_module(
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With the names of a model that is not compiled, so that either can load what the other has saved."""
     return {private.plain_name(name): value for name, value in state.items()}
 
 
@@ -327,7 +306,7 @@ def _named_as_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _forms(state: Mapping[str, Any], widened: Container[str]) -> dict[str, str]:
-    """Dtype and shape of each tensor; the short ones among `widened` count as float32."""
+    """Return dtype and shape of each tensor; 16-bit tensors named in `widened` count as float32."""
     forms = dict.fromkeys(state, "a value")
     for name, value in state.items():
         if isinstance(value, Tensor):
@@ -359,7 +338,6 @@ def _check_groups(
 
 
 def _parameter_names(model: nn.Module, loss: nn.Module | None, optimizer: Optimizer) -> list[list[str]]:
-    """The names of the parameters of each group: state dicts know them only by their number."""
     of_loss = () if loss is None else loss.named_parameters(prefix="loss")
     names = {
         id(parameter): private.plain_name(name)

@@ -1,4 +1,4 @@
-"""The checkpoints in the folder of a run: the last, the best and numbered ones, and which is whole."""
+"""The checkpoints in a run's folder: last, best and numbered ones, and the newest intact one."""
 
 import os
 import re
@@ -15,14 +15,10 @@ LAST, BEST = "last.safetensors", "best.safetensors"
 
 
 def make_folder(path: Path) -> Path:
-    """Make the folder, where it is not there.
-
-    Raises:
-        DataError: nothing can be written in it.
-    """
+    """Create a folder if it does not exist; raise DataError if it is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()  # one that exists may still not be written to
+        tempfile.TemporaryFile(dir=path).close()  # an existing folder may be read-only
     except OSError as error:
         raise DataError(
             f"Expected a folder that can be written, got {path}: {error.strerror}. Choose another one."
@@ -31,7 +27,7 @@ def make_folder(path: Path) -> Path:
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The numbered checkpoints of a folder, the newest first."""
+    """Return the numbered checkpoints of a folder, the newest first."""
     found = {int(one[1]): path for path in folder.iterdir() if (one := _NUMBERED.fullmatch(path.name))}
     return dict(sorted(found.items(), reverse=True))
 
@@ -40,15 +36,13 @@ _NUMBERED = re.compile(r"step-(\d+)\.safetensors")
 
 
 def number(folder: Path, step: int, *, keep: int) -> None:
-    """Keep the last checkpoint under the number of its step as well, then delete all but the newest `keep`.
+    """Link the last checkpoint under its step number, then delete all but the newest `keep`.
 
-    Those with a higher number are of steps that will be made once more, and are deleted, too.
-
-    Raises:
-        CheckpointError: the file cannot be written.
+    Higher numbers, of steps that will be repeated, are deleted too. Raises CheckpointError if the file cannot
+    be written.
     """
     path = folder / f"step-{step:08}.safetensors"
-    for stray in folder.glob(".step-*.tmp"):  # of a process that was killed
+    for stray in folder.glob(".step-*.tmp"):  # left by a killed process
         shutil.rmtree(stray, ignore_errors=True)
     try:
         write_whole(path, lambda file: _link(folder / LAST, file))
@@ -59,29 +53,27 @@ def number(folder: Path, step: int, *, keep: int) -> None:
     there = numbered(folder)
     kept = [one for one in there if one <= step][:keep]
     for one in there.keys() - {*kept}:
-        with suppress(OSError):  # it can wait for the next time
+        with suppress(OSError):  # deleted next time
             there[one].unlink()
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under one more name: it takes no room, and is never written to again."""
     real = os.path.realpath(source)
     try:
-        os.link(real, target)
-    except OSError:  # not on every file system
+        os.link(real, target)  # safe, because the file is never written to again
+    except OSError:  # not supported by every file system
         shutil.copyfile(real, target)
 
 
 def has_run(folder: Path) -> bool:
-    """Whether there is a checkpoint from which a run can go on."""
+    """Return True if a folder has a checkpoint from which a run can resume."""
     return (folder / LAST).exists() or bool(numbered(folder))
 
 
 def load_newest(path: Path) -> Checkpoint:
-    """Load a checkpoint; of a folder the newest one that is whole, with a warning where it is not the last.
+    """Load a checkpoint, or the newest intact one of a folder, with a warning if it is not the last.
 
-    Raises:
-        CheckpointError: there is none, or none is whole.
+    Raises CheckpointError if there is no intact checkpoint.
     """
     paths = [path]
     if path.is_dir():

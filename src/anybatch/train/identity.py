@@ -1,4 +1,4 @@
-"""What a run is, besides how its batches are cut: a checkpoint of another one is refused"""
+"""The settings that identify a run; a checkpoint of another run is refused."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from anybatch.train.loader import Stream
 
 
 def identity(trainer: Any) -> dict[str, Any]:
-    """What determines the result besides the cut; a resumed run must agree in it."""
+    """Return the settings that determine the result, except the cut; a resumed run must have the same."""
     loss = getattr(trainer.step.loss, "function", trainer.step.loss)  # of ab.Terms or ab.WholeBatch
     loss = getattr(loss, "func", loss)  # of a partial
     return {
@@ -27,8 +27,8 @@ def identity(trainer: Any) -> dict[str, Any]:
 
 
 def check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose run has another identity (CheckpointError)."""
-    was = {"precision": "float32", "non_finite": "raise"} | dict(was)  # which older ones do not say
+    """Raise CheckpointError if a checkpoint's run has another identity."""
+    was = {"precision": "float32", "non_finite": "raise"} | dict(was)  # missing in older checkpoints
     changed = {name: (was.get(name), value) for name, value in now.items() if was.get(name) != value}
     if changed:
         raise CheckpointError(
@@ -39,7 +39,7 @@ def check_run(path: Path, was: Mapping[str, Any], now: Mapping[str, Any]) -> Non
 
 
 def check_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of values that JSON has; a PlanError for others."""
+    """Return a copy of the config; raise PlanError if JSON cannot represent it."""
     try:
         json.dumps(config)
     except (TypeError, ValueError) as error:

@@ -10,13 +10,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Whether a signal asked to stop."""
+    """A deferred signal."""
 
     def __init__(self) -> None:
-        self.signal = 0  # the one that asked; 0 for none
+        self.signal = 0  # number of the signal; 0 for none
 
     def obey(self) -> None:
-        """Stop now, if asked to: KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM."""
+        """Raise KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM; else do nothing."""
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal:
@@ -25,10 +25,10 @@ class Interruption:
 
 @contextmanager
 def deferred() -> Generator[Interruption]:
-    """Hold back a first Ctrl-C or SIGTERM until `obey` is called; a second one acts at once.
+    """Defer a first Ctrl-C or SIGTERM until `obey` is called; a second one acts at once.
 
-    Outside the main thread, where Python cannot handle signals, nothing changes. A signal that is ignored
-    (Ctrl-C in a shell's background job) stays ignored. The handlers that were there come back.
+    Outside the main thread, where Python cannot handle signals, this does nothing. An ignored signal (Ctrl-C
+    in a shell's background job) stays ignored. The previous handlers are restored.
     """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():

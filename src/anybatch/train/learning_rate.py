@@ -1,4 +1,4 @@
-"""Scale a learning rate to another batch size, linearly or by the square root, and warm it up."""
+"""Learning rates for another batch size, linear or by the square root, and warm-up."""
 
 import math
 
@@ -11,7 +11,7 @@ RULES = ("linear", "square-root")
 
 
 def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "linear") -> float:
-    """The learning rate for a batch size, from one that was found for another.
+    """Return the learning rate for another batch size.
 
     `linear` keeps the expected update per row (Goyal et al. 2017, "Training ImageNet in 1 hour",
     section 2.1; it needs a warm-up). `square-root` keeps the variance of the update (Krizhevsky 2014, "One
@@ -19,8 +19,8 @@ def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "line
 
     Args:
         lr: the learning rate found for `base_batch_size`.
-        batch_size: rows of a logical batch now.
-        base_batch_size: rows of a logical batch then.
+        batch_size: rows of the new logical batch.
+        base_batch_size: rows of the old logical batch.
         rule: "linear" or "square-root".
 
     Example:
@@ -41,17 +41,17 @@ def scale(lr: float, *, batch_size: int, base_batch_size: int, rule: str = "line
 
 
 def warm_up(optimizer: Optimizer, *, updates: int) -> LinearLR:
-    """A scheduler that raises the learning rate in equal parts over the first updates, then leaves it alone.
+    """Return a scheduler that raises the learning rate linearly over the first updates.
 
     The first update is made at `lr / updates`, update number `updates` and all later ones at `lr` (Goyal et
-    al. 2017, section 2.2). Combine it with another as torch does: `ChainedScheduler([warm_up(...), other])`.
+    al. 2017, section 2.2). Combine it with another by `ChainedScheduler([warm_up(...), other])`.
 
     Args:
-        optimizer: whose learning rates are raised.
-        updates: over how many updates, at least 1.
+        optimizer: the optimizer whose learning rates are raised.
+        updates: number of updates of the warm-up, at least 1.
 
     Returns:
-        Torch's own `LinearLR`, to be given to a step as `scheduler=`.
+        Torch's `LinearLR`, for `scheduler=` of a step.
 
     Example:
         >>> import torch

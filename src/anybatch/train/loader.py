@@ -1,4 +1,4 @@
-"""The rows of an epoch: in memory and shuffled by a seed, or from a loader that can be iterated anew."""
+"""The batches of an epoch: from rows in memory, shuffled by a seed, or from an iterable loader."""
 
 import json
 from collections.abc import Generator, Iterator, Sequence
@@ -15,12 +15,12 @@ from anybatch.train.share import Share
 
 
 class Rows:
-    """All rows of a data set in memory, taken one logical batch at a time.
+    """All rows of a data set in memory, in logical batches.
 
     Args:
-        data: any nesting of tensors with rows first; or, where the step has a `collate`, anything with a
-            length that gives a sample for an index (a list, a map-style data set).
-        step: whose `collate` and device the rows are for.
+        data: any nesting of tensors with rows first; or, if the step has a `collate`, an object with a length
+            that returns a sample for an index (a list, a map-style data set).
+        step: the step that gets the rows; it has the `collate` and the device.
 
     Raises:
         BatchError: the data is neither.
@@ -33,29 +33,28 @@ class Rows:
         self.count = batch.rows
 
     def per_epoch(self, batch_size: int | None) -> int:
-        """Batches of an epoch."""
+        """Return the number of batches of an epoch."""
         return -(-self.count // (batch_size or self.count))
 
     def digest(self) -> str:
-        """Nothing: rows in memory are found by their number."""
+        """Return an empty string: rows in memory need no check."""
         return ""
 
     def batches(
         self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
     ) -> Generator[Any]:
-        """Yield this rank's rows of an epoch's logical batches from `start` on; None where it has none.
+        """Yield this rank's rows of an epoch's logical batches from `start` on; None for a batch without any.
 
-        The order depends on seed and epoch only. Tensors come on the model's device; what is collated is the
-        caller's to bring there.
+        The order depends on seed and epoch only. Tensors are on the model's device; samples are unchanged.
         """
         generator = torch.Generator().manual_seed(rng.derive_seed(seed, "order", epoch))
-        order = torch.randperm(self.count, generator=generator, device="cpu")  # whatever torch's default
+        order = torch.randperm(self.count, generator=generator, device="cpu")  # not torch's default device
         for chosen in order.split(batch_size or self.count)[start:]:
             mine = chosen[self.share.part(len(chosen))]
             yield self._take(mine) if len(mine) else None
 
     def in_order(self, size: int | None) -> Iterator[Any]:
-        """Yield all rows in their own order, `size` at a time, for an evaluation; ranks take turns."""
+        """Yield all rows in order, `size` at a time, for an evaluation; ranks take turns."""
         for index, chosen in enumerate(torch.arange(self.count, device="cpu").split(size or self.count)):
             if self.share.has_turn(index):
                 yield self._take(chosen)
@@ -68,17 +67,17 @@ class Rows:
 
 
 class Stream:
-    """The items of a DataLoader or of another iterable, one logical batch at a time.
+    """The items of a DataLoader or of another iterable, in logical batches.
 
-    What is drawn at random while loading comes from streams of its own, which begin anew in each epoch, from
-    its seed: so an epoch can be repeated, and loading does not move the model's random numbers.
+    Loading draws from separate random streams, seeded for each epoch: an epoch can be repeated, and loading
+    does not change the model's random numbers.
 
     Args:
-        data: gives the same items each time it is iterated after the same seed and `set_epoch`.
-        step: whose `collate` and device the items are for.
+        data: an iterable that gives the same items after the same seed and `set_epoch`.
+        step: the step that gets the items; it has the `collate` and the device.
 
     Attributes:
-        count: rows of an epoch; None where only iterating tells.
+        count: rows of an epoch; None if unknown before iterating.
 
     Raises:
         BatchError: the data can be iterated only once.
@@ -98,13 +97,13 @@ class Stream:
         self._last: Any = None  # the last batch, for `digest`
 
     def per_epoch(self, batch_size: int | None) -> int | None:
-        """Batches of an epoch; None where only iterating tells."""
+        """Return the number of batches of an epoch; None if unknown before iterating."""
         if batch_size is None:
             return _length(self._data)
         return None if self.count is None else -(-self.count // batch_size)
 
     def digest(self) -> str:
-        """SHA-256 of the last batch, which tells whether an epoch is repeated; empty for other objects."""
+        """Return the SHA-256 of the last batch, to check a repeated epoch; empty for unsupported objects."""
         packer = Packer()
         try:
             document = packer.pack(self._last, "batch")
@@ -115,18 +114,11 @@ class Stream:
     def batches(
         self, *, batch_size: int | None, seed: int, epoch: int, start: int = 0, digest: str = ""
     ) -> Generator[Any]:
-        """Yield this rank's rows of an epoch's batches from `start` on; those before are loaded and left out.
+        """Yield this rank's rows of an epoch's batches; load and drop the first `start` batches.
 
-        Args:
-            batch_size: rows of a batch, but for the last one; None to take each item as it comes.
-            seed: determines, with the epoch, all that is drawn at random.
-            epoch: number of the epoch, 0 for the first.
-            start: batches to leave out.
-            digest: that of the last batch that is left out.
-
-        Raises:
-            BatchError: there is no batch, an item cannot be used, or ranks have other rows.
-            CheckpointError: the batches that are left out are not there again.
+        A `batch_size` of None means one batch per item. `digest` is that of the last dropped batch. Raises
+        BatchError without a batch, for an unusable item, or if ranks have different rows; CheckpointError if
+        the dropped batches differ from before.
         """
         count = 0
         for batch in self._repeatable(batch_size, rng.derive_seed(seed, "order", epoch), epoch):
@@ -148,7 +140,7 @@ class Stream:
             )
 
     def in_order(self, size: int | None) -> Iterator[Any]:
-        """Yield all rows, `size` at a time, or as they come, for an evaluation; the same ones each time."""
+        """Yield all rows, `size` at a time or one item at a time, for an evaluation; always the same rows."""
         for index, batch in enumerate(self._repeatable(size, rng.derive_seed(0, "validation"), 0)):
             if self.share.has_turn(index):
                 yield _brought(batch, self._step)
@@ -160,7 +152,7 @@ class Stream:
                 generator.manual_seed(seed)
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
-        with apart.drawn():  # a DataLoader draws when it begins
+        with apart.drawn():  # a DataLoader draws random numbers at the start
             batches = iter(self._data) if size is None else self._gathered(size)
         while True:
             with apart.drawn():
@@ -170,7 +162,6 @@ class Stream:
             yield batch
 
     def _parts(self) -> Iterator[Any]:
-        """What may determine the order: the data, its data set and its samplers."""
         yield self._data
         for name in ("dataset", "sampler", "batch_sampler"):
             if (part := getattr(self._data, name, None)) is not None:
@@ -178,7 +169,7 @@ class Stream:
         yield getattr(getattr(self._data, "batch_sampler", None), "sampler", None)
 
     def _gathered(self, size: int) -> Iterator[Any]:
-        """Batches of this many rows from items of any number of rows; the last one of those that are left."""
+        """Yield batches of `size` rows from items of any number of rows; the last may be smaller."""
         held: list[Any] = []
         rows = 0
         for item in self._data:
@@ -197,7 +188,6 @@ class Stream:
             yield self._split(held, rows)[0]
 
     def _split(self, held: list[Any], size: int) -> tuple[Any, list[Any]]:
-        """So many rows, and what is left."""
         if self._step.collate is not None:
             return held[:size], held[size:]
         whole = _joined(held)
@@ -232,11 +222,7 @@ class Stream:
 
 
 def open_data(data: Any, step: Step) -> Rows | Stream:
-    """Rows in memory, or a stream for what can only be iterated.
-
-    Raises:
-        BatchError: the data is neither.
-    """
+    """Return `Rows` for data in memory, `Stream` for iterables; raise BatchError for other data."""
     is_stream = isinstance(data, DataLoader | IterableDataset) or (
         hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
     )
@@ -244,16 +230,14 @@ def open_data(data: Any, step: Step) -> Rows | Stream:
 
 
 def _brought(batch: Any, step: Step) -> Any:
-    """Tensors on the model's device; samples as they are."""
     if step.collate is not None or batch is None:
         return batch
     device = next(step.model.parameters()).device
-    # A copy to the host is waited for, or it would be read too early.
+    # A copy to the host must be complete before it is read.
     return tree.map_leaves(lambda leaf: leaf.to(device, non_blocking=device.type == "cuda"), batch)
 
 
 def _length(data: Any) -> int | None:
-    """How long it says it is, if it does."""
     try:
         return len(data)
     except (TypeError, NotImplementedError):
@@ -261,7 +245,6 @@ def _length(data: Any) -> int | None:
 
 
 def _joined(items: list[Any]) -> Any:
-    """The rows of several items one after the other."""
     if len(items) == 1:
         return items[0]
     nests = [tree.flatten(item) for item in items]

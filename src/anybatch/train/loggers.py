@@ -23,61 +23,55 @@ from anybatch.step import Step
 from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 from anybatch.train.checkpoint import write_whole
 
-FORMAT = 2  # of `JsonLog`; the first had no number
-
-
+FORMAT = 2  # of `JsonLog`; the first format had no number
 _FIELDS = ("loss", "terms", "weights", "rows", "micro_batches", "grad_norm", "updated", "learning_rate")
-_TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0, "counts": {}}  # told only where they are something else
+_TRIVIAL = {"scale": 1.0, "redone": 0, "dropped": 0, "counts": {}}  # values that are not logged
 
 
 class JsonLog(Callback):
-    """One JSON object per update and per epoch, appended to a file, for programs and plots.
+    """A callback that appends one JSON object per update and per epoch to a file.
 
-    Each update, numbered by `step` from 1 on, and each epoch is there once: what was written after the
-    checkpoint from which a run goes on is dropped. NaN and infinity are written as null.
+    Each update, numbered by `step` from 1 on, and each epoch occurs once: a resume drops the lines written
+    after its checkpoint. NaN and infinity are written as null.
 
-    | event | what it tells |
+    | event | content |
     |---|---|
-    | start | what is to be done (`RunInfo`), on which machine, by which command, with which parts |
-    | step | one update: its report, the training time so far, peak bytes, what observers `record` |
-    | plan | a memory budget has led to other micro-batches: why, and bytes by owner |
+    | start | `RunInfo`, machine, command, names of model, loss and optimizer |
+    | step | the report of an update, the training time so far, peak bytes, records of observers |
+    | plan | a memory budget changed the micro-batches: the reason, and bytes by owner |
     | epoch | `EpochReport` |
-    | stop | why, if a callback asked for it |
-
-    Args:
-        path: the file.
-        peak_bytes: tells the most bytes ever in use.
+    | stop | the reason, if a callback stopped the training |
     """
 
     def __init__(self, path: Path, peak_bytes: Callable[[torch.device], int] = lambda device: 0) -> None:
         self._path, self._peak_bytes = path, peak_bytes
-        self._layers: dict[str, object] = {}  # told by each observer since the start
-        self._planned = 0  # rows of a micro-batch, told since the start
+        self._layers: dict[str, object] = {}  # last logged layer names of each observer
+        self._planned = 0  # last logged rows of a micro-batch
         self._lines: list[str] = []
         self._flushed = time.monotonic()
-        self._at = {"step": 0, "epoch": -1}  # of the last lines; nowhere before the start
+        self._at = {"step": 0, "epoch": -1}  # numbers of the last lines; -1 before the start
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Write how much is to be done; drop updates and epochs that will be trained once more."""
+        """Write the start line; drop lines of updates and epochs that will be repeated."""
         done = {"step": info.done_updates, "epoch": info.done_epochs}
 
         def is_redone(line: bytes) -> bool:
-            with suppress(ValueError, TypeError, LookupError, AttributeError):  # not a line of ours
+            with suppress(ValueError, TypeError, LookupError, AttributeError):  # not a line of this log
                 record = json.loads(line)
                 return record[record["event"]] > done[record["event"]]
             return False
 
-        if self._at != done:  # else it goes on at the end of this log
+        if self._at != done:  # else it continues at the end of this log
             _drop(self._path, is_redone)
         self._at, self._layers, self._planned = dict(done), {}, 0
         self._add("start", {"format": FORMAT, **asdict(info), **describe(trainer)})
         self.flush()
 
     def update(self, trainer: Any, report: StepReport) -> None:
-        """Keep the update's line; lines are written once a second, so that small steps stay fast."""
+        """Buffer the update's line; the buffer is written once a second, so that small steps stay fast."""
         self._at["step"] += 1
         values = {"step": self._at["step"]} | {name: getattr(report, name) for name in _FIELDS}
-        # Runs of equal micro-batches, as pairs of rows and how many in a row.
+        # Runs of equal micro-batches, as pairs of rows and count.
         values["cut"] = [(rows, len([*alike])) for rows, alike in groupby(report.cut)]
         told = {name: getattr(report, name) for name in _TRIVIAL}
         values |= {name: told[name] for name in told if told[name] != _TRIVIAL[name]}
@@ -90,25 +84,24 @@ class JsonLog(Callback):
             self.flush()
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
-        """Write the epoch's line and those of its updates."""
+        """Write the epoch's line and the buffered lines."""
         self._at["epoch"] = report.epoch
         self._add("epoch", asdict(report))
         self.flush()
 
     def flush(self) -> None:
-        """Write what is still kept."""
+        """Write the buffered lines."""
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(line + "\n" for line in self._lines)
         self._lines.clear()
         self._flushed = time.monotonic()
 
     def stop(self, trainer: Any) -> None:
-        """Note that training stopped here, and why if a callback asked for it."""
+        """Write the stop line, with the reason if a callback stopped the training."""
         self._add("stop", {"reason": trainer.stopped} if trainer.stopped else {})
         self.flush()
 
     def _observed(self, step: Step) -> dict[str, dict[str, Any]]:
-        """What observers have to say; names of layers only where they are not the same as before."""
         found = {one.name: dict(one.record()) for one in step.observers if one.name}
         for name, record in found.items():
             if "layers" in record and self._layers.get(name) == record["layers"]:
@@ -131,7 +124,7 @@ class JsonLog(Callback):
 
 
 def describe(run: Any) -> dict[str, Any]:
-    """What a run is: when and where it starts, by which command, and its parts by name."""
+    """Return start time, machine, command, and the names of model, loss and optimizer."""
     step, device = run.step, _device(run.step)
     is_command = Path(sys.argv[0]).parts[-2:] == ("anybatch", "__main__.py")
     is_command = is_command or Path(sys.argv[0]).stem == "anybatch"
@@ -139,7 +132,7 @@ def describe(run: Any) -> dict[str, Any]:
     try:
         version = metadata.version("anybatch")
     except metadata.PackageNotFoundError:
-        version = None  # run from its folder
+        version = None  # not installed
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -169,7 +162,6 @@ def _parameters(step: Step) -> list[torch.nn.Parameter]:
 
 
 def _held(step: Step) -> dict[str, int]:
-    """Bytes that stay through all steps, by owner."""
     parameters = _parameters(step)
     states = [value for one in step.optimizers for held in one.state.values() for value in held.values()]
     return {
@@ -180,7 +172,7 @@ def _held(step: Step) -> dict[str, int]:
 
 
 def to_json(value: Any) -> str:
-    """One line of JSON as every program reads it: NaN and infinity are null."""
+    """Return one line of standard JSON: NaN and infinity are null."""
     return json.dumps(_finite(value))
 
 
@@ -193,7 +185,6 @@ def _finite(value: Any) -> Any:
 
 
 def _drop(path: Path, is_redone: Callable[[bytes], bool]) -> None:
-    """Take lines out of a log, and one that a process did not live to finish."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     kept = [line for line in lines if line.endswith(b"\n") and not is_redone(line)]
     if kept != lines:

@@ -27,16 +27,19 @@ from anybatch.step import Step
 from anybatch.train.loader import Rows, Stream
 
 Metric = Callable[[Any, Any], Total] | Fold[Any, Any, Any]
-"""A function of outputs and targets of some rows to their total; or a whole fold over such pairs."""
+"""A function `(outputs, targets) -> Total` of some rows, or a `Fold` over such pairs."""
 
 
 def accuracy(outputs: Tensor, targets: Tensor, *, ignore_index: int = -100) -> Total:
-    """Right answers over valid targets, as whole numbers.
+    """Return the number of correct predictions and of valid targets.
 
     Args:
-        outputs: scores of shape (rows, classes, ...).
-        targets: classes of shape (rows, ...), int64.
-        ignore_index: targets that do not count.
+        outputs: scores of shape (rows, classes, ...), floating.
+        targets: class indices of shape (rows, ...), int64.
+        ignore_index: target that does not count.
+
+    Returns:
+        A `Total` of two int64 tensors of shape ().
 
     Example:
         >>> import torch
@@ -56,11 +59,11 @@ def evaluate(
     micro_batch: int | None,
     batch_size: int | None,
 ) -> dict[str, float]:
-    """The loss, its terms and metrics of all rows, in evaluation mode, without gradient.
+    """Return the loss, its terms and metrics of all rows, in evaluation mode, without gradient.
 
-    Modes and every random state are as before. The result does not depend on `micro_batch`. A whole-batch
-    loss is taken of each batch, and its mean is over rows. A size of None is that of a loader's items. Ranks
-    take turns at the batches, and all return the same.
+    Modes and random state are restored. The result does not depend on `micro_batch`. A whole-batch loss is
+    evaluated on each batch and averaged over rows. A size of None means the size of a loader's items. Ranks
+    take turns at the batches, and all return the same values.
 
     Raises:
         LossError: a metric returns no `Total`, or the loss never calls the model, whose outputs metrics need.
@@ -87,7 +90,7 @@ def evaluate(
         sums |= {name: sums.get(name, Total.zero()) + total for name, total in more_sums.items()}
         states = {name: fold.merge(states[name], more_states[name]) for name, fold in folds.items()}
     values = {name: float(total.sum if name in undivided else total.mean()) for name, total in sums.items()}
-    # As in a step: terms without weight add nothing, and a term may itself be called "loss".
+    # Like in a step: terms without weight add nothing, and a term may be named "loss".
     factors = step.coefficients
     used = [factors.get(name, 1.0) * values[name] for name, total in sums.items() if total.weight]
     values["loss"] = math.fsum(used) if used else math.nan
@@ -97,17 +100,17 @@ def evaluate(
 def _totals(
     step: Step, model: Any, rows: Rows | Stream, micro_batch: int | None, batch_size: int | None
 ) -> Iterator[tuple[dict[str, Total], bool, Any]]:
-    """Of each micro-batch: its totals, whether they are sums that nothing divides, and its rows."""
+    """Yield of each micro-batch its totals, True if they are sums without divisor, and its rows."""
     loss = resolve(step.loss)
     kinds = {parameter.device.type for parameter in step.model.parameters()} - {"meta"}
     computing = partial(step.precision.computing, kinds)
-    # Rows may meet in the loss; and micro-batches may be of other sizes on other ranks.
+    # A loss may need whole batches, and the sizes of micro-batches may differ between ranks.
     for group in rows.in_order(batch_size if loss.divided or rows.share.is_many else micro_batch):
         batch = TensorBatch(group) if step.collate is None else SampleBatch(group, step.collate)
         sizes = cut_sizes(batch.rows, micro_batch or batch.rows)
         whole = loss.along(batch, sizes, model, lambda: None) if loss.divided else nullcontext()
         with ExitStack() as stack:
-            with step.precision.arithmetic(), computing():  # a first pass of the loss, too
+            with step.precision.arithmetic(), computing():  # for a first pass of the loss
                 share = stack.enter_context(whole)
             for micro, index in batch.micro_batches(Cut.of_sizes(sizes).parts):
                 part = loss if share is None else share(index[0], index[-1] + 1)
@@ -120,15 +123,15 @@ def _measured(part: Any, terms: Any) -> tuple[dict[str, Total], bool]:
     fixed = {} if part.divided else part.divisors(OpenBatch(), terms, 1) or {}
     weights = fixed or terms.weigh()
     sums = dict(terms.sums)
-    if part.divided:  # what weighs nothing has no mean that could be multiplied by it
+    if part.divided:  # the mean of a term with weight 0 is NaN
         sums = {name: value * weights[name] if weights[name] else 0 for name, value in sums.items()}
     return {name: Total(value, weights[name]) for name, value in sums.items()}, bool(fixed)
 
 
 class RunningLoss:
-    """The loss over the updates of an epoch: each term a sum of sums over a sum of weights.
+    """The loss over the updates of an epoch: each term is a sum of sums over a sum of weights.
 
-    `counts` has the steps without update and the rows left out. Checkpoints keep `totals` and `counts`.
+    `counts` has the steps without update and the rows left out. Checkpoints save `totals` and `counts`.
     """
 
     def __init__(
@@ -139,11 +142,11 @@ class RunningLoss:
 
     @property
     def totals(self) -> dict[str, list[float]]:
-        """Sum and weight of each term, to be kept in a checkpoint."""
+        """Sum and weight of each term, for a checkpoint."""
         return {name: [float(total.sum), float(total.weight)] for name, total in self._totals.items()}
 
     def add(self, report: StepReport) -> None:
-        """Add an update; terms without weight have nothing to add."""
+        """Add an update; terms without weight add nothing."""
         self.counts["dropped"] += report.dropped
         self.counts["skipped"] += not report.updated
         for name, weight in report.weights.items():
@@ -152,7 +155,7 @@ class RunningLoss:
                 self._totals[name] = self._totals.get(name, Total.zero()) + total
 
     def value(self, coefficients: Mapping[str, float]) -> float:
-        """The terms' means with their coefficients (1 where none is given); NaN where nothing was added."""
+        """Return the sum of the terms' means times coefficients (default 1); NaN if nothing was added."""
         values = [coefficients.get(name, 1.0) * float(total.mean()) for name, total in self._totals.items()]
         return math.fsum(values) if values else math.nan
 
@@ -174,12 +177,10 @@ def _as_fold(name: str, metric: Metric) -> Fold[Any, Any, Any]:
 
 
 def _widened(total: Total) -> Total:
-    """In double precision, so that counts stay exact and the cut leaves no trace."""
     return Total(*[n.double() if isinstance(n, Tensor) else n for n in (total.sum, total.weight)])
 
 
 def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
-    """What the model returned last, and the targets."""
     if not outputs:
         raise LossError(
             f"Expected the loss to call the model, so that metrics see its outputs, got {len(outputs)} "
@@ -189,19 +190,16 @@ def _pair(outputs: Sequence[Any], micro: Any) -> tuple[Any, Any]:
 
 
 def _single(values: Any) -> Any:
-    """A tuple of one is what it holds."""
     return values[0] if isinstance(values, tuple) and len(cast("tuple[Any, ...]", values)) == 1 else values
 
 
-class _Told:
-    """A compiled model in a loss, whose outputs are told."""
-
-    def __init__(self, model: Any, tell: Callable[[Any], None]) -> None:
-        self._model, self._tell = model, tell
+class _OutputRecorder:
+    def __init__(self, model: Any, record: Callable[[Any], None]) -> None:
+        self._model, self._record = model, record
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         output = self._model(*inputs, **named)
-        self._tell(output)
+        self._record(output)
         return output
 
     def __getattr__(self, name: str) -> Any:
@@ -210,10 +208,10 @@ class _Told:
 
 @contextmanager
 def _outputs_of(step: Step) -> Generator[tuple[Any, list[Any]]]:
-    """Yield the model, and its outputs while the loss runs it, so that metrics need no second forward."""
+    """Yield the model, and a list that receives its outputs, so that metrics need no second forward."""
     outputs: list[Any] = []
-    if any(map(private.is_static, step.model.modules())):  # a hook would have it compiled anew
-        yield _Told(step.model, outputs.append), outputs
+    if any(map(private.is_static, step.model.modules())):  # a hook would cause a recompilation
+        yield _OutputRecorder(step.model, outputs.append), outputs
         return
     hook = step.model.register_forward_hook(lambda module, inputs, value: outputs.append(value))
     try:

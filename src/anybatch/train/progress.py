@@ -1,4 +1,4 @@
-"""The progress bar: epochs, loss, throughput and memory at a glance."""
+"""The progress bar: epochs, loss, throughput and memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """A bar over all updates, and a line for every finished epoch.
+    """A bar over all updates, with the peak memory of a device, and a line for every finished epoch.
 
-    Args:
-        device: whose memory is shown, as the most bytes so far (`peak_bytes`).
-        console: where it is drawn; standard error by default, so that standard output stays for results.
-            Where that is no terminal, only the epochs' lines are printed.
+    The default console is standard error. If it is no terminal, only the lines of epochs are printed.
     """
 
     def __init__(self, device: torch.device, console: Console | None = None) -> None:
@@ -35,7 +32,7 @@ class ProgressBar(Callback):
         self._loss = math.nan
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Draw the bar where training starts or goes on."""
+        """Draw the bar at the start or resume of a training."""
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._epochs = info.epochs
@@ -57,10 +54,10 @@ class ProgressBar(Callback):
         self._bar.start()
 
     def update(self, trainer: Any, report: StepReport) -> None:
-        """Move the bar, at most ten times a second."""
+        """Advance the bar, at most ten times a second."""
         self._done += 1
         self._rows += report.rows
-        self._loss = report.loss if report.updated else self._loss  # a step without update has none
+        self._loss = report.loss if report.updated else self._loss  # a step without update has no loss
         now = time.perf_counter()
         if now - self._last < 0.1:
             return
@@ -76,14 +73,14 @@ class ProgressBar(Callback):
         self._console.print(str(report), markup=False, highlight=False, soft_wrap=True)
 
     def stop(self, trainer: Any) -> None:
-        """Take the bar away; say why training stopped, if it was asked to."""
+        """Remove the bar; print the reason if a callback stopped the training."""
         self._bar.stop()
         if trainer.stopped:
             self._console.print(f"stopped: {trainer.stopped}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _import_rich() -> None:
-    """Import rich where a bar is wanted: doing so draws random numbers, and those are the caller's."""
+    """Import rich without changing the random state: the import draws random numbers."""
     state = random.getstate()
     try:
         import rich.progress  # noqa: F401  # pyright: ignore[reportUnusedImport]
@@ -92,12 +89,12 @@ def _import_rich() -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most bytes ever in use: allocated on CUDA, resident in the process elsewhere; 0 where unknown."""
+    """Return the peak memory in bytes: allocated on CUDA, resident elsewhere; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
         return 0
-    import resource  # not on every system
+    import resource  # not available on every system
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,4 +1,4 @@
-"""Nested values split into tensors and JSON, and joined again, without pickle."""
+"""Nested values split into tensors and JSON, and rebuilt, without pickle."""
 
 import ctypes
 import hashlib
@@ -11,20 +11,22 @@ from torch import Tensor, strided
 
 from anybatch.core import CheckpointError
 
-_TAG = "$"  # marks what JSON has no type for: {"$": "tuple", "of": [...]}
+_TAG = "$"  # marks types that JSON lacks: {"$": "tuple", "of": [...]}
 
 
 class Packer:
-    """Splits nested values into JSON and the `tensors` it refers to: dense, on the CPU, tied ones once."""
+    """A converter of nested values to JSON and dense CPU `tensors`; tied tensors are stored once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._keys: dict[tuple[object, ...], str] = {}  # of tensors seen, so that tied ones are kept once
-        self._seen: list[Tensor] = []  # alive, so that no later tensor takes the address of one of them
+        self._keys: dict[
+            tuple[object, ...], str
+        ] = {}  # identity -> key, so that tied tensors are stored once
+        self._seen: list[Tensor] = []  # references, so that no address is reused
         self._storages: set[int] = set()
 
     def pack(self, value: Any, path: str) -> Any:
-        """JSON for a value; its tensors are kept under their paths."""
+        """Return JSON for a value; store its tensors under their paths."""
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "of": self._keep(value, path)}
         if isinstance(value, float) and not math.isfinite(value):
@@ -58,20 +60,20 @@ class Packer:
         identity = (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if value.numel() and identity in self._keys:
             return self._keys[identity]
-        while path in self.tensors:  # of another value: {"a/b": ...} beside {"a": {"b": ...}}
+        while path in self.tensors:  # another value has this path: {"a/b": ...} and {"a": {"b": ...}}
             path += "'"
         self._keys[identity] = path
         self._seen.append(value)
         stored = value.cpu().resolve_conj().resolve_neg().contiguous()
         if stored.untyped_storage().data_ptr() in self._storages:
-            stored = stored.clone()  # safetensors refuses tensors that overlap without being the same
+            stored = stored.clone()  # safetensors refuses tensors that overlap
         self._storages.add(stored.untyped_storage().data_ptr())
         self.tensors[path] = stored
         return path
 
 
 def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `Packer.pack`; JSON that no packer made raises some error."""
+    """Rebuild the value of `Packer.pack`; other JSON raises an error."""
     if isinstance(value, list):
         return [unpack(item, tensors) for item in cast("list[Any]", value)]
     if not isinstance(value, dict):
@@ -96,7 +98,7 @@ def unpack(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def digest_of(tensors: Mapping[str, Tensor], text: str) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all tensors, and the JSON."""
+    """Return the SHA-256 of names, dtypes, shapes and bytes of all tensors, and of the JSON."""
     digest = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         value = tensors[name]

@@ -1,4 +1,4 @@
-"""One logical batch over ranks: which rows are this rank's, and where all ranks meet"""
+"""Ranks of one logical batch: the rows of each, and the points where all ranks meet."""
 
 import io
 import random
@@ -18,14 +18,7 @@ from anybatch.train.serialize import digest_of
 
 
 class Share:
-    """What one rank has of each batch, and what it tells the others. Alone, it has all rows and tells nobody.
-
-    Args:
-        step: whose strategy says whether other processes hold rows of the same batch.
-
-    Attributes:
-        rank, ranks: the number of this process, and how many there are.
-    """
+    """The rows of this rank in each batch, and its messages to other ranks. A single rank has all rows."""
 
     def __init__(self, step: Step) -> None:
         self._group = getattr(step.strategy, "group", None)
@@ -35,23 +28,17 @@ class Share:
 
     @property
     def is_many(self) -> bool:
-        """Whether there are other ranks."""
+        """True if there are other ranks."""
         return self.ranks > 1
 
     def part(self, rows: int) -> slice:
-        """This rank's rows of so many: parts in the order of the ranks, whose sizes differ by one at most.
-
-        Example:
-            >>> model = torch.nn.Linear(1, 1)
-            >>> Share(Step(model, torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1))).part(5)
-            slice(0, 5, None)
-        """
+        """Return this rank's slice of `rows` rows: in the order of ranks, sizes differ by at most one."""
         size, more = divmod(rows, self.ranks)
         first = self.rank * size + min(self.rank, more)
         return slice(first, first + size + (self.rank < more))
 
     def of(self, batch: Any) -> Any:
-        """This rank's rows of a batch of tensors, or of a list of samples; None if it has none."""
+        """Return this rank's rows of a batch of tensors or a list of samples; None if it has none."""
         if not self.is_many:
             return batch
         is_list = self._step.collate is not None
@@ -61,11 +48,11 @@ class Share:
         return batch[part] if is_list else tree.map_leaves(lambda leaf: leaf[part], batch)
 
     def has_turn(self, batch: int) -> bool:
-        """Whether a batch of an evaluation is this rank's, as a whole."""
+        """Return True if this rank evaluates the batch of this index."""
         return batch % self.ranks == self.rank
 
     def draw_apart(self, seed: int, step: int) -> None:
-        """Let ranks after the first draw random numbers of their own, which depend on seed, rank and step."""
+        """Seed the random streams of ranks after the first from seed, rank and step."""
         if self.rank:
             own = rng.derive_seed(seed, "rank", self.rank, step)
             torch.manual_seed(own)
@@ -75,7 +62,7 @@ class Share:
 
     @contextmanager
     def told(self, interruption: Interruption) -> Generator[None]:
-        """Let no other rank wait for one that fails here; a signal that this rank got, too, comes first."""
+        """Notify the other ranks of an error in this context; a signal of this rank has priority."""
         try:
             yield
         except BaseException as error:
@@ -85,11 +72,7 @@ class Share:
             raise
 
     def refuse(self, window: object) -> None:
-        """Refuse to save an open window of several ranks.
-
-        Raises:
-            WindowError: there is one.
-        """
+        """Raise WindowError for an open window of several ranks, which cannot be saved."""
         if window is not None and self.is_many:
             raise WindowError(
                 f"Expected no open window to save on {self.ranks} ranks, got one, of which rank 0 has only "
@@ -97,14 +80,10 @@ class Share:
             )
 
     def meet(self, place: str, **values: Any) -> list[dict[str, Any]]:
-        """Wait for all ranks at a place of the program; returns what each of them says.
-
-        Raises:
-            RankError: a rank has failed, or is at another place.
-        """
+        """Wait for all ranks at a named place; return their values. Raises RankError if one is elsewhere."""
         if not self.is_many:
             return [values]
-        # A rank in the middle of a step understands this as a failure.
+        # A rank in the middle of a step reads this as a failure.
         said = exchange({"at": place, "failed": "no step", "said": f"at {place}", **values}, self._group)
         for number, one in enumerate(said):
             if "at" not in one and "failed" in one:
@@ -121,11 +100,7 @@ class Share:
         return said
 
     def meet_with_same(self, digest: str, place: str) -> None:
-        """Refuse batches that are not the same on all ranks, of which this rank's part would be taken.
-
-        Raises:
-            BatchError: the digests differ.
-        """
+        """Meet; raise BatchError if the digests of a batch differ between ranks."""
         found = [one["digest"] for one in self.meet(place, digest=digest)]
         if len({*found}) > 1:
             odd = [number for number, one in enumerate(found) if one != found[0]]
@@ -135,12 +110,12 @@ class Share:
             )
 
     def meet_with_signal(self, place: str, interruption: Interruption, stopped: str) -> None:
-        """Meet; what has interrupted one rank interrupts all, at the same place."""
+        """Meet; a signal of one rank interrupts all ranks at the same place."""
         said = self.meet(place + ", to stop" * bool(stopped), signal=interruption.signal)
         interruption.signal = max(one["signal"] for one in said)
 
     def meet_with_buffers(self, place: str) -> None:
-        """Meet; warn where buffers, which no rank sums, are not the same on all of them."""
+        """Meet; warn if buffers, which are not summed over ranks, differ between them."""
         if self.is_many:
             model = self._step.model
             digest = digest_of({name: one.cpu() for name, one in model.named_buffers()}, "")
@@ -152,7 +127,7 @@ class Share:
                 )
 
     def gather(self, place: str, value: Any) -> list[Any]:
-        """A value of each rank, of any kind that can be pickled."""
+        """Return the values of all ranks, of any type that can be pickled."""
         if not self.is_many:
             return [value]
         device = next(self._step.model.parameters()).device
@@ -162,5 +137,5 @@ class Share:
         sizes = [one["bytes"] for one in self.meet(place, bytes=len(mine))]
         (joined,) = all_gather_rows([mine], sizes, self._group)
         parts = [io.BytesIO(bytes(part.tolist())) for part in joined.split(sizes)]
-        # What was packed a moment ago, by the other processes of this program.
+        # Safe to unpickle: packed by the other processes of this program.
         return [torch.load(part, map_location=device, weights_only=False) for part in parts]

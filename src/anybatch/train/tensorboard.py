@@ -1,4 +1,4 @@
-"""TensorBoard: loss, speed and what observers see, written as a training goes on."""
+"""TensorBoard: loss, speed and records of observers, written during training."""
 
 from pathlib import Path
 from typing import Any
@@ -8,15 +8,15 @@ from anybatch.train.callbacks import Callback, EpochReport, RunInfo
 
 
 class TensorBoard(Callback):
-    """Writes scalars for TensorBoard: give it to `Trainer(..., callbacks=[TensorBoard(folder)])`.
+    """A callback that writes scalars for TensorBoard: `Trainer(..., callbacks=[TensorBoard(folder)])`.
 
-    Written are loss, terms, learning rate, rows per second, rows of a micro-batch and the gradient's norm;
-    values of each epoch; and what the step's observers record, layer by layer. Updates are numbered as in
-    the log. A training that goes on drops what was written after the checkpoint.
+    The scalars are loss, terms, learning rate, rows per second, rows of a micro-batch and gradient norm;
+    values of each epoch; and records of the step's observers, by layer. Updates are numbered as in the log.
+    A resume drops the events after its checkpoint.
 
     Args:
-        folder: for `tensorboard --logdir`.
-        every: write each so many updates; records are written whenever there are some.
+        folder: the folder for `tensorboard --logdir`.
+        every: updates between two writes; records of observers are always written.
 
     Raises:
         PlanError: tensorboard is not installed; from `start`.
@@ -30,7 +30,7 @@ class TensorBoard(Callback):
         self._at = 0
 
     def start(self, trainer: Any, info: RunInfo) -> None:
-        """Open a file of events."""
+        """Open an event file."""
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -41,7 +41,7 @@ class TensorBoard(Callback):
         self._writer = SummaryWriter(str(self.folder), purge_step=self._at + 1)
 
     def update(self, trainer: Any, report: StepReport) -> None:
-        """Write an update's figures."""
+        """Write the scalars of an update."""
         self._at += 1
         if self._at % self.every == 0 or self._at == 1:
             values = {
@@ -62,12 +62,12 @@ class TensorBoard(Callback):
                 self._write({f"{tag}/{layer}" if layer else tag: number for layer, number in named})
 
     def epoch(self, trainer: Any, report: EpochReport) -> None:
-        """Write an epoch's figures."""
+        """Write the scalars of an epoch."""
         values = {"epoch/loss": report.loss, "epoch/samples per second": report.samples_per_second}
         self._write(values | {f"validation/{name}": value for name, value in report.validation.items()})
 
     def stop(self, trainer: Any) -> None:
-        """Close the file."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

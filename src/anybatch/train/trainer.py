@@ -7,28 +7,13 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from anybatch.core import (
-    AnybatchError,
-    CheckpointError,
-    PlanError,
-    StepReport,
-    WindowError,
-    check_whole,
-)
+from anybatch.core import AnybatchError, CheckpointError, PlanError, StepReport, WindowError, check_whole
 from anybatch.engine import learning_rate_of
 from anybatch.losses import summed_loss
 from anybatch.state import rng
 from anybatch.step import Step
 from anybatch.train import checkpoint
-from anybatch.train.callbacks import (
-    EMA,
-    Callback,
-    EpochReport,
-    RunInfo,
-    check_callbacks,
-    load_states,
-    states,
-)
+from anybatch.train.callbacks import EMA, Callback, EpochReport, RunInfo, check_callbacks, load_states, states
 from anybatch.train.folder import BEST, LAST, has_run, load_newest, make_folder, number
 from anybatch.train.identity import check_config, check_run, identity
 from anybatch.train.interrupt import Interruption, deferred
@@ -39,50 +24,49 @@ from anybatch.train.progress import ProgressBar, peak_bytes
 
 
 class Trainer:
-    """Trains for epochs over rows in memory or from a loader, one exact update per batch.
+    """A training over epochs of rows in memory or from a loader, with one exact update per batch.
 
-    The same seed gives the same run, bit for bit, also when it is interrupted and resumed. Validation runs in
+    The same seed gives the same run, bit for bit, also if it is interrupted and resumed. Validation runs in
     the precision of training and in evaluation mode; afterwards each module is in its former mode again.
-    Checkpoints hold float32 weights also if the model's are shorter.
+    Checkpoints hold float32 weights also for a 16-bit model.
 
-    A loader is a DataLoader, an IterableDataset or any object that can be iterated anew in each epoch. Its
-    items are batches of tensors with rows first or, if the step has a `collate`, samples (of a DataLoader
-    that makes batches: lists of samples). A run that goes on in the middle of an epoch loads the batches
-    before that place once more.
+    A loader is a DataLoader, an IterableDataset or any object that can be iterated in each epoch. Its items
+    are batches of tensors with rows first or, if the step has a `collate`, samples (of a batching DataLoader:
+    lists of samples). A resume in the middle of an epoch loads its earlier batches again.
 
-    With several ranks (`anybatch.parallel`) each has the same data, and takes its part of each batch, so that
-    batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks goes
-    on from them.
+    With several ranks (`anybatch.parallel`) each has the same data and computes its part of each batch, so
+    that batches do not depend on the number of ranks. Rank 0 writes checkpoints and logs; any number of ranks
+    can resume from them.
 
     Args:
-        step: the step, with model, loss and optimizer. Its `order` holds within each batch; which rows are
-            in a batch depends on the seed.
+        step: the step, with model, loss and optimizer. Its `order` applies within each batch; the seed
+            determines the rows of a batch.
         train: training rows: tensors with rows first, nested in any way; samples if the step has a
             `collate`; or a loader.
         validation: rows or a loader for validation after each epoch. None for no validation.
-        batch_size: rows of a batch. The last one of an epoch may be smaller. The items of a loader are joined
-            and divided to this size. None, for a loader, to make one update with each of its items.
-        seed: seed for the order of the rows, and for what is drawn while loading. Random numbers inside the
-            model follow torch's own seed, on ranks after the first this one.
+        batch_size: rows of a batch. The last batch of an epoch may be smaller. The items of a loader are
+            joined and divided to this size. None, for a loader, makes one update per item.
+        seed: seed for the order of the rows, and for random numbers while loading. Random numbers inside the
+            model follow torch's own seed, on ranks after the first this seed.
         metrics: named functions of (outputs, targets) that return a `Total`, such as `anybatch.accuracy`, or
             folds.
-        best_by: name of the validation value that decides which checkpoint is the best. NaN never is.
-        larger_is_better: whether larger values of `best_by` are better.
+        best_by: name of the validation value that determines the best checkpoint. NaN never counts.
+        larger_is_better: True if larger values of `best_by` are better.
         out: folder for checkpoints and logs. None to write nothing.
         save_every: also save after this many batches of an epoch. 0 to save after each epoch only.
         save_minutes: also save when this many minutes have passed since the last time. 0 for never.
-        keep: numbered checkpoints to keep besides the last and the best: each that is saved as the last is
-            also kept as `step-00000012.safetensors`, until there are this many newer ones.
+        keep: number of numbered checkpoints (`step-00000012.safetensors`) to keep in addition to the last and
+            the best; each last checkpoint is also saved under its number.
         config: values stored in every checkpoint, such as the recipe's name. A resumed run must have the
             same.
         progress: show a progress bar with throughput and memory, and a line per epoch, on standard error.
-        callbacks: objects that are told of start, updates and epochs (`ab.Callback`).
+        callbacks: `ab.Callback` objects, called at start, updates and epochs.
 
     Attributes:
-        epoch, steps, updates: epochs finished, batches done and updates made since the very start.
-        seconds: time spent training.
+        epoch, steps, updates: finished epochs, batches and updates since the start of the run.
+        seconds: training time in seconds.
         best: the best value of `best_by`, or None.
-        stopped: why a callback stopped the training, or an empty string.
+        stopped: the reason if a callback stopped the training, else an empty string.
 
     Raises:
         BatchError, PlanError: rows, sizes, names or a config are not supported.
@@ -126,7 +110,7 @@ class Trainer:
         _check_saving(out, save_minutes, keep)
         check_callbacks(callbacks)
         names = {"loss", *(metrics or {})}
-        # The terms of a loss of the user's own have names that only a forward tells.
+        # The names of a user's terms are unknown before a forward.
         if validation is not None and best_by not in names and summed_loss(step.loss) is not None:
             raise _unknown_best(best_by, names)
         self.batch_size, self.seed, self.metrics = batch_size, seed, dict(metrics or {})
@@ -136,34 +120,35 @@ class Trainer:
         self.out = None if out is None or self._share.rank else make_folder(Path(out))
         self.save_every, self.save_minutes, self.keep = save_every, save_minutes, keep
         bars = (
-            (ProgressBar(next(step.model.parameters()).device),) if progress and not self._share.rank else ()
+            [ProgressBar(next(step.model.parameters()).device)] if progress and not self._share.rank else []
         )
         there = [one for one in callbacks if one.on_every_rank or not self._share.rank]
         self.callbacks: tuple[Callback, ...] = (*bars, *there)
         self._log = None if self.out is None else JsonLog(self.out / "log.jsonl", peak_bytes)
         self.epoch = self.steps = self.updates = 0
-        self.seconds = 0.0
+        self.seconds, self.stopped, self._saved = 0.0, "", time.monotonic()
         self.best: float | None = None
-        self.stopped = ""
-        self._is_ours = False  # whether the checkpoints in `out` are of this run
-        self._batch = 0  # batches done in the epoch under way
-        self._digest = ""  # of the last of them, from a checkpoint
-        self._saved = time.monotonic()
-        self._fitted = batch_size  # rows of a micro-batch that were planned to fit in every step so far
-        self._loss = RunningLoss()  # of the epoch under way
+        self._is_ours = False  # True if the checkpoints in `out` are of this run
+        self._batch = 0  # batches done in the current epoch
+        self._digest = ""  # digest of the last of them, from a checkpoint
+        self._fitted = batch_size  # rows of a micro-batch that fitted in every step so far
+        self._loss = RunningLoss()  # of the current epoch
 
     def fit(self, *, epochs: int) -> list[EpochReport]:
-        """Train until `epochs` epochs are done, counting those before a resume, or a callback stops it.
+        """Train until `epochs` epochs are done, including those before a resume, or a callback stops it.
 
         Ctrl-C and SIGTERM take effect after the current update. Then, and after any error of anybatch, of the
-        data or of a callback, a checkpoint of the last update is saved, from which `resume` continues.
+        data or of a callback, a checkpoint of the last update is saved for `resume`.
+
+        Args:
+            epochs: number of the last epoch, at least 1.
 
         Returns:
             The reports of the epochs finished in this call.
 
         Raises:
             CheckpointError: `out` holds another run, which would be overwritten.
-            BatchError: a loader gives no batch, or one that cannot be used.
+            BatchError: a loader gives no batch, or an unusable one.
             RankError: another rank failed, ended, or has other data.
         """
         check_whole("epochs", epochs, least=1)
@@ -196,11 +181,14 @@ class Trainer:
         return reports
 
     def stop(self, reason: str) -> None:
-        """End the training after this update or epoch; for callbacks. A checkpoint is saved."""
+        """End the training after this update or epoch, and save a checkpoint; for callbacks."""
         self.stopped = reason
 
     def evaluate(self, rows: Any) -> dict[str, float]:
-        """Loss, terms and metrics on these rows: sums over all of them, divided once.
+        """Return loss, terms and metrics on these rows: sums over all of them, divided once.
+
+        Args:
+            rows: rows or a loader, of the same form as for training.
 
         Example:
             >>> import torch
@@ -214,15 +202,15 @@ class Trainer:
             return self._evaluate(open_data(rows, self.step))
 
     def export(self, path: str | Path, ema: EMA | None = None) -> None:
-        """Write the model's weights alone, as a plain state dict, in float32 where they are stored short.
+        """Write the model's weights as a plain state dict, with float32 master weights for 16-bit ones.
 
         Args:
-            path: ends in .safetensors, or in .pt or .pth for `torch.load(path, weights_only=True)`.
+            path: file name, ending in .safetensors, or in .pt or .pth for
+                `torch.load(path, weights_only=True)`.
             ema: averaged weights to write instead.
 
         Raises:
             CheckpointError: the file cannot be written.
-
         """
         if self._share.rank:
             return
@@ -232,9 +220,13 @@ class Trainer:
             checkpoint.export(self.step.masters.state_dict(self.step.model), path)
 
     def save(self, path: str | Path) -> None:
-        """Write everything needed to go on from here, atomically: an open window of the step, too.
+        """Write a checkpoint atomically, including an open window of the step; only rank 0 writes.
 
-        Of several ranks only rank 0 writes.
+        Args:
+            path: the file; its folder must exist.
+
+        Raises:
+            CheckpointError, WindowError: the file cannot be written; a window is open on several ranks.
         """
         if self._share.rank:
             return
@@ -246,22 +238,23 @@ class Trainer:
             "counts": self._loss.counts,
         }
         if self._log is not None:
-            self._log.flush()  # so that a resume from here finds every update in it
+            self._log.flush()  # a resume from here needs every update in the log
         checkpoint.save(path, **_parts(self.step), progress=progress, random=rng.capture_process())
 
     def resume(self, path: str | Path) -> None:
-        """Go on from a checkpoint: weights, optimizer, scheduler, random state and place in the epoch.
+        """Load a checkpoint: weights, optimizer, scheduler, random state and position in the epoch.
 
-        The log in `out` keeps each update once: those made after the checkpoint are dropped by `fit`.
-        A window that was open is open again (`step.open_window`). Callbacks and observers with a state are
-        found by class and order; a warning names those that are on one side only.
+        The log in `out` has each update once: `fit` drops those after the checkpoint. A window that was open
+        is open again (`step.open_window`). Callbacks and observers with a state are matched by class and
+        order; a warning names those without a match.
 
         Args:
-            path: a checkpoint, or the folder of a run. Of a folder, `last.safetensors` is taken or, if it is
-                damaged, the newest numbered one or the best one that is whole, with a warning.
+            path: a checkpoint, or the folder of a run. In a folder, `last.safetensors` is loaded or, if it is
+                damaged, the newest numbered one or the best one that is intact, with a warning.
 
         Raises:
-            CheckpointError: it is missing, damaged, of another model or of another run; nothing was changed.
+            CheckpointError: the file is missing, damaged, of another model or of another run; nothing was
+                changed.
             WindowError: the step has an open window.
         """
         if self.step.open_window is not None:
@@ -277,7 +270,10 @@ class Trainer:
         self.epoch, self._batch, self.updates = then["epoch"], then["batch"], then["updates"]
         self.seconds, self.best = then["seconds"], then["best"]
         steps = self.epoch * (self.train.per_epoch(self.batch_size) or 0) + self._batch
-        self.steps, self._digest = then.get("steps", steps), then.get("digest", "")  # new in checkpoints
+        self.steps, self._digest = (
+            then.get("steps", steps),
+            then.get("digest", ""),
+        )  # missing in old checkpoints
         self._loss = RunningLoss(then["totals"], **then.get("counts", {}))
         self.step.scale.load(then.get("scale", self.step.scale.state()))
         if self.step.planning.budget is not None:  # the same cuts as before, so the same bits
@@ -286,7 +282,7 @@ class Trainer:
         if then.get("window") is not None:
             self.step.window(then["window"])
         rng.restore_process(found.random)
-        homes = (path.parent.resolve(), path.resolve().parent)  # it may be a symlink, or the target of one
+        homes = (path.parent.resolve(), path.resolve().parent)  # the path may be a symlink or its target
         self._is_ours = self.out is not None and self.out.resolve() in homes
 
     @property
@@ -294,14 +290,13 @@ class Trainer:
         return self.callbacks if self._log is None else (*self.callbacks, self._log)
 
     def _run_epoch(self, interruption: Interruption) -> list[EpochReport]:
-        """The epoch's report; none where a callback stopped it in the middle."""
         before = self.seconds
         rows = self._train_rows(interruption)
         place = f"epoch {self.epoch + 1} after {self._batch} batches"
         self._share.meet_with_buffers(f"{'a stop in' if self.stopped else 'the end of'} {place}")
         if self.stopped:
             return []
-        with self._saved_upon(Exception):  # nothing is under way; a resume validates again
+        with self._saved_upon(Exception):  # no update is unfinished; a resume validates again
             validation: dict[str, float] = {}
             if self.validation is not None:
                 with ExitStack() as contexts:
@@ -311,10 +306,10 @@ class Trainer:
             done = _report(self, self._loss, validation, rows, self.seconds - before)
             is_best = self._is_best(validation)
         self.epoch, self._batch, self._loss = self.epoch + 1, 0, RunningLoss()
-        # Before it is saved: what a checkpoint counts as done is in the logs, and in the callbacks' state.
+        # Before the save: a checkpoint's epochs are in the logs and in the state of callbacks.
         errors = self._tell("epoch", done)
         if is_best:
-            self._save(BEST)  # first, so that no last checkpoint tells of a best one that is not there
+            self._save(BEST)  # first, so that the last checkpoint never refers to a missing best one
         self._save(LAST)
         if errors:
             raise errors[0]
@@ -322,8 +317,7 @@ class Trainer:
         return [done]
 
     def _tell(self, event: str, report: StepReport | EpochReport) -> list[Exception]:
-        """Tell everyone, also after one of them raised: their states must agree in what has been done."""
-        errors: list[Exception] = []
+        errors: list[Exception] = []  # all callbacks are called, so that their states agree
         for callback in self._everyone:
             try:
                 getattr(callback, event)(self, report)
@@ -332,10 +326,9 @@ class Trainer:
         return errors
 
     def _train_rows(self, interruption: Interruption) -> int:
-        """Train on what is left of the epoch, or until stopped; returns how many rows that was."""
         rows, clock = 0, time.perf_counter()
         for batch in self._batches():
-            with self._saved_upon(AnybatchError):  # raised before an update, never in the middle of one
+            with self._saved_upon(AnybatchError):  # raised before an update, never during it
                 report = self.step(batch)
             rows += report.rows
             if report.cut:
@@ -347,7 +340,7 @@ class Trainer:
             self.updates += report.updated
             self._loss.add(report)
             errors = self._tell("update", report)
-            stop = interruption.signal  # read once: one that comes later waits for the next update
+            stop = interruption.signal  # read once: a later signal waits for the next update
             if stop or errors or self.stopped or self._is_time_to_save():
                 self._save(LAST)
             if errors:
@@ -359,18 +352,13 @@ class Trainer:
         return rows
 
     def _batches(self) -> Generator[Any]:
-        """What is left of the epoch; an error of the data comes when nothing is under way."""
+        digest, self._digest = self._digest, ""
         left = self.train.batches(
-            batch_size=self.batch_size,
-            seed=self.seed,
-            epoch=self.epoch,
-            start=self._batch,
-            digest=self._digest,
+            batch_size=self.batch_size, seed=self.seed, epoch=self.epoch, start=self._batch, digest=digest
         )
-        self._digest = ""
         with closing(left):
             while True:
-                with self._saved_upon(Exception):
+                with self._saved_upon(Exception):  # an error of the data, between updates
                     self._share.draw_apart(self.seed, self.steps)
                     batch = next(left, _END)
                 if batch is _END:
@@ -400,7 +388,6 @@ class Trainer:
 
     @contextmanager
     def _saved_upon(self, error: type[Exception]) -> Generator[None]:
-        """Leave a checkpoint behind before such an error goes on, if there was any update to keep."""
         try:
             yield
         except error:
@@ -418,13 +405,12 @@ class Trainer:
                     number(self.out, self.steps, keep=self.keep)
 
 
-_END: Any = object()  # of the batches of an epoch
+_END: Any = object()  # marks the end of an epoch's batches
 
 
 def _report(
     trainer: Trainer, running: RunningLoss, validation: Mapping[str, float], rows: int, seconds: float
 ) -> EpochReport:
-    """Of an epoch that is over."""
     return EpochReport(
         epoch=trainer.epoch + 1,
         updates=trainer.updates,
@@ -438,7 +424,6 @@ def _report(
 
 
 def _progress(trainer: Trainer) -> dict[str, Any]:
-    """What of a trainer a checkpoint keeps."""
     window = trainer.step.open_window
     return {
         "epoch": trainer.epoch,
@@ -456,7 +441,6 @@ def _progress(trainer: Trainer) -> dict[str, Any]:
 
 
 def _parts(step: Step) -> dict[str, Any]:
-    """What of a step a checkpoint keeps."""
     return {
         "model": step.model,
         "loss": step.loss_module,

@@ -1,4 +1,4 @@
-"""From a model's loss back to the means it is made of, and the factor of each."""
+"""Means and sums that a model's loss consists of, found in autograd's graph with their factors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -23,37 +23,37 @@ WAYS_OUT = (
 
 
 class NoLossError(LossError):
-    """A model returned no loss that could be minimised."""
+    """A model returned no loss that can be minimized."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What one micro-batch's loss is made of."""
+class LossTerms:
+    """The terms of one micro-batch's loss."""
 
     terms: Mapping[str, Reduction]  # the means and sums, by name
     routers: Mapping[str, RouterLoss]  # the router losses, by name
-    factors: Mapping[str, float]  # the factor of each of both
+    factors: Mapping[str, float]  # the factor of each term and router loss
     leaves: Mapping[str, Tensor]  # the tensors of the micro-batch
-    rows: int  # how many it has; 0 where its tensors do not agree
-    divides: bool  # whether the loss divides what it is made of
-    padded: bool  # whether the model padded labels
+    rows: int  # rows of the micro-batch; 0 if its tensors disagree
+    divides: bool  # True if the loss divides its terms
+    padded: bool  # True if the model padded labels
 
-    def forgotten(self) -> "Found":
-        """The same without graphs; settings are kept as they are now."""
+    def forgotten(self) -> "LossTerms":
+        """Return a copy without graphs, with a snapshot of the settings."""
         terms = {name: one.forgotten() for name, one in self.terms.items()}
         routers = {name: call.detached() for name, call in self.routers.items()}
         return replace(self, terms=terms, routers=routers, leaves={})
 
 
 def call_model(model: nn.Module, micro: Any) -> Any:
-    """Call a model that computes its own loss on all that a micro-batch holds; a dataclass gives keywords."""
+    """Call a model that computes its own loss on a micro-batch; a dataclass gives keyword arguments."""
     if is_dataclass(micro) and not isinstance(micro, Mapping):
         return call(model, {field.name: getattr(micro, field.name) for field in fields(micro)})
     return call(model, micro)
 
 
 def loss_of(model: nn.Module, output: Any) -> Tensor:
-    """The loss in what a model returned: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple."""
+    """Return the loss in a model's output: `.loss`, `["loss"]`, a scalar, or the only scalar in a tuple."""
     loss = _pick(output)
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point() and loss.requires_grad:
         return loss
@@ -68,7 +68,7 @@ def loss_of(model: nn.Module, output: Any) -> Tensor:
 
 
 def adds_nothing(output: Any) -> bool:
-    """Whether a model returned a constant 0, as some do where every row is ignored."""
+    """Return True if a model returned a constant 0, as some do if every row is ignored."""
     loss = _pick(output)
     if not isinstance(loss, Tensor) or loss.dim() or not loss.is_floating_point():
         return False
@@ -78,10 +78,10 @@ def adds_nothing(output: Any) -> bool:
 def factors_of(
     model: nn.Module, loss: Tensor, stops: Sequence[Reduction | RouterLoss]
 ) -> tuple[Mapping[int, float], bool]:
-    """Walk back from the loss to its means: the factor of each, by index, and whether anything there divides.
+    """Return the factor of each stop in the loss by index, and True if a division lies between.
 
     Raises:
-        LossError: the loss has a part that is none of these, or is not linear in them.
+        LossError: the loss has another part, or is not linear in the stops.
     """
     index_of = {stop.node: index for index, stop in enumerate(stops) if stop.node is not None}
     reached, nodes = _walk(model, loss, index_of)
@@ -99,19 +99,15 @@ def factors_of(
 
 
 def found_in(
-    model: nn.Module,
-    loss: Tensor,
-    watch: Watch,
-    routers: Sequence[RouterLoss],
-    leaves: Mapping[str, Tensor],
-) -> Found:
-    """What was noted while the model ran and is reached from its loss, by name."""
+    model: nn.Module, loss: Tensor, watch: Watch, routers: Sequence[RouterLoss], leaves: Mapping[str, Tensor]
+) -> LossTerms:
+    """Return the recorded reductions and router losses that the loss depends on, by name."""
     factors, divides = factors_of(model, loss, [*watch.found, *routers])
     noted = len(watch.found)
     indices = [index for index, factor in factors.items() if index < noted or factor]
     names = numbered([watch.found[index].name if index < noted else "router" for index in indices])
     index_of = dict(zip(names, indices, strict=True))
-    return Found(
+    return LossTerms(
         terms={name: watch.found[index] for name, index in index_of.items() if index < noted},
         routers={name: routers[index - noted] for name, index in index_of.items() if index >= noted},
         factors={name: factors[index] for name, index in index_of.items()},
@@ -123,7 +119,7 @@ def found_in(
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """`loss` for a single name; else the names, numbered where they come again."""
+    """Return `loss` for a single name; else the names, with numbers for repeated ones."""
     if len(names) == 1:
         return ["loss"]
     nth = [names[: index + 1].count(name) for index, name in enumerate(names)]
@@ -133,7 +129,6 @@ def numbered(names: Sequence[str]) -> list[str]:
 def _walk(
     model: nn.Module, loss: Tensor, index_of: Mapping[Node, int]
 ) -> tuple[Sequence[int], Sequence[Node]]:
-    """The stops that are reached, in order, and the nodes before them."""
     reached: list[int] = []
     before: list[Node] = []
     for node in nodes_behind(loss.grad_fn, index_of):

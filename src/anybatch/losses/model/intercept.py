@@ -1,4 +1,4 @@
-"""Watches a model compute its own loss: every mean in it becomes a sum and a weight."""
+"""Interception of a model's own loss: every mean in it becomes a sum and a weight."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,70 +33,68 @@ MEANS = (torch.mean, Tensor.mean)
 SUMS = (torch.sum, Tensor.sum)
 _WATCHED = frozenset({*FUNCTIONS, *MEANS, *SUMS, F.pad})
 
-# Nodes of autograd that pick elements out, so that there may be any number of them, and how many nodes before
-# a mean they are looked for.
+# Autograd nodes that select elements, so that their number may vary.
 _SELECTS = ("IndexBackward", "MaskedSelectBackward", "IndexSelectBackward")
-_NEAR = 48
+_NEAR = 48  # nodes before a mean that are searched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Origin:
-    """What the weight of a reduction is counted from."""
+    """The data from which the weight of a reduction is counted."""
 
-    kind: Kind  # what it divides by
-    settings: Mapping[str, Any]  # the arguments of its call by name
-    target: Tensor | None  # what the loss compares with; None for a plain mean
-    classes: int = 0  # how many classes there are; 0 for losses that are not counted
+    kind: Kind  # defines the divisor
+    settings: Mapping[str, Any]  # the arguments of the call by name
+    target: Tensor | None  # the target of the loss; None for a plain mean
+    classes: int = 0  # number of classes; 0 for losses whose targets are not counted
 
     @property
     def counts_classes(self) -> bool:
-        """The weight depends on the values of integer targets; with probabilities all rows weigh the same."""
+        """True if the weight depends on the values of integer targets (not for probabilities)."""
         if self.kind.weigh is not CLASSES.weigh or self.target is None:
             return False
         return not self.target.is_floating_point()
 
     @property
     def ignored(self) -> int:
-        """The target that does not count."""
+        """The target value that does not count."""
         return int(self.settings.get("ignore_index", -100))
 
     def weigh(self, target: Tensor) -> Number:
-        """The weight of other targets under the same settings."""
+        """Return the weight of other targets under the same settings."""
         return self.kind.weigh(self.settings, (), (target,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reduction:
-    """One reduction of many losses to one number."""
+    """A reduction of many losses to one number."""
 
-    name: str  # the function that was called
-    value: Tensor  # what the model got
-    node: Node | None  # the place of the value in autograd's graph
-    total: Tensor | None  # the same losses summed; None where the mean is to be multiplied again
-    weight: Number  # what the sum is divided by
-    is_sum: bool  # the model asked for the sum itself
-    source: Node | None  # the place of what was reduced in autograd's graph; None for losses that are counted
-    origin: Origin  # what the weight is counted from
-    fixed: Mapping[str, Any]  # the settings of the call that may not differ between micro-batches
-    # the target of row i is class i of as many classes: rows are each other's classes
-    pairs_rows: bool = False
-    shape: tuple[int, ...] = ()  # of what is reduced; () for losses that are counted
-    picks: bool = False  # of one whose graph is forgotten: whether an index picked what is reduced
-    may_be_parameters: bool = False  # of one whose graph is forgotten: whether it is shaped like a parameter
-    runs_again: bool = False  # whether it stands in a checkpoint
+    name: str  # the called function
+    value: Tensor  # the value that the model received
+    node: Node | None  # the autograd node of the value
+    total: Tensor | None  # the sum of the losses; None if it is computed from the mean
+    weight: Number  # the divisor of the sum
+    is_sum: bool  # True if the model asked for the sum
+    source: Node | None  # the autograd node of the reduced tensor; None for losses with counted targets
+    origin: Origin  # the data from which the weight is counted
+    fixed: Mapping[str, Any]  # settings of the call that must be the same in all micro-batches
+    pairs_rows: bool = False  # True if the target of row i is class i, of as many classes as rows
+    shape: tuple[int, ...] = ()  # shape of the reduced tensor; () for losses with counted targets
+    picks: bool = False  # (copies without graph) True if an index selected the reduced elements
+    may_be_parameters: bool = False  # (copies without graph) True if it has the shape of a parameter
+    runs_again: bool = False  # True inside a checkpointed block
 
     @property
     def sum(self) -> Tensor:
-        """The losses summed."""
+        """The sum of the losses."""
         if self.total is not None:
             return self.total
-        # A mean of nothing is NaN where the call had to stay as it was, and has nothing to add.
-        if isinstance(self.weight, Tensor) and self.weight.device.type != "cpu":  # which would have to stop
+        # An unchanged call gives NaN as the mean of nothing; its sum is 0.
+        if isinstance(self.weight, Tensor) and self.weight.device.type != "cpu":  # avoids a synchronization
             return torch.where(self.weight == 0, 0, widened(self.value) * self.weight)
         return widened(self.value) * self.weight if self.weight else widened(torch.zeros_like(self.value))
 
     def forgotten(self) -> "Reduction":
-        """The same without its graph, for comparison; settings as they are now."""
+        """Return a copy without its graph, for comparison, with a snapshot of the settings."""
         fixed = {
             key: one.detach().clone() if isinstance(one, Tensor) else one for key, one in self.fixed.items()
         }
@@ -106,13 +104,15 @@ class Reduction:
 
 
 class Watch(TorchFunctionMode):
-    """While it is entered, notes every call that reduces losses to one number.
+    """A context that records every call that reduces losses to one number.
 
-    Each noted call is made with the sum in place of the mean, and the model gets that sum over its weight:
-    the kernels, and casts before them, are the model's own. A mean of nothing is 0, not NaN, because
-    another micro-batch may have something. Full means and sums are noted too, and stay as they are. With
-    `as_is` every value stays as the model computes it. `found` holds what was noted, in order; `padded`
-    tells whether labels were padded by one place, as models do that predict the next token.
+    A recorded loss is computed as a sum, and the model gets the sum divided by its weight; kernels and casts
+    are the model's own. A mean of nothing is 0, not NaN, because another micro-batch may have elements.
+    Means and sums over all elements are recorded too, unchanged. With `as_is` every value is unchanged.
+
+    Attributes:
+        found: the recorded reductions, in order.
+        padded: True if labels were padded by one position, as in next-token prediction.
     """
 
     def __init__(self, *, as_is: bool = False) -> None:
@@ -124,9 +124,8 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Every call of torch comes by here."""
         kwargs = kwargs or {}
-        if func not in _WATCHED:  # nearly all
+        if func not in _WATCHED:  # the usual case
             return func(*args, **kwargs)
         if func in FUNCTIONS:
             return self._loss(func, args, kwargs)
@@ -141,7 +140,7 @@ class Watch(TorchFunctionMode):
         bound.apply_defaults()
         kind, settings = FUNCTIONS[func], dict(bound.arguments)
         if settings["reduction"] not in kind.reductions or deprecated_in(settings) or trained_in(settings):
-            return func(*args, **kwargs)  # as it is, and refused later where it has a part in the loss
+            return func(*args, **kwargs)  # unchanged; refused later if the loss depends on it
         if settings.get("weight") is not None:
             kind = WEIGHTED_FUNCTIONS.get(func, kind)
 
@@ -156,7 +155,7 @@ class Watch(TorchFunctionMode):
     def _fold(
         self, value: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_sum: bool
     ) -> Tensor:
-        """A mean or a sum over all elements. The value stays the model's own: bodies take means too."""
+        """Record a mean or a sum over all elements; its value is unchanged, as it may not be a loss."""
         given: Any = args[0] if args else kwargs.get("input")
         if not isinstance(given, Tensor) or not given.dim() or value.dim() or self._is_of_losses(given):
             return value
@@ -167,8 +166,8 @@ class Watch(TorchFunctionMode):
             name="sum" if is_sum else "mean",
             value=value,
             node=value.grad_fn,
-            # Taken from the mean, when asked for: a sum might not fit in float16, and a checkpointed body
-            # that takes a mean must do nothing now that it would not do when it runs again, unwatched.
+            # Computed from the mean on demand: a sum may overflow float16, and a checkpointed block must run
+            # the same operations now as when it is recomputed without this context.
             total=None if count or is_sum else given.sum(),
             weight=1 if is_sum else count,
             is_sum=is_sum,
@@ -181,7 +180,6 @@ class Watch(TorchFunctionMode):
         return self._note(noted)
 
     def _is_of_losses(self, given: Tensor) -> bool:
-        """Whether a mean is one of losses already reduced, as in `torch.stack(losses).mean()`."""
         noted = {one.node for one in self.found}
         is_reached = False
         for count, node in enumerate(nodes_behind(given.grad_fn if noted else None, noted)):
@@ -199,7 +197,6 @@ class Watch(TorchFunctionMode):
 def _read(
     name: str, kind: Kind, settings: Mapping[str, Any], call: Callable[[str], Tensor], *, as_is: bool
 ) -> Reduction:
-    """Sum in place of the reduction that was asked for; as it is, the model's own value to the bit."""
     reduction = settings["reduction"]
     is_sum, is_per_row = reduction == "sum", reduction == "batchmean"
     compared = tuple(settings.values())[: kind.arguments]
@@ -247,18 +244,18 @@ def _read(
 
 
 def selects(source: Node | None) -> bool:
-    """Whether what is reduced was picked out by a mask or an index, close by, so that it has any length."""
+    """Return True if a mask or index nearby selected the reduced elements, so that their number may vary."""
     return any(node.name().startswith(_SELECTS) and not _takes_one_each(node) for node in _near(source))
 
 
 def is_like_parameters(one: Reduction) -> bool:
-    """Whether what is reduced has the shape of a parameter close by, flat or not, and so may have no rows."""
+    """Return True if the reduced tensor has the shape of a parameter nearby, flat or not."""
     near: list[Any] = [getattr(node, "variable", None) for node in _near(one.source)]
     return any(one.shape in (tuple(leaf.shape), (leaf.numel(),)) for leaf in near if leaf is not None)
 
 
 def widened(value: Tensor) -> Tensor:
-    """In float64, where a coefficient times 1 / weight rounds once, at the end, as torch's own mean does."""
+    """Return the value in float64, so that coefficient times 1 / weight rounds once, like torch's mean."""
     return value.float() if value.device.type == "mps" else value.double()  # the one device without it
 
 
@@ -267,7 +264,6 @@ def _near(source: Node | None) -> Iterator[Node]:
 
 
 def _takes_one_each(node: Any) -> bool:
-    """Whether an index takes one element of every row, as in `scores[torch.arange(rows), last]`."""
     first = next(iter(private.saved(node, "indices") or ()), None)
     if first is None or first.dim() != 1:
         return False
@@ -275,37 +271,33 @@ def _takes_one_each(node: Any) -> bool:
 
 
 def _is_checkpointed() -> bool:
-    """Whether this runs again in the backward, unwatched, so that it must do what it would do then."""
-    frame = currentframe()  # torch's checkpoint does not tell otherwise
+    frame = currentframe()  # torch has no other way to detect its checkpoint
     while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
         frame = frame.f_back
     return frame is not None
 
 
 def _divided(total: Tensor, weight: Number) -> Tensor:
-    """0 where there is nothing to divide by."""
     if isinstance(weight, Tensor):
         return total / torch.where(weight == 0, 1, weight)
     return total / (weight or 1)
 
 
 def classes_in(arguments: tuple[Any, ...]) -> int:
-    """The classes of scores (rows, classes, ...) or (classes,), or of a layer (classes, width)."""
+    """Return the number of classes of scores (rows, classes, ...) or (classes,), or of a layer."""
     if len(arguments) == 3:
         return arguments[1].shape[0]
     return arguments[0].shape[1 if arguments[0].dim() > 1 else 0]
 
 
 def pairs_rows(scores: Tensor, target: Tensor | None) -> bool:
-    """Whether the target of row i is class i of as many classes."""
+    """Return True if the target of row i is class i, of as many classes as rows."""
     if target is None or target.dim() != 1 or scores.shape != (len(target), len(target)):
         return False
     return torch.equal(target, torch.arange(len(target), device=target.device, dtype=target.dtype))
 
 
 def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, Any]:
-    """What must be the same in every micro-batch: no entries of rows, and no functions, which may be new."""
-
     def holds_rows(name: str, value: Any) -> bool:
         if name not in kind.per_row or not isinstance(value, Tensor) or not scores.dim():
             return False
@@ -315,7 +307,7 @@ def _fixed(kind: Kind, kept: Mapping[str, Any], scores: Tensor) -> Mapping[str, 
 
 
 def is_equal(one: Any, other: Any) -> bool:
-    """Whether two settings are the same, of any device."""
+    """Return True if two settings are equal, on any devices."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one.to(other.device), other)
     return type(one) is type(other) and one == other

@@ -1,4 +1,4 @@
-"""A model that computes its own loss: its means become sums with weights, whatever its head."""
+"""A model that computes its own loss, of any head: its means become sums with weights."""
 
 import itertools
 import math
@@ -12,24 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import Batch, BatchError, LossError, Number, tree
-from anybatch.integrations import (
-    ROUTER_ADVICE,
-    RouterLoss,
-    WholeRouterLoss,
-    recorded,
-    wants_router_loss,
-)
+from anybatch.integrations import ROUTER_ADVICE, RouterLoss, WholeRouterLoss, recorded, wants_router_loss
 from anybatch.losses.loss import EvaluateAgain, Evaluated, Loss, Plain, Share, first_pass_rows
-from anybatch.losses.model.graph import (
-    WAYS_OUT,
-    Found,
-    adds_nothing,
-    call_model,
-    found_in,
-    loss_of,
-)
+from anybatch.losses.model.graph import WAYS_OUT, LossTerms, adds_nothing, call_model, found_in, loss_of
 from anybatch.losses.model.intercept import Reduction, Watch, is_equal, is_like_parameters, selects, widened
-from anybatch.losses.model.read import Form, Reading, reading_of, sum_of
+from anybatch.losses.model.read import Form, LossReading, reading_of, sum_of
 from anybatch.losses.model.targets import Match, count, find, leaves_of, rows_of
 from anybatch.state import rng
 
@@ -40,21 +27,21 @@ _T = TypeVar("_T")
 class ModelLoss:
     """The loss that the model itself computes and returns, as models of transformers do.
 
-    The batch goes into the model as it is: a mapping as keyword arguments, labels included. What comes back
-    holds the loss as `.loss`, `["loss"]`, the only scalar of a tuple, or is the loss.
+    The batch goes into the model unchanged: a mapping as keyword arguments, labels included. The output has
+    the loss as `.loss`, as `["loss"]` or as the only scalar of a tuple, or it is the loss.
 
-    While the model runs, its calls of torch's losses, and its means and sums over all elements, are observed
-    and computed as sums; then the loss is followed back to them. The gradient is that of the model's own loss
-    on the whole batch, for every head whose loss is a sum of means and sums with constant factors. The router
-    loss of transformers' mixtures of experts, a product of means, takes a first pass. Anything else is
-    refused by name. A batch that is not split goes through as it is, bit for bit.
+    While the model runs, its calls of torch's losses, and its means and sums over all elements, are recorded
+    and computed as sums; then autograd's graph is searched from the loss for these. The gradient is that of
+    the model's own loss on the whole batch, for every head whose loss is a sum of means and sums with
+    constant factors. The router loss of transformers' mixtures of experts, a product of means, needs a first
+    pass. Other losses are refused by name. The loss of a batch that is not split is bit-identical.
 
-    Many heads compute their loss in float32 whatever the model's dtype. If the weight of the whole batch is
+    Many heads compute their loss in float32 for any dtype of the model. If the weight of the whole batch is
     known beforehand (tensors that the step splits) the arithmetic is the same; in windows and lists of
     samples the division comes at the end, and agrees up to the rounding of float32.
 
-    In evaluation a router loss is left out: it belongs to a whole batch. A graph is built there too, to tell
-    the terms apart, and dropped. `report.loss` contains what carries a gradient, and no constants.
+    Evaluation leaves out a router loss, because it belongs to a whole batch. It also builds a graph, to
+    separate the terms, and drops it. `report.loss` contains the terms with gradient, and no constants.
 
     Example:
         >>> class Classifier(nn.Module):
@@ -71,26 +58,25 @@ class ModelLoss:
     """
 
     def begin(self) -> "ModelTerms":
-        """What reads the model's loss during one step."""
+        """Return the object that reads the model's loss during one step."""
         return ModelTerms()
 
 
-class _Reader(Plain):
-    """Reads a model's loss from the graph where a step knows its form; elsewhere the model is watched."""
+class _GraphReader(Plain):
+    """Base class: reads a model's loss from the graph if its form is known; else the model is watched."""
 
     counted = False
 
     def __init__(self) -> None:
-        self._reading = Reading(learns=False)  # of the model, once a step has begun
-        self._form: Form | None = None  # what this step reads by; None where it is watched
+        self._reading = LossReading(learns=False)  # the model's, after a step has begun
+        self._form: Form | None = None  # the known form of the loss; None if the model is watched
 
     def _open(self, model: nn.Module) -> None:
-        """A step begins."""
         self._reading = reading_of(model)
         self._form = self._reading.begin()
 
     def _by(self, read: Callable[[Tensor], _T], loss: Tensor) -> _T:
-        """What is read of a loss; where it has another form than it had, it is watched from here on."""
+        """Return `read(loss)`; if the loss has another form than before, the model is watched from now on."""
         try:
             return read(loss)
         except EvaluateAgain:
@@ -99,30 +85,29 @@ class _Reader(Plain):
             raise
 
 
-class ModelTerms(_Reader):
-    """A model's means during one step: what the first micro-batch shows, the others must repeat."""
+class ModelTerms(_GraphReader):
+    """The terms of a model's loss during one step; all micro-batches must have those of the first."""
 
     divided = False
     is_plain = False
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: Mapping[str, Number] = {}  # weights of the whole batch, where a first pass ran
+        self._known: Mapping[str, Number] = {}  # weights of the whole batch, after a first pass
         self._routers: Mapping[str, WholeRouterLoss] = {}
-        self._places: Mapping[int, int] = {}  # number of each micro-batch of the first pass, by its first row
+        self._places: Mapping[int, int] = {}  # index of each micro-batch of the first pass, by its first row
         self._begin()
 
     def _begin(self) -> None:
-        """As before the first micro-batch."""
-        self._start = -1  # the first row of the micro-batch at hand; -1 where nobody says
-        self._first: Found | None = None  # of the first micro-batch that has a loss
-        self._first_start = -1  # where that one starts
+        self._start = -1  # first row of the current micro-batch; -1 if unknown
+        self._first: LossTerms | None = None  # terms of the first micro-batch that has a loss
+        self._first_start = -1  # first row of that micro-batch
         self._matches: Mapping[str, list[Match]] = {}
-        self._promised: Mapping[str, Number] = {}
+        self._promised: Mapping[str, Number] = {}  # predicted weights of the batch
         self._weights: dict[int, Mapping[str, Number]] = {}  # of each micro-batch, by its first row
 
     def evaluate(self, model: nn.Module, micro: Any) -> Evaluated:
-        """Run the model and take its loss apart."""
+        """Run the model and split its loss into terms."""
         keep_graph = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if self._form is not None and keep_graph:
             return self._read(model, micro, self._form)
@@ -131,8 +116,7 @@ class ModelTerms(_Reader):
             return self._nothing(keep_graph=keep_graph)
         return self._taken(model, found, keep_graph=keep_graph)
 
-    def _taken(self, model: nn.Module, found: Found, *, keep_graph: bool) -> Evaluated:
-        """The sums and weights of what was found, if it is made as in the first micro-batch."""
+    def _taken(self, model: nn.Module, found: LossTerms, *, keep_graph: bool) -> Evaluated:
         is_first = self._first is None or 0 <= self._start == self._first_start
         if self._first is None:
             self._look(model, found)
@@ -140,7 +124,10 @@ class ModelTerms(_Reader):
             _refuse_others(model, self._first, found)
         once = int(is_first)  # the whole batch has one sum
         terms, factors = found.terms, found.factors
-        sums = {name: _times(widened(one.sum), factors[name]) for name, one in terms.items()}
+        sums = {
+            name: widened(one.sum) if factors[name] == 1 else widened(one.sum) * factors[name]
+            for name, one in terms.items()
+        }
         weights = {name: once if one.is_sum else one.weight for name, one in terms.items()}
         if keep_graph:
             for name, call in found.routers.items():
@@ -151,7 +138,7 @@ class ModelTerms(_Reader):
         return self._done_with(Evaluated(sums, lambda: weights))
 
     def divisors(self, batch: Batch, first: Evaluated, first_rows: int) -> Mapping[str, Number] | None:
-        """The weights of the whole batch, as far as the first micro-batch shows where they come from."""
+        """Return the weights of the whole batch, if the first micro-batch shows their source."""
         if self._first is None:
             return None
         terms = self._first.terms
@@ -174,16 +161,16 @@ class ModelTerms(_Reader):
         return promised
 
     def uncut(self) -> Loss:
-        """The model's own loss, to the bit."""
+        """Return the model's own loss, bit-identical."""
         return OwnLoss()
 
     @contextmanager
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> Generator[Share]:
-        """The same for all rows; before a router loss, all scores of the router.
+        """Return a context with this loss for all rows; a router loss takes a first pass before it.
 
-        At the end what was promised of the whole batch is held against what came.
+        At the end the predicted weights of the batch are compared with those of the micro-batches.
         """
         self._known, self._routers, self.tied = {}, {}, False
         self._open(model)
@@ -202,8 +189,7 @@ class ModelTerms(_Reader):
                 )
 
     def _share(self, start: int, stop: int) -> Loss:
-        """The same. Where the first micro-batch comes again, perhaps cut, what it showed is forgotten."""
-        if start <= self._first_start:
+        if start <= self._first_start:  # the first micro-batch is repeated, perhaps in smaller parts
             self._begin()
         self._start = start
         return self
@@ -211,7 +197,6 @@ class ModelTerms(_Reader):
     def _first_pass(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> None:
-        """Weights and router's scores of all rows. With graph, which tells the terms apart."""
         before = rng.capture_process()
         weights: list[Mapping[str, Number]] = []
         calls: list[Mapping[str, RouterLoss]] = []
@@ -220,30 +205,31 @@ class ModelTerms(_Reader):
             if found is not None:
                 weights.append({name: one.weight for name, one in found.terms.items()})
                 calls.append({name: call.detached() for name, call in found.routers.items()})
-            del found  # its graph
-        # Micro-batches that are made of other terms are refused in the second pass.
+            del found  # frees its graph
+        # Micro-batches with other terms are refused in the second pass.
         if weights and all(row.keys() == rows[0].keys() for rows in (weights, calls) for row in rows):
             self._known = {name: sum(row[name] for row in weights) for name in weights[0]}
             self._routers = {name: WholeRouterLoss([row[name] for row in calls]) for name in calls[0]}
-            self.tied = bool(self._routers)  # the scores were added up in the parts that are to come again
+            self.tied = bool(
+                self._routers
+            )  # the second pass must have the same parts: scores are summed by part
             starts = itertools.accumulate(sizes, initial=0)
             self._places = {start: index for index, start in enumerate(starts)}
         put_back()
-        torch.clear_autocast_cache()  # of weights cast with a graph that is dropped
+        torch.clear_autocast_cache()  # holds cast weights of the dropped graph
         rng.restore_process(before)
 
     def _read(self, model: nn.Module, micro: Any, form: Form) -> Evaluated:
-        """Run the model as it is, and read its loss from the graph."""
         micro = _outside_inference(micro)
         output = call_model(model, micro)
         if adds_nothing(output):
             return self._nothing(keep_graph=True)
         loss = loss_of(model, output)
-        if self._first is not None and form.term.origin.counts_classes:  # there is no more to compare
+        if self._first is not None and form.term.origin.counts_classes:  # nothing else to compare
             weights = {"loss": self._by(form.weigh, loss)}
             return self._done_with(Evaluated({"loss": sum_of(loss, weights["loss"])}, lambda: weights))
         leaves = leaves_of(micro)
-        found = Found(
+        found = LossTerms(
             terms={"loss": self._by(form.read, loss)},
             routers={},
             factors={"loss": 1.0},
@@ -254,9 +240,8 @@ class ModelTerms(_Reader):
         )
         return self._taken(model, found, keep_graph=True)
 
-    def _watch(self, model: nn.Module, micro: Any) -> Found | None:
-        """Run the model and follow its loss back; None where it is a constant 0, as of ignored rows."""
-        with torch.inference_mode(False), torch.enable_grad():  # in evaluation too: the graph tells the terms
+    def _watch(self, model: nn.Module, micro: Any) -> LossTerms | None:
+        with torch.inference_mode(False), torch.enable_grad():  # in evaluation too, to separate the terms
             micro = _outside_inference(micro)
             with recorded(self._reading.files_of(model)) as routers, Watch() as watch:
                 output = call_model(model, micro)
@@ -265,8 +250,7 @@ class ModelTerms(_Reader):
             return found_in(model, loss_of(model, output), watch, routers, leaves_of(micro))
 
     def _nothing(self, *, keep_graph: bool) -> Evaluated:
-        """The share of a micro-batch without a loss: 0 of every term."""
-        names = ["loss"]  # until another micro-batch says more
+        names = ["loss"]  # unless another micro-batch has more terms
         if self._first is not None:
             names = [*self._first.terms, *(self._first.routers if keep_graph else ())]
         weights = dict.fromkeys(names, 0)
@@ -285,8 +269,7 @@ class ModelTerms(_Reader):
             f"Rows meet in it. {ROUTER_ADVICE}"
         )
 
-    def _look(self, model: nn.Module, found: Found) -> None:
-        """Refuse by name what is no mean over rows; note where the weights come from."""
+    def _look(self, model: nn.Module, found: LossTerms) -> None:
         self._matches = {
             name: find(one.origin, found.leaves, padded=found.padded) for name, one in found.terms.items()
         }
@@ -307,8 +290,8 @@ class ModelTerms(_Reader):
         self._first, self._first_start = found.forgotten(), self._start
 
 
-class OwnLoss(_Reader):
-    """A model's own loss of a batch that is not cut, to the bit; noted is only what it weighs."""
+class OwnLoss(_GraphReader):
+    """A model's own loss of a batch that is not cut, bit-identical, with its weight."""
 
     divided = True
     is_plain = False
@@ -316,7 +299,7 @@ class OwnLoss(_Reader):
     def along(
         self, batch: Batch, sizes: Sequence[int], model: nn.Module, put_back: Callable[[], None]
     ) -> AbstractContextManager[Share]:
-        """The same loss for all rows."""
+        """Return a context with this loss for all rows."""
         self._open(model)
         return super().along(batch, sizes, model, put_back)
 
@@ -331,14 +314,14 @@ class OwnLoss(_Reader):
         loss = loss_of(model, output)
         try:
             found = found_in(model, loss, watch, [], {})
-        except LossError:  # which a batch that is not cut need not care about
+        except LossError:  # does not matter for a batch that is not cut
             return Evaluated({"loss": loss}, lambda: {"loss": 1})
         self._reading.learn(model, found)
         weights = {name: one.weight for name, one in found.terms.items()}
-        if len(weights) == 1 or not all(weights.values()):  # a mean of nothing beside others: all is NaN
+        if len(weights) == 1 or not all(weights.values()):  # one mean of nothing makes the loss NaN
             weight = (next(iter(weights.values())) or 1) if any(weights.values()) else 0
             return Evaluated({"loss": loss}, lambda: {"loss": weight})
-        # All of the gradient flows through the first, the values are told apart.
+        # The first term carries the whole gradient; the values are separate.
         sums = {name: one.value.detach() * found.factors[name] for name, one in found.terms.items()}
         first = next(iter(sums))
         sums[first] = loss + (sums[first] - loss).detach()
@@ -348,7 +331,6 @@ class OwnLoss(_Reader):
 def _weigh_whole(
     one: Reduction, matches: Sequence[Match], rows: int, first_rows: int, leaves: Mapping[str, Tensor]
 ) -> Number | None:
-    """The weight of a mean in the whole batch, as far as the first micro-batch shows it."""
     if not leaves:
         return None
     axis = one.shape[0] if one.shape else 0
@@ -356,17 +338,12 @@ def _weigh_whole(
         return count(one.origin, matches, leaves)
     if isinstance(one.weight, Tensor) or not axis or axis % first_rows or one.picks:
         return None
-    if one.may_be_parameters and rows % first_rows:  # then it weighs the same in a short last micro-batch
+    if one.may_be_parameters and rows % first_rows:  # its weight may not depend on the rows
         return None
-    return one.weight * rows // first_rows  # every row weighs the same; checked when the step closes
+    return one.weight * rows // first_rows  # all rows weigh the same; checked at the end of the step
 
 
-def _times(value: Tensor, factor: float) -> Tensor:
-    return value if factor == 1.0 else value * factor
-
-
-def _refuse_others(model: nn.Module, first: Found, found: Found) -> None:
-    """Refuse by name what is not made as in the first micro-batch."""
+def _refuse_others(model: nn.Module, first: LossTerms, found: LossTerms) -> None:
     if found.factors != first.factors:
         loop = (
             "A mean for every row, as of a loop over rows, is no mean over all of them: return an ab.Total."
@@ -396,8 +373,7 @@ def _refuse_others(model: nn.Module, first: Found, found: Found) -> None:
 
 
 def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
-    """What is wrong with a reduction, in words; empty where nothing is."""
-    if one.is_sum and divides:  # which counts of rows and constants look alike in micro-batches of one size
+    if one.is_sum and divides:  # the divisor may be a constant or the number of rows
         return "a sum that is divided afterwards, perhaps by the number of its rows,"
     if one.is_sum and is_like_parameters(one):
         return "a sum of parameters, which every micro-batch would add again,"
@@ -407,9 +383,9 @@ def _fault(one: Reduction, *, divides: bool, has_labels: bool) -> str:
 
 
 def _ignores_rows(first: Reduction, other: Reduction) -> bool:
-    """Whether a mean over other rows has as many elements and another value: rows have met before it.
+    """Return True if the number of elements of a mean does not depend on the rows, but its value does.
 
-    A mean of parameters alone has the same value. An index may pick as many by chance.
+    A mean of parameters alone has the same value. An index may select the same number by chance.
     """
     if other.is_sum or other.origin.counts_classes or isinstance(other.weight, Tensor):
         return False
@@ -420,10 +396,9 @@ def _ignores_rows(first: Reduction, other: Reduction) -> bool:
 
 
 def _outside_inference(micro: Any) -> Any:
-    """Copies of what was made in inference mode, which autograd does not take."""
     if type(micro) is dict:
         values: Iterable[Any] = cast("dict[str, Any]", micro).values()
-        if all(type(one) is Tensor and not one.is_inference() for one in values):  # nearly always
+        if all(type(one) is Tensor and not one.is_inference() for one in values):  # the usual case
             return micro
     try:
         return tree.map_leaves(lambda leaf: leaf.clone() if leaf.is_inference() else leaf, micro)

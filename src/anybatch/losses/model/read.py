@@ -1,4 +1,4 @@
-"""A model's loss read from autograd's graph: torch keeps there what a mean was divided by."""
+"""A model's loss read from autograd's graph, where torch saves the divisor of a mean."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -14,17 +14,16 @@ from anybatch.core import SHORT_DTYPES, Number
 from anybatch.core import torch_private as private
 from anybatch.integrations import homes
 from anybatch.losses.loss import EvaluateAgain
-from anybatch.losses.model.graph import Found
+from anybatch.losses.model.graph import LossTerms
 from anybatch.losses.model.intercept import Reduction, classes_in, is_equal, pairs_rows, widened
 
 WATCH_EVERY = 64  # steps
-TRIES = 3  # models whose loss changes its form all the time are watched in every step
+TRIES = 3  # after this many misses a model is watched in every step
 
-_MEAN = "MeanBackward0"  # which saves sizes only
+_MEAN = "MeanBackward0"  # saves sizes only
 _CLASSES = ("NllLossBackward0", "NllLoss2DBackward0")
 
-# The node that each function leaves for a mean, and the settings that are saved in it. Others that would
-# matter leave another node.
+# The node of each function for a mean, and the settings that it saves. Other settings change the node.
 _NODES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mean": ((_MEAN,), ()),
     "cross_entropy": (_CLASSES, ("weight", "ignore_index")),
@@ -43,14 +42,14 @@ _MOST_COUNTED = 2**24  # targets: torch counts them in the dtype of the scores
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Form:
-    """The form of a loss that is one mean and nothing else, as it was seen while a model was watched."""
+    """The form of a loss that is a single mean, recorded while the model was watched."""
 
     term: Reduction  # the mean, without graph
     before: str  # the name of the node before a plain mean; empty for losses
-    padded: bool  # whether the model padded labels
+    padded: bool  # True if the model padded labels
 
     def weigh(self, loss: Tensor) -> Number:
-        """What another forward's mean was divided by; a tensor where a device would have to stop."""
+        """Return the divisor of another forward's mean; a tensor if reading it needs a synchronization."""
         node: Any = loss.grad_fn
         nodes, names = _NODES[self.term.name]
         if type(loss) is not Tensor or loss.dtype != self.term.value.dtype or _name_of(node) not in nodes:
@@ -75,7 +74,7 @@ class Form:
         return int(total) if fixed["weight"] is None else total.item()
 
     def read(self, loss: Tensor) -> Reduction:
-        """The mean in another forward of this form, as it would be seen while the model is watched."""
+        """Return the mean in another forward of this form, as if the model had been watched."""
         weight, old = self.weigh(loss), self.term
         node: Any = loss.grad_fn
         source, shape, target, classes, pairs = node, (), None, 0, False
@@ -101,8 +100,8 @@ class Form:
         )
 
 
-class Reading:
-    """How a model's loss is read: watched in a first step and every 64th, read between if it `learns`."""
+class LossReading:
+    """The state of reading a model's loss: watched in the first step and every 64th, else read."""
 
     def __init__(self, *, learns: bool = True) -> None:
         self.learns = learns
@@ -111,7 +110,7 @@ class Reading:
         self._steps, self._misses = 0, 0
 
     def begin(self) -> Form | None:
-        """What the next step reads by; None where it is watched."""
+        """Return the form for the next step; None if the model is watched."""
         if self._form is not None and self._steps >= WATCH_EVERY:
             self._form, self._misses = None, 0
         if self._form is None:
@@ -120,18 +119,17 @@ class Reading:
         return self._form
 
     def files_of(self, model: nn.Module) -> list[ModuleType]:
-        """Those that define a router loss, as they were when the model was last watched."""
+        """Return the modules that define a router loss, as found when the model was last watched."""
         if self._files is None:
             self._files = homes(model)
         return self._files
 
-    def learn(self, model: nn.Module, found: Found) -> None:
-        """Note the form of a loss that was watched, if it can be read."""
+    def learn(self, model: nn.Module, found: LossTerms) -> None:
+        """Store the form of a watched loss, if it can be read."""
         if not self.learns:
             return
         form = form_of(found) if self._misses < TRIES else None
-        # What is read costs a rounding of one number in the dtype of the loss. Nobody asked for it where the
-        # model computes in a wider one.
+        # Reading rounds one number in the dtype of the loss; not acceptable if parameters are wider.
         if form is not None and any(
             p.dtype.itemsize > form.term.value.dtype.itemsize for p in model.parameters()
         ):
@@ -140,19 +138,19 @@ class Reading:
         self._steps = 1
 
     def miss(self) -> None:
-        """It had another form: the next step is watched."""
+        """Discard the form after a mismatch; the next step is watched."""
         self._form, self._misses = None, self._misses + 1
 
 
-def reading_of(model: nn.Module) -> Reading:
-    """How the loss of a model is read; while only shapes are computed, one that learns nothing from them."""
+def reading_of(model: nn.Module) -> LossReading:
+    """Return the reading state of a model; under fake tensors a new one that learns nothing."""
     shapes_only = type(torch.empty(0)) is not Tensor
-    return Reading(learns=False) if shapes_only else _READINGS.setdefault(model, Reading())
+    return LossReading(learns=False) if shapes_only else _READINGS.setdefault(model, LossReading())
 
 
 @contextmanager
 def read_afresh(model: nn.Module) -> Generator[None]:
-    """What is learned meanwhile of how a model's loss is read is forgotten afterwards."""
+    """Return a context after which the learned form of a model's loss is as before."""
     known = _READINGS.pop(model, None)
     try:
         yield
@@ -162,12 +160,12 @@ def read_afresh(model: nn.Module) -> Generator[None]:
             _READINGS[model] = known
 
 
-# By the model, not in it: copies and pickles of a model, and of the caller's loss, know nothing of it.
-_READINGS: WeakKeyDictionary[nn.Module, Reading] = WeakKeyDictionary()
+# Outside of the model, so that copies and pickles of models and losses do not contain it.
+_READINGS: WeakKeyDictionary[nn.Module, LossReading] = WeakKeyDictionary()
 
 
-def form_of(found: Found) -> Form | None:
-    """The form of a loss that was watched; None if it is not one mean that can be read."""
+def form_of(found: LossTerms) -> Form | None:
+    """Return the form of a watched loss; None if it is not a single mean that can be read."""
     if found.factors != {"loss": 1.0} or found.divides or not found.terms:
         return None
     (one,) = found.terms.values()
@@ -177,7 +175,7 @@ def form_of(found: Found) -> Form | None:
     if one.origin.kind.counted and not one.origin.counts_classes:  # soft targets, a weight for each element
         return None
     others = [value for name, value in one.origin.settings.items() if name not in names]
-    if any(isinstance(value, Tensor) or value for value in others):  # label smoothing is several nodes
+    if any(isinstance(value, Tensor) or value for value in others):  # label smoothing has several nodes
         return None
     weight = kept.fixed.get("weight")
     if one.origin.counts_classes and weight is not None and not bool((weight > 0).all()):
@@ -185,15 +183,15 @@ def form_of(found: Found) -> Form | None:
     target = one.origin.target
     origin = replace(
         one.origin,
-        settings={**one.origin.settings, **kept.fixed},  # as they are now
-        target=None if target is None else target.new_empty(0),  # no rows are kept, only what kind they are
+        settings={**one.origin.settings, **kept.fixed},  # a snapshot
+        target=None if target is None else target.new_empty(0),  # keeps dtype and device, no rows
     )
     before = _name_of(one.source) if one.name == "mean" else ""
     return Form(term=replace(kept, origin=origin), before=before, padded=found.padded)
 
 
 def sum_of(loss: Tensor, weight: Number) -> Tensor:
-    """The sum behind a mean: their product, 0 of nothing, where the mean is NaN. The graph is kept."""
+    """Return mean times weight, with the graph; 0 for the mean of nothing, which is NaN."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, 0, widened(loss) * weight)
     return widened(loss) * weight if weight else widened(loss).nan_to_num(0.0)
@@ -205,5 +203,5 @@ def _name_of(node: Any) -> str:
 
 def _setting(node: Any, name: str) -> Any:
     value = private.saved(node, name)
-    # Torch shows negative numbers as unsigned ones.
+    # Torch returns negative numbers as unsigned ones.
     return value - 2**64 if type(value) is int and value >= 2**63 else value

@@ -1,4 +1,4 @@
-"""Which tensor of the batch a loss took its targets from, so that the whole batch can be counted at once."""
+"""The tensors of the batch that a loss took its targets from, to count the whole batch at once."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ from anybatch.losses.model.intercept import Origin
 
 Transform = Callable[[Tensor, int], Tensor]
 
-# What models do to labels before the loss: nothing; the next token, the last one padded or dropped; places
-# beyond the end become the ignored one.
+# Transformations of labels before the loss: none; next token with the last position padded or dropped;
+# positions beyond the end clamped to the ignored one.
 TRANSFORMS: Mapping[str, Transform] = {
     "as they are": lambda labels, ignored: labels,
     "next": lambda labels, ignored: F.pad(labels, (0, 1), value=ignored)[..., 1:],
@@ -22,22 +22,22 @@ TRANSFORMS: Mapping[str, Transform] = {
     "clamped": lambda labels, ignored: labels.clamp(0, ignored),
 }
 
-_VIEWS = ("as they are", "shifted")  # which copy nothing
+_VIEWS = ("as they are", "shifted")  # transformations without a copy
 
-# Where labels agree with another tensor in the first micro-batch (they do with the tokens of full rows),
-# these names say which is which. It is checked when the step closes.
+# If labels equal another tensor in the first micro-batch (as the tokens of full rows), these names identify
+# them. Checked at the end of the step.
 _LABELS = re.compile("label|target|positions", re.IGNORECASE)
 
 
 class Match(NamedTuple):
-    """A tensor of the batch, by its place in the nest, and what was done to it."""
+    """The path of a tensor in the batch, and the transformation that gave the targets."""
 
     leaf: str
     transform: str
 
 
 def leaves_of(micro: Any) -> Mapping[str, Tensor]:
-    """The tensors of a micro-batch by their place; of one that holds other things too, those at the top."""
+    """Return the tensors of a micro-batch by path; with other objects in it, the top-level tensors."""
     try:
         nest = tree.flatten(micro)
         return dict(zip(nest.paths, nest.leaves, strict=True))
@@ -47,15 +47,15 @@ def leaves_of(micro: Any) -> Mapping[str, Tensor]:
 
 
 def rows_of(leaves: Iterable[Tensor]) -> int:
-    """Rows of a micro-batch; 0 where its tensors do not agree."""
+    """Return the number of rows; 0 if the tensors disagree."""
     sizes = {leaf.shape[0] if leaf.dim() else 0 for leaf in leaves}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def find(origin: Origin, leaves: Mapping[str, Tensor], *, padded: bool = False) -> list[Match]:
-    """Every tensor, and what was done to it, that gives exactly the targets of a call.
+    """Return every tensor and transformation that give exactly the targets of a call.
 
-    That labels were `padded` tells the next token from the same one where all targets are ignored.
+    If all targets are ignored, `padded` separates next-token labels from unchanged ones.
     """
     target = origin.target
     if target is None or not origin.counts_classes:
@@ -81,15 +81,9 @@ def _matching(origin: Origin, target: Tensor, leaves: Mapping[str, Tensor], *, p
 
 
 def count(origin: Origin, matches: Sequence[Match], leaves: Mapping[str, Tensor]) -> Number | None:
-    """The weight of the whole batch; None where none of its tensors tells, or two tell different things.
-
-    Args:
-        origin: of the reduction in the first micro-batch.
-        matches: where its targets may have come from.
-        leaves: the tensors of the whole batch.
-    """
+    """Return the weight of the whole batch; None without a match, or if matches give different weights."""
     targets = [_transformed(match.transform, leaves[match.leaf], origin) for match in matches]
-    if len(targets) > 1:  # what torch would refuse in a later micro-batch, they cannot be
+    if len(targets) > 1:  # torch would refuse these values in a later micro-batch
         targets = [target for target in targets if _are_classes(target, origin)]
     weights = [origin.weigh(target) for target in targets]
     if len(weights) > 1 and len({float(weight) for weight in weights}) > 1:
@@ -104,7 +98,7 @@ def _transformed(name: str, leaf: Tensor, origin: Origin) -> Tensor:
 def _may_be(name: str, origin: Origin, leaf: Tensor) -> bool:
     if name == "clamped":
         return origin.ignored >= 0
-    return name == "as they are" or leaf.dim() > 1  # what follows a row is no next token
+    return name == "as they are" or leaf.dim() > 1  # in one axis, the next entry is another row
 
 
 def _share_memory(leaf: Tensor, target: Tensor) -> bool:
