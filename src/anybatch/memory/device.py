@@ -184,37 +184,22 @@ def _machine() -> tuple[int, int]:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """Limit and use of the control groups that we are in, of both versions, and of those around them.
+    """Yield limit and use of this process's control group (v2) and of the groups around it.
 
-    Files in the page cache can be dropped: they are not in use. Where the path of a group cannot be seen, as
-    in a container, the container's own group stands at the root.
+    The page cache does not count as used: it can be dropped. In a container the path may not be visible;
+    the container's own group is then the root.
     """
-    for line in _read("proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version = 1 if controllers else 2
-        for mount in ("memory",) if controllers else ("", "unified"):
-            root = PurePosixPath("sys/fs/cgroup", mount)
-            for group in (one := root / path.lstrip("/"), *one.parents):
-                if not group.is_relative_to(root):
-                    break
-                yield from _limits_of(group, version)
-
-
-def _limits_of(group: PurePosixPath, version: int) -> Iterator[tuple[int, int]]:
-    names, use, cached = _GROUP_FILES[version]
-    limits = [int(text) for name in names if (text := _read(group / name).strip()).isdecimal()]
-    used = _read(group / use).strip()
-    if limits and used.isdecimal():
-        dropped = re.search(rf"^{cached} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-        yield min(limits), int(used) - (int(dropped[1]) if dropped else 0)
-
-
-_GROUP_FILES = {
-    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-}
+    path = next((line[3:] for line in _read("proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    root = PurePosixPath("sys/fs/cgroup")
+    for group in (one := root / path.lstrip("/"), *one.parents):
+        if not group.is_relative_to(root):
+            return
+        texts = [_read(group / name).strip() for name in ("memory.max", "memory.high")]
+        limits = [int(text) for text in texts if text.isdecimal()]
+        used = _read(group / "memory.current").strip()
+        if limits and used.isdecimal():
+            cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+            yield min(limits), int(used) - (int(cached[1]) if cached else 0)
 
 
 def _process_limits(own: dict[str, int]) -> Iterator[tuple[int, int]]:

@@ -3,8 +3,6 @@
 import gc
 import inspect
 import logging
-import math
-import operator
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
@@ -27,74 +25,32 @@ from anybatch.state import ObjectState, rng
 _ATEN: Any = torch.ops.aten
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
 _ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
-_LOOK = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
-_BROKEN = (_ATEN.isnan.default, _ATEN.isinf.default)
-# By the name of the operator: what becomes of the likely value of one operand, or of two.
-_OF_ONE: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("any", "all"), bool),
-    **dict.fromkeys(("logical_not", "bitwise_not"), operator.not_),
-}
-_OF_TWO: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("logical_or", "bitwise_or"), operator.or_),
-    **dict.fromkeys(("logical_and", "bitwise_and"), operator.and_),
-    # isfinite joins its two conditions by mul
-    **{name: getattr(operator, name) for name in ("mul", "eq", "ne", "gt", "ge", "lt", "le")},
-}
-# attribute of a fake: what each of its elements is likely to be, and its version then
-_EACH = "anybatch_each"
+_CHECK_FINITE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
+_COUNT = "anybatch_count"  # attribute of a fake: the number of elements that it counts, and its version then
 
 
-def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
-    """Keep in mind what a result is likely to be, if something is known of what it was made of."""
-    if func is _LOOK and not args[1].is_inference():
-        # It writes there whether one of many numbers is not finite, and counts no version.
-        setattr(args[1], _EACH, (0, private.version(args[1])))
-    if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
+def set_count(func: Any, args: Sequence[Any], result: object) -> None:
+    """Note on a scalar the number of elements that it counts, if its operands tell."""
+    if func is _CHECK_FINITE and not args[1].is_inference():
+        setattr(args[1], _COUNT, (0, private.version(args[1])))  # the flag for "not finite"; no new version
+    if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)):
         return
-    each = None
-    if result.dtype is torch.bool:
-        each = _truth(func, args)
-    elif not result.dim():
-        each = _count(func, args)
-    if each is not None:
-        # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        setattr(result, _EACH, (each, private.version(result) + (result is args[0])))
-
-
-def likely_value(tensor: Any) -> Any:
-    """What each element is likely to be; None where nobody knows."""
-    each, version = getattr(tensor, _EACH, (None, 0))
-    return each if isinstance(tensor, Tensor) and private.version(tensor) == version else None
-
-
-def _truth(func: Any, args: Sequence[Any]) -> bool | None:
-    if func in _BROKEN:
-        return False
-    name = private.operator_of(func).__name__
-    if name in _OF_ONE:
-        each = likely_value(args[0])
-        return None if each is None else _OF_ONE[name](each)
-    if len(args) > 1 and args[0] is args[1]:  # only NaN differs from itself
-        return {"ne": False, "eq": True}.get(name)
-    if func is _ATEN.ne.Scalar and args[1] == math.inf:
-        return True
-    if name in _OF_TWO:
-        one, other = [likely_value(each) if isinstance(each, Tensor) else each for each in args[:2]]
-        return None if one is None or other is None else bool(_OF_TWO[name](one, other))
-    return None
-
-
-def _count(func: Any, args: Sequence[Any]) -> int | None:
-    """The sum of many numbers, as if each was 1: a weight that came to 0 would leave no gradient."""
-    each = likely_value(args[0])
+    if result.dim() or result.dtype is torch.bool or result.is_inference():
+        return
+    count, more = count_of(args[0]), count_of(args[1]) if func in _ADDS else None
     if func in _SUMS:
-        return 0 if each is False else args[0].numel()
-    if func is _ATEN.where.self:
-        return None if each is None else likely_value(args[1] if each else args[2])
-    if func in _ADDS:
-        more = likely_value(args[1])
-        return None if each is None and more is None else (1 if each is None else each) + (more or 0)
-    return each or None
+        count = args[0].numel()  # as if each element was 1: a weight of 0 would leave no gradient
+    elif more is not None:
+        count = (1 if count is None else count) + more
+    if count:
+        # An in-place operation raises the version afterwards.
+        setattr(result, _COUNT, (count, private.version(result) + (result is args[0])))
+
+
+def count_of(tensor: Any) -> int | None:
+    """Return the count noted on a tensor; None if there is none or it was written to since."""
+    count, version = getattr(tensor, _COUNT, (None, 0))
+    return count if isinstance(tensor, Tensor) and private.version(tensor) == version else None
 
 
 class FakeMode(private.FakeTensorMode):
@@ -127,7 +83,7 @@ class FakeMode(private.FakeTensorMode):
             result: Any = _DISPATCH(self, func, types, args, kwargs)
         except private.DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
-                return self._likely_number(args[0])
+                return self._number(args[0])
             if func in (_ATEN.equal.default, _ATEN.allclose.default):
                 return True
             self._set_culprit(func)
@@ -142,7 +98,7 @@ class FakeMode(private.FakeTensorMode):
             self.statistics |= {*map(id, args[3:5])}
         if func is _RNN:
             return (*result[:3], result[3].new_empty(_rnn_workspace(args)))
-        set_likely_value(func, args, result)
+        set_count(func, args, result)
         return result
 
     @contextmanager
@@ -171,21 +127,24 @@ class FakeMode(private.FakeTensorMode):
         finally:
             _LOG.removeFilter(is_no_error)
 
-    def _likely_number(self, scalar: Tensor) -> float:
-        each = likely_value(scalar)
-        number = 1 if each is None else each
-        if scalar.dtype is torch.bool:
-            return bool(number)
+    def _number(self, scalar: Tensor) -> float:
+        count = count_of(scalar)
+        number = 1 if count is None else count
         if scalar.is_floating_point():
             return float(number)
         module, is_ours = _find_caller()
-        if module is not None or not (is_ours or each is not None):
-            place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
-            raise TraceError(
-                f"Expected shapes that are known before it runs, got an int asked of a tensor in {place}; "
-                f"its shapes depend on values. {_INSTEAD}"
-            )
-        return int(number)
+        if scalar.dtype is torch.bool:
+            # torch's own modules compare masks, as TransformerEncoder does with the causal one.
+            if is_ours or (module is not None and type(module).__module__.startswith("torch.")):
+                return bool(number)
+        elif module is None and (is_ours or count is not None):
+            return int(number)
+        place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
+        kind = "a bool" if scalar.dtype is torch.bool else "an int"
+        raise TraceError(
+            f"Expected shapes that are known before it runs, got {kind} asked of a tensor in {place}; "
+            f"its shapes depend on values. {_INSTEAD}"
+        )
 
     def _set_culprit(self, func: object) -> None:
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
@@ -212,7 +171,7 @@ def _find_caller() -> tuple[nn.Module | None, bool]:
     frame, caller = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is private.CALL_CODE:
-            return frame.f_locals["self"], False
+            return frame.f_locals["self"], caller.startswith("anybatch.")
         name = str(frame.f_globals.get("__name__"))
         if not caller and frame.f_globals is not globals() and not name.startswith("torch."):
             caller = name
