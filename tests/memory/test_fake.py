@@ -207,7 +207,7 @@ def test_a_bool_is_refused_but_for_code_of_torch() -> None:
     mask = nn.Transformer.generate_square_subsequent_mask(3)
     mode = FakeMode()
     with replaced_by_fakes(mode, encoder.modules(), []), mode:
-        x = torch.ones(2, 3, 4)
+        x = torch.ones(3, 2, 4)
         assert encoder(x, mask=torch.empty_like(mask)).shape == x.shape
         with pytest.raises(TraceError, match="got a bool asked of a tensor in a loss"):
             bool(x.isnan().any())
