@@ -1,4 +1,4 @@
-"""What a device can do: bytes, operations per second, and how large a budget is of it."""
+"""Figures of a device: memory, speed and bandwidth; and budgets in bytes."""
 
 import os
 import re
@@ -14,26 +14,20 @@ from anybatch.memory.reading import held_by_malloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device, as far as planning needs to know it: one that this machine has, or one to be rented.
-
-    Example:
-        >>> device = find_device("cuda:a100")
-        >>> device.kind, device.is_here
-        ('cuda', False)
-    """
+    """The figures of a device that planning needs; the device need not be in this machine."""
 
     name: str  # as given
     kind: str  # "cpu" or "cuda"
-    num_bytes: int  # its memory; of the CPU, what tensors may take
+    num_bytes: int  # its memory; for the CPU, the bytes that tensors may use
     flops: float  # floating-point operations per second that matrix products reach, in float32
     half_flops: float  # the same in bfloat16 and float16
     bandwidth: float  # bytes per second to and from its own memory
-    link: float = 0.0  # bytes per second to and from the host; 0 where it is the host
+    link: float = 0.0  # bytes per second to and from the host; 0 if it is the host
     launch_s: float = 5e-6  # seconds that one operation costs, however small
-    is_here: bool = False  # whether this machine has it, so that it can be measured
+    is_here: bool = False  # this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
-        """Time of a stretch of work: launches, arithmetic and memory traffic, one after the other.
+        """Return the time of some work: launches, arithmetic and memory traffic added up.
 
         Source: the roofline of Williams, Waterman, Patterson 2009, with a sum in place of the maximum.
         """
@@ -54,26 +48,18 @@ _GPUS: dict[str, tuple[str, float, float, float]] = {
     "l4": ("24GB", 30.3e12, 121e12, 0.30e12),
     "a10": ("24GB", 31.2e12, 125e12, 0.60e12),
 }
-#: Cards that can be planned for where there is none, as in "cuda:a100".
+#: Cards that can be planned for without having one, as in "cuda:a100".
 CARDS = tuple(_GPUS)
 
-_TYPICAL = "rtx3060"  # what "cuda" means where there is none: a second-hand card
-_REACHED = 0.5  # of the published figures, by ordinary models
+_TYPICAL = "rtx3060"  # the card assumed for "cuda" on a machine without one
+_REACHED = 0.5  # share of the published figures that ordinary models reach
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
 _CPU_FLOPS_PER_THREAD = 40e9
 _CPU_BANDWIDTH = 10e9
 
 
 def find_device(name: str | torch.device) -> Device:
-    """A device by name: cpu, cuda, or one that need not be here, such as cuda:a100.
-
-    Raises:
-        PlanError: no such device is known.
-
-    Example:
-        >>> find_device("cpu").is_here
-        True
-    """
+    """Return a device by name: cpu, cuda, or a card such as cuda:a100. Raise PlanError for others."""
     text = str(name).lower()
     kind, _, model = text.partition(":")
     if kind == "cpu":
@@ -90,21 +76,17 @@ def find_device(name: str | torch.device) -> Device:
 
 
 def parse_memory(memory: str | int, device: Device) -> int:
-    """A budget in bytes.
+    """Return a budget in bytes.
 
     Args:
-        memory: bytes ("12GB", "2GiB", a whole number), a share of the device's memory ("80%"), or "auto":
-            90 % of what is free on it now and what tensors hold already (of all its memory, where it is not
-            here). On the CPU both see control groups and the process's limits, and leave out what the process
-            takes besides tensors.
-        device: what a share is taken of.
+        memory: bytes ("12GB", "2GiB", an int), a share of the device's memory ("80%"), or "auto": 90 % of the
+            memory that is free on it or held by tensors (of all its memory, if the device is not in this
+            machine). On the CPU both respect control groups and the process's limits, and leave out memory
+            that the process uses for other things than tensors.
+        device: the device that a share refers to.
 
     Raises:
-        PlanError: something else.
-
-    Example:
-        >>> parse_memory("2KiB", find_device("cpu")), parse_memory("50%", find_device("cuda:t4"))
-        (2048, 8000000000)
+        PlanError: anything else.
     """
     if memory == "auto":
         return int(0.9 * _free(device))
@@ -152,16 +134,16 @@ def _cpu(name: str) -> Device:
 
 def _free(device: Device) -> int:
     if device.kind == "cuda" and device.is_here:
-        # A budget counts all tensors: what torch has reserved is ours already.
+        # A budget counts all tensors, so memory that torch has reserved is available.
         return int(torch.cuda.mem_get_info(device.name)[0]) + torch.cuda.memory_reserved(device.name)
     return device.num_bytes if device.kind == "cuda" else _host_bytes(is_free=True)
 
 
 def _host_bytes(*, is_free: bool = False) -> int:
-    """What tensors may take here: the least of what machine, control groups and process limits leave.
+    """Return the bytes that tensors may use: the least that machine, control groups and limits leave.
 
-    From each limit goes what is in use besides our own tensors: by this process, such as its code and Python
-    objects, or, where free memory is asked for, by everybody.
+    From each limit subtract memory in use for other things than our tensors: by this process, such as its
+    code and Python objects, or, if `is_free`, by all processes.
     """
     own = _kilobytes("proc/self/status")
     ours = own.get("RssAnon", 0)
@@ -171,7 +153,6 @@ def _host_bytes(*, is_free: bool = False) -> int:
 
 
 def _machine() -> tuple[int, int]:
-    """Memory, and how much is in use."""
     known = _kilobytes("proc/meminfo")
     if {"MemTotal", "MemAvailable"} <= known.keys():
         return known["MemTotal"], known["MemTotal"] - known["MemAvailable"]
@@ -186,8 +167,8 @@ def _machine() -> tuple[int, int]:
 def _groups() -> Iterator[tuple[int, int]]:
     """Yield limit and use of this process's control group (v2) and of the groups around it.
 
-    The page cache does not count as used: it can be dropped. In a container the path may not be visible;
-    the container's own group is then the root.
+    The page cache does not count as used: it can be dropped. In a container the path may not be visible; the
+    container's own group is then the root.
     """
     path = next((line[3:] for line in _read("proc/self/cgroup").splitlines() if line.startswith("0::")), "")
     root = PurePosixPath("sys/fs/cgroup")
@@ -203,7 +184,6 @@ def _groups() -> Iterator[tuple[int, int]]:
 
 
 def _process_limits(own: dict[str, int]) -> Iterator[tuple[int, int]]:
-    """Limit and use of address space and of data, as `ulimit` sets them."""
     try:
         import resource
     except ImportError:  # Windows
@@ -215,7 +195,6 @@ def _process_limits(own: dict[str, int]) -> Iterator[tuple[int, int]]:
 
 
 def _kilobytes(path: str) -> dict[str, int]:
-    """Bytes by name, from lines such as "MemTotal:  4 kB"."""
     return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", _read(path), re.M)}
 
 

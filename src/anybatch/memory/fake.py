@@ -1,4 +1,4 @@
-"""Fake tensors in place of a model's and an optimizer's own while a step is traced, and likely values."""
+"""Fake tensors in place of a model's and an optimizer's own while a step is traced."""
 
 import gc
 import inspect
@@ -54,16 +54,16 @@ def count_of(tensor: Any) -> int | None:
 
 
 class FakeMode(private.FakeTensorMode):
-    """Operations on tensors without memory; whoever asks for a value gets one that is likely.
+    """The mode in which operations run on tensors without memory.
 
-    The sum of many numbers is how many there are, as if each were 1, so that counts of rows and of valid
-    tokens add up. What is computed from a count is the count. No number is NaN or infinite. Any other
-    number is 1, any other bool true. An int is refused where a shape may be made of it: inside a module, and
-    in code of the caller's that asks for what is no count.
+    Values are not computed. The sum of many numbers is taken to be their count, as if each were 1, so that
+    counts of rows and of valid tokens add up; a number computed from a count is that count. Any other float
+    is 1. A bool, and an int that is no count, is refused in the caller's code: shapes or branches may depend
+    on it.
 
     Attributes:
-        where: says which module is at work.
-        culprit: the operation that first failed and the module it failed in, or "" if none did.
+        where: returns the name of the module at work.
+        culprit: the operation that failed first and its module; "" if none failed.
         statistics: ids of the running statistics that BatchNorm's kernels write to without a new version.
     """
 
@@ -103,14 +103,14 @@ class FakeMode(private.FakeTensorMode):
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
+        """Turn errors into a TraceError that names the operation, and keep torch from logging them.
 
         Raises:
             TraceError: something failed.
-            PlanError: as it came; a real step would not do better.
+            PlanError: passed on; a real step would raise it, too.
         """
 
-        def is_no_error(record: logging.LogRecord) -> bool:  # one for each trace: threads may trace at once
+        def is_no_error(record: logging.LogRecord) -> bool:  # one per trace: threads may trace at once
             return record.levelno < logging.ERROR
 
         _LOG.addFilter(is_no_error)
@@ -153,9 +153,9 @@ class FakeMode(private.FakeTensorMode):
 _INSTEAD = "Choose micro_batch= yourself, without memory=."
 _LOG = logging.getLogger(private.FakeTensorMode.__module__)
 _DEVICE: Any = torch.ops.prim.device.default
-# Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
+# Our method is hidden from torch.compile; torch's wrapper that hides theirs costs 5 % of a trace.
 _DISPATCH: Any = inspect.unwrap(private.FakeTensorMode.__torch_dispatch__)
-# Reduced, their scalar lies in a storage of the size of the input.
+# Their reduced scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,
     _ATEN.smooth_l1_loss.default,
@@ -167,7 +167,7 @@ _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
 
 def _find_caller() -> tuple[nn.Module | None, bool]:
-    """The module at work, and whether it is code of ours that asks for a number."""
+    """Return the module at work, and True if code of anybatch asks for the number."""
     frame, caller = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is private.CALL_CODE:
@@ -180,17 +180,17 @@ def _find_caller() -> tuple[nn.Module | None, bool]:
 
 
 def _rnn_workspace(args: Sequence[Any]) -> int:
-    """Bytes that the CPU's recurrent layer keeps for backward; only the kernel itself can tell."""
+    """Return the bytes that the CPU's recurrent layer keeps for backward; only the kernel can tell."""
     with private.disable_current_modes(), torch.enable_grad():  # without, nothing is kept
         real = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return _RNN(*real)[3].nbytes
 
 
 class Fakes:
-    """One fake for each tensor, however often it is met.
+    """The fakes made in one mode, one per tensor.
 
     Args:
-        mode: what the fakes belong to.
+        mode: the mode that the fakes belong to.
     """
 
     def __init__(self, mode: FakeMode) -> None:
@@ -198,7 +198,7 @@ class Fakes:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too, so that its id stays its own
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor: same shape, strides and shared memory, hooks and attributes."""
+        """Return the fake of a tensor: same shape, strides and shared memory, hooks and attributes."""
         if is_lazy(tensor):
             return tensor
         if id(tensor) not in self._made:
@@ -211,7 +211,7 @@ class Fakes:
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
             return self._mode.from_tensor(tensor, static_shapes=True)
-        # Nobody trains there: what has no memory yet stands for what will be on the device.
+        # Nothing is trained on meta: a meta tensor stands for one that will be on the device.
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
@@ -219,7 +219,7 @@ class Fakes:
         return fake.requires_grad_(tensor.requires_grad)
 
     def settings(self, value: Any) -> Any:
-        """The same as `within`; a scalar keeps its value, as updates divide by it and branch on it."""
+        """Return `within` of a dict, but keep the values of scalars: updates divide by them."""
         fresh = self.within(value)
         for key, one in value.items():
             if isinstance(one, Tensor) and not one.dim() and one.device.type != "meta":
@@ -229,7 +229,7 @@ class Fakes:
         return fresh
 
     def within(self, value: Any, depth: int = 4) -> Any:
-        """The same value with fakes, through Python's own containers; they are new ones."""
+        """Return a copy with fakes in place of tensors, through Python's own containers and dataclasses."""
         if isinstance(value, Tensor):
             return self.of(value)
         kind = type(value)
@@ -248,7 +248,7 @@ class Fakes:
 
 
 def _copy_attributes(tensor: Tensor, fake: Tensor) -> None:
-    for name, value in vars(tensor).items():  # what callers note on a parameter
+    for name, value in vars(tensor).items():  # attributes set by the caller
         vars(fake).setdefault(name, value)
     for name in private.HOOKS_OF_TENSORS:
         hooks = getattr(tensor, name)
@@ -260,9 +260,9 @@ def _copy_attributes(tensor: Tensor, fake: Tensor) -> None:
 def replaced_by_fakes(
     mode: FakeMode, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> Generator[Fakes]:
-    """Put fakes in the place of all tensors of modules and optimizers.
+    """Replace all tensors of modules and optimizers by fakes.
 
-    Afterwards they hold what they held before, whatever a forward or an update put there.
+    On exit they hold again what they held before, whatever a forward or an update stored there.
     """
     fakes = Fakes(mode)
     held = {id(one): (one, dict(vars(one))) for one in (*modules, *optimizers)}
@@ -272,7 +272,7 @@ def replaced_by_fakes(
                 one.param_groups = [fakes.settings(group) for group in one.param_groups]
                 state = ((fakes.of(p), fakes.settings(slots)) for p, slots in one.state.items())
                 one.state = defaultdict(dict, state)
-                # Callers count updates there, and this is none.
+                # Step hooks count updates; this is none.
                 vars(one).update({name: OrderedDict() for name in private.STEP_HOOKS})
             else:
                 vars(one).update({name: fakes.within(value) for name, value in attributes.items()})
@@ -285,9 +285,9 @@ def replaced_by_fakes(
 
 @contextmanager
 def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()) -> Generator[ObjectState]:
-    """Random streams, gradients, warnings and collector as before; nothing is compiled meanwhile.
+    """Restore random streams, gradients, warnings and the collector on exit; compile nothing inside.
 
-    So is all that `roots` reach, but for the values of tensors.
+    All objects reachable from `roots` are restored, too, except the values of tensors.
     """
     snapshot = ObjectState(roots)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
@@ -296,7 +296,7 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
         warnings.simplefilter("ignore")
         if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
-        gc.disable()  # what hangs in a cycle stays, as it may in a real step
+        gc.disable()  # objects in cycles stay alive, as they may in a real step
         torch.clear_autocast_cache()
         try:
             yield snapshot
@@ -312,9 +312,9 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
 
 @contextmanager
 def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
-    """No parameter gets a sparse gradient here, nor does a fake that is made of one here.
+    """Raise a PlanError if a parameter, or a fake made of one here, gets a sparse gradient.
 
-    Nobody can foretell its bytes: they depend on which rows each micro-batch and each step has met.
+    The bytes of sparse gradients depend on the rows that each micro-batch and each step meets.
     """
     able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
     hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]
@@ -331,7 +331,7 @@ def _refuse_sparse(parameter: Tensor) -> None:
 
 
 def sparse_refused(what: str) -> PlanError:
-    """The error that says why no bytes are foreseen of steps with sparse gradients."""
+    """Return the error for steps with sparse gradients, whose bytes cannot be predicted."""
     return PlanError(
         f"Expected dense gradients, got {what}: nobody can foretell their bytes. Make layers with "
         "sparse=False, or choose micro_batch= yourself, without memory=."
@@ -339,13 +339,13 @@ def sparse_refused(what: str) -> PlanError:
 
 
 def drop_left_fakes() -> None:
-    """Take fakes that outlived their trace out of what holds them.
+    """Remove fakes that outlived their trace from the objects that hold them.
 
     The collector must have been off since the trace began, so that they are all young and quickly found.
     """
     if not _young_fakes(0):
         return
-    gc.collect(0)  # those that only hang in cycles
+    gc.collect(0)  # frees those in cycles
     left = _young_fakes(1)
     gone = {id(fake) for fake in left}
     for holder in gc.get_referrers(*left) if left else ():
