@@ -17,7 +17,7 @@ _ALLOWANCE = 1.25  # factor if nodes of the graph are not seen
 _open = threading.Lock()  # one reading at a time
 
 
-class Reading:
+class MemoryReading:
     """The largest number of bytes held above the level at `begin`, by tensors and kernels' workspaces.
 
     On the CPU it uses torch's profiler without operators (allocations of the thread; some 15 us and, at the
@@ -30,7 +30,7 @@ class Reading:
         is_exact: all bytes were seen.
 
     Example:
-        >>> with Reading.begin(["cpu"]) as reading:
+        >>> with MemoryReading.begin(["cpu"]) as reading:
         ...     loss = torch.ones(1_000_000, requires_grad=True).exp().sum()
         ...     reading.mark()
         ...     loss.backward()
@@ -48,7 +48,7 @@ class Reading:
         self._seconds = time.thread_time() - began
 
     @classmethod
-    def begin(cls, devices: Iterable[torch.device | str]) -> "Reading | None":
+    def begin(cls, devices: Iterable[torch.device | str]) -> "MemoryReading | None":
         """Start a reading; return None if a profiler or another reading is open, or no device can be read.
 
         Args:
@@ -106,7 +106,7 @@ class Reading:
         """Discard the reading; does nothing after `end`."""
         self.end()
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "MemoryReading":
         return self
 
     def __exit__(self, *_: object) -> None:

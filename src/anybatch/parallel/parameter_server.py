@@ -20,7 +20,7 @@ from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.rules import RuleName, make_rule
 from anybatch.parallel.scheduler import Cluster, Scheduler
 from anybatch.parallel.server import Layout, options_of
-from anybatch.parallel.worker import Folded, Outside, added, fixed_of, identity, settings_of
+from anybatch.parallel.worker import Folded, OutsideValues, added, fixed_of, identity, settings_of
 from anybatch.state import rng
 
 
@@ -291,7 +291,7 @@ class ParameterServer(Single):
                 )
             ]
             self._optimizers, self._parameters = task.optimizers, task.parameters
-            self._outside = Outside(task)
+            self._outside = OutsideValues(task)
         elif now != self._fixed:
             self._scheduler.fix(modes, fixed)
         self._outside.refuse_changes()

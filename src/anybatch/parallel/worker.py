@@ -267,7 +267,7 @@ def settings_of(task: Task) -> list[dict[str, Any]]:
     ]
 
 
-class Outside:
+class OutsideValues:
     """Numbers and strings that a model and a loss read outside their modules and arguments.
 
     Such as globals, variables of closures, and attributes of other objects: workers have those of the start.

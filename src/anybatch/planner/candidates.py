@@ -10,7 +10,7 @@ from anybatch.core import Batch, TraceError, tree
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
 from anybatch.planner.cost import KEEP, Costs, Recorded, costs_of
-from anybatch.planner.progress import Progress
+from anybatch.planner.progress import PlanningProgress
 from anybatch.planner.trace import Trace, is_linear_in_rows, trace
 from anybatch.recompute import POLICIES
 
@@ -95,7 +95,7 @@ class Candidates:
     """
 
     def __init__(self, request: Request) -> None:
-        self._request, self._progress = request, Progress()
+        self._request, self._progress = request, PlanningProgress()
         self._traces: dict[Plan, Trace] = {}
         self._half = request.like.precision.is_short or _computes_in_half(request.task)
         self._recorded: dict[str, Recorded] = {}  # by policy of all blocks

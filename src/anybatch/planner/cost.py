@@ -20,7 +20,7 @@ _EVEN = 1.02  # estimates within this factor count as equally fast
 Array = NDArray[np.float64]
 
 
-class Place(NamedTuple):
+class Section(NamedTuple):
     """The block, phase and micro-batch of a stretch of a recording."""
 
     block: str  # name of the block; "" between blocks
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 class Stretch(NamedTuple):
     """Consecutive events of one place, and the work done in them."""
 
-    place: Place
+    place: Section
     start: int
     stop: int
     work: Array  # operations, FLOPs, bytes moved
@@ -50,7 +50,9 @@ def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
     for mark, following in pairwise((*marks, end)):
         work = np.subtract(following[4:], mark[4:], dtype=float)
         phase = "backward" if mark.phase == "recompute" else mark.phase
-        place = Place(block_of(mark.module), phase, -1 if phase in ("start", "update") else mark.micro_batch)
+        place = Section(
+            block_of(mark.module), phase, -1 if phase in ("start", "update") else mark.micro_batch
+        )
         if found and found[-1].place == place:
             found[-1] = found[-1]._replace(stop=following.event, work=found[-1].work + work)
         elif found and not place.block and not work.any() and found[-1].place[1:] == place[1:]:
@@ -82,7 +84,7 @@ class _Side:
         owners = np.array([columns[self._owner(at, ends.get(one))] for one, at in begins.items()])
         self.owners, self.columns = owners[storages], len(columns)
 
-    def _at(self, event: int) -> Place:
+    def _at(self, event: int) -> Section:
         return self.places[bisect_right(self.starts, event) - 1]
 
     def _owner(self, begin: int, end: int | None) -> str:

@@ -15,7 +15,7 @@ from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, tree
 from anybatch.core import torch_private as private
 from anybatch.engine import Reader, Task
 from anybatch.losses import WholeBatch
-from anybatch.memory import Reading
+from anybatch.memory import MemoryReading
 from anybatch.planner.law import Law, Size
 from anybatch.planner.shapes import longest
 from anybatch.planner.trace import is_one_pass
@@ -78,7 +78,7 @@ class Measured(Reader):
         self._index = 0  # of the micro-batch in this step
         self._has_read = self._is_uncut = False
         self.events = self.ran = self._room = 0
-        self._reading: Reading | None = None
+        self._reading: MemoryReading | None = None
         self._now: Size = (0, 0)
         self._own = self._held = 0
         self._began = 0.0
@@ -221,7 +221,7 @@ class Measured(Reader):
         self.gradients, self._held = max(self.gradients, held), held
         self._own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
         if self._wants_reading(held):
-            self._reading = Reading.begin(self.devices)
+            self._reading = MemoryReading.begin(self.devices)
         self._began = perf_counter()
 
     def _wants_reading(self, held: int) -> bool:
@@ -270,7 +270,7 @@ class Measured(Reader):
     def begin_update(self) -> None:
         """Read the update, except the first, which makes optimizer state."""
         if 0 < self.steps <= 2 and not self._is_frozen:
-            self._reading = Reading.begin(self.devices)
+            self._reading = MemoryReading.begin(self.devices)
 
     def update_done(self) -> None:
         """Keep the temporary bytes of the update."""

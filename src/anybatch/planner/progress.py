@@ -11,7 +11,7 @@ _SILENT_S = 2.0
 _EVERY_S = 1.0
 
 
-class Progress:
+class PlanningProgress:
     """The progress of one planning: silent for two seconds, then at most one line a second.
 
     Args:
