@@ -1,7 +1,7 @@
-"""How an asynchronous parameter server adds what a worker pushes: as it is, or divided.
+"""Rules by which an asynchronous parameter server adds pushes: unchanged, or divided.
 
 The result is *changed*: workers compute from parameters that others have changed meanwhile, and the order in
-which their pushes arrive is part of the result.
+which pushes arrive is part of the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from anybatch.core import PlanError, all_finite
 
 RuleName = Literal["accumulate", "normalize", "dynsgd"]
 
-_DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # of staleness and steps
+_DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # functions of staleness and steps
     "accumulate": lambda staleness, steps: 1,
     "normalize": lambda staleness, steps: steps,
     "dynsgd": lambda staleness, steps: staleness + 1,
@@ -24,7 +24,7 @@ _DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # of staleness and 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a server does with a push: it adds it, divided by a whole number."""
+    """A rule of a server: it adds each push, divided by an integer."""
 
     name: RuleName
 
@@ -32,11 +32,11 @@ class Rule:
         """Add a push to the parameters of a server, in place.
 
         Args:
-            parameters: of the server or of one of its shards, flat: `(elements,)`.
+            parameters: parameters of the server or a shard, flat: `(elements,)`.
             pushed: the sum of a worker's local updates since its pull, `(elements,)`: its parameters now
-                minus those it pulled. The learning rate is in it already.
-            staleness: how many other pushes were applied since this worker's pull, at least 0.
-            steps: how many local updates `pushed` is the sum of, at least 1.
+                minus the pulled ones. The learning rate is included.
+            staleness: pushes of others applied since this worker's pull, at least 0.
+            steps: local updates in `pushed`, at least 1.
 
         Raises:
             PlanError: other shapes, NaN or infinity, a negative staleness or no steps. Nothing was added.
@@ -62,7 +62,7 @@ class Rule:
 
 
 def make_rule(name: RuleName) -> Rule:
-    """The rule of this name, for a server whose workers do not wait for each other.
+    """Return the rule of this name, for a server whose workers do not wait for each other.
 
     A worker pulls the parameters, makes `steps` local updates and pushes their sum `p`. Meanwhile `staleness`
     pushes of others were applied. The server adds:
@@ -74,9 +74,7 @@ def make_rule(name: RuleName) -> Rule:
     - "dynsgd": `p / (staleness + 1)`. Jiang et al., "Heterogeneity-aware Distributed Parameter Servers",
       SIGMOD 2017 (DynSGD).
 
-    With one local update and no push of others in between, all three add `p`.
-
-    Which one to take depends on the task: docs/server.md compares them.
+    With one local update and no push of others in between, all three add `p`. docs/server.md compares them.
 
     Args:
         name: "accumulate", "normalize" or "dynsgd".

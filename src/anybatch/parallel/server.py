@@ -1,4 +1,4 @@
-"""A shard of the parameters on a server: pushes merged in the order of the units, one update, its state"""
+"""A shard of the parameters on a server: merges pushes in the order of the units and makes the update."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from anybatch.parallel.compression import Codec
 from anybatch.parallel.rules import RuleName, make_rule
 
 Array = np.ndarray[Any, np.dtype[Any]]
-State = list[dict[str, Any]]  # of the optimizer, for each piece
+State = list[dict[str, Any]]  # optimizer state of each piece
 
-# Each of them updates an element from the gradient and the state of this element alone.
+# Optimizers that update an element from its own gradient and state only.
 _ELEMENTWISE = (
     "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905 - one line
 )
-_SCALARS = ("step", "eta", "mu", "mu_product")  # in the state of an optimizer: one number per parameter
+_SCALARS = ("step", "eta", "mu", "mu_product")  # optimizer state with one number per parameter
 NOT_FINITE = "NaN or infinity in it"
 COUNTED = "it was counted before"
 
@@ -37,7 +37,7 @@ class Piece:
     at: int  # its first element in the shard
     optimizer: int
     group: int
-    is_matrix: bool  # whether the parameter has more than one dimension
+    is_matrix: bool  # the parameter has more than one dimension
 
     @property
     def there(self) -> slice:
@@ -47,14 +47,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each element of the trained parameters is: one flat vector, cut into shards of equal size.
+    """The position of each trained element: one flat vector, cut into shards of equal size.
 
     Attributes:
         bounds: the first element of each shard, and the end.
-        pieces: of each shard.
-        dtype, sum_dtype: of the parameters, and of gradient sums; names of NumPy.
-        optimizers: their classes.
-        codec: of pushes; None to send them as they are.
+        pieces: pieces of each shard.
+        dtype, sum_dtype: dtypes of parameters and of gradient sums, as names of NumPy.
+        optimizers: classes of the optimizers.
+        codec: codec of pushes; None to send them unchanged.
     """
 
     bounds: tuple[int, ...]
@@ -120,7 +120,7 @@ class Layout:
     def flat(
         self, values: Sequence[Tensor | None], shard: int, dtype: str, out: Array | None = None
     ) -> Array:
-        """The elements of a shard from tensors like the parameters; zeros where there is none."""
+        """Return the elements of a shard from tensors like the parameters; zeros for None."""
         if out is None:
             out = np.empty(self.bounds[shard + 1] - self.bounds[shard], dtype)
         whole = torch.from_numpy(out)
@@ -134,7 +134,7 @@ class Layout:
         return out
 
     def encode(self, codec: Codec, rows: Array, shard: int) -> Array:
-        """Elements of a shard, `(rows, elements)`, as bytes."""
+        """Return elements of a shard, `(rows, elements)`, as bytes."""
         like = self._like(shard, str(rows.dtype))
         names = dict(zip(like, self.pieces[shard], strict=True))
         return np.stack(
@@ -145,7 +145,7 @@ class Layout:
         )
 
     def decode(self, rows: Array, shard: int, dtype: str) -> Array:
-        """The inverse of `encode`; nothing to do without a codec. Raises ValueError where it is no such."""
+        """Invert `encode`; without a codec return the input. Raise ValueError for other bytes."""
         if self.codec is None:
             return rows
         if rows.dtype != np.uint8 or rows.ndim != 2:
@@ -162,7 +162,7 @@ class Layout:
         return found
 
     def _like(self, shard: int, dtype: str) -> dict[str, Tensor]:
-        """The pieces of a shard as parameters of their own, for a codec, which may send vectors whole."""
+        """Return the pieces of a shard as parameters for a codec, which may send vectors whole."""
         one = torch.empty((), dtype=getattr(torch, dtype))
         sizes = [(piece.is_matrix, piece.stop - piece.start) for piece in self.pieces[shard]]
         return {str(i): one.expand((1, n) if matrix else (n,)) for i, (matrix, n) in enumerate(sizes)}
@@ -172,7 +172,7 @@ class Layout:
         for pieces, part in zip(self.pieces, parts, strict=True):
             for piece in pieces:
                 with torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # what comes from another process is only to be read
+                    warnings.simplefilter("ignore")  # arrays from another process are read-only
                     values = torch.from_numpy(part[piece.there])
                     target = parameters[piece.parameter]
                     if target.is_contiguous():
@@ -185,7 +185,7 @@ class Layout:
     def split(
         self, state: Mapping[nn.Parameter, Any], parameters: Sequence[nn.Parameter], shard: int
     ) -> State:
-        """The state of an optimizer, as a shard has it."""
+        """Return a shard's part of the optimizer state."""
         found: State = []
         for piece in self.pieces[shard]:
             parameter = parameters[piece.parameter]
@@ -200,7 +200,7 @@ class Layout:
         return found
 
     def join(self, states: Sequence[State], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Any]:
-        """The inverse of `split`."""
+        """Invert `split`."""
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for pieces, state in zip(self.pieces, states, strict=True):
             for piece, values in zip(pieces, state, strict=True):
@@ -219,16 +219,16 @@ class Layout:
 
 
 class Shard:
-    """Holds part of the parameters, and updates it once per version.
+    """A part of the parameters, updated once per version.
 
-    Every method may be called again with the same arguments: what was counted is not counted again.
+    Every method may be called again with the same arguments: a push counts once.
 
     Args:
-        layout: of all parameters.
-        index: which shard this is.
+        layout: layout of all parameters.
+        index: index of this shard.
 
     Attributes:
-        version: updates made, as the scheduler counts them.
+        version: number of updates, as counted by the scheduler.
     """
 
     def __init__(self, layout: Layout, index: int) -> None:
@@ -248,14 +248,14 @@ class Shard:
         self._gradient: Tensor | None = None
 
     def load(self, version: int, values: Array, state: State) -> None:
-        """Take over parameters and the state of the optimizer; pushes before are forgotten."""
+        """Set parameters and optimizer state, and forget earlier pushes."""
         self._flat.numpy()[...] = values
         self.version, self._given = version, state
         self._optimizers = []
         self._forget()
 
     def begin(self, version: int) -> None:
-        """A round begins: forget the pushes of one that was not finished."""
+        """Begin a round: forget the pushes of an unfinished one."""
         if version == self.version:
             self._forget()
 
@@ -263,12 +263,12 @@ class Shard:
         """Count the gradient sums of a unit once.
 
         Args:
-            version: of the parameters that they were computed with.
+            version: version of the parameters of the sums.
             unit: its position in the batch.
-            part: sums, `(terms, elements of this shard)`, or what a codec makes of them.
+            part: sums, `(terms, elements of this shard)`, or the codec's bytes.
 
         Returns:
-            Why it is refused; empty if it is counted.
+            The reason of a refusal; "" if it is counted.
         """
         if version != self.version:
             return f"version {version} of the parameters, where {self.version} is the newest"
@@ -289,9 +289,9 @@ class Shard:
             if not (np.isfinite(part.sum()) or np.isfinite(part).all()):
                 return NOT_FINITE
         self._waiting[unit] = part
-        while self._merged in self._waiting:  # in the order of the units, whoever came first
+        while self._merged in self._waiting:  # in the order of the units, not of arrival
             one = self._waiting.pop(self._merged)
-            if self._sum is None:  # in memory of before: that of a new array takes longer than the copy
+            if self._sum is None:  # reused memory: allocation takes longer than the copy
                 self._room = self._sum = self._room if self._room.shape == one.shape else np.empty_like(one)
                 np.copyto(self._sum, one)
             else:
@@ -303,12 +303,12 @@ class Shard:
         """Divide the sums of all units once.
 
         Args:
-            version: of this round.
-            units: how many there must be.
-            factors: what the sums of each term are multiplied by.
+            version: version of this round.
+            units: the expected number of units.
+            factors: the factor of each term's sums.
 
         Returns:
-            The sum of the squares of the gradient.
+            The sum of squares of the gradient.
         """
         if self._gradient is None:
             if version != self.version or self._merged != units or self._sum is None:
@@ -335,12 +335,12 @@ class Shard:
 
         Args:
             version, units, factors: as for `seal`.
-            scale: of clipping, 1 for none.
-            used: parameters that have a gradient.
-            options: of each group of each optimizer.
+            scale: factor of clipping, 1 for none.
+            used: positions of parameters that have a gradient.
+            options: options of each group of each optimizer.
 
         Returns:
-            The new parameters, and the new state of the optimizer.
+            The new parameters, and the new optimizer state.
         """
         if version + 1 != self.version:
             self.seal(version, units, factors)
@@ -358,7 +358,7 @@ class Shard:
         return self.snapshot()
 
     def snapshot(self) -> tuple[Array, State]:
-        """The parameters, and the state of the optimizer."""
+        """Return the parameters and the optimizer state."""
         states: dict[Any, Any] = {p: s for one in self._optimizers if one for p, s in one.state.items()}
         if not self._optimizers:
             return self._flat.numpy(), self._given
@@ -371,15 +371,11 @@ class Shard:
         ]
 
     def pull(self) -> tuple[int, Array]:
-        """The version and the parameters, at any time."""
+        """Return the version and the parameters."""
         return self.version, self._flat.numpy()
 
     def apply(self, pulled: int, part: Array, rule: RuleName, steps: int) -> int:
-        """Add what a worker has done on its own since it pulled a version.
-
-        Returns:
-            How many pushes of others came in between.
-        """
+        """Add a worker's local updates since it pulled a version; return the pushes of others in between."""
         staleness = self.version - pulled
         try:
             pushed = tensor_of(self._layout.decode(part, self._index, self._layout.dtype)).reshape(-1)
@@ -393,7 +389,6 @@ class Shard:
         return staleness
 
     def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
-        """The optimizers, with these options."""
         if not self._optimizers:
             for index, kind in enumerate(self._layout.optimizers):
                 mine = [
@@ -423,17 +418,17 @@ class Shard:
 
 
 def at(piece: Piece) -> tuple[int, int]:
-    """The optimizer and the group of a piece."""
+    """Return the indices of optimizer and group of a piece."""
     return piece.optimizer, piece.group
 
 
 def tensor_of(values: Array) -> Tensor:
-    """A tensor in memory of its own: what comes from another process is only to be read."""
+    """Return a tensor in its own memory: arrays from another process are read-only."""
     return torch.from_numpy(np.array(values))
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
-    """The options of each group of each optimizer."""
+    """Return the options of each group of each optimizer."""
     return [
         [{name: value for name, value in group.items() if name != "params"} for group in one.param_groups]
         for one in optimizers
