@@ -103,12 +103,7 @@ class FakeMode(private.FakeTensorMode):
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Turn errors into a TraceError that names the operation, and keep torch from logging them.
-
-        Raises:
-            TraceError: something failed.
-            PlanError: passed on; a real step would raise it, too.
-        """
+        """Turn errors, except PlanError, into a TraceError that names the operation; silence torch's log."""
 
         def is_no_error(record: logging.LogRecord) -> bool:  # one per trace: threads may trace at once
             return record.levelno < logging.ERROR
@@ -187,11 +182,7 @@ def _rnn_workspace(args: Sequence[Any]) -> int:
 
 
 class Fakes:
-    """The fakes made in one mode, one per tensor.
-
-    Args:
-        mode: the mode that the fakes belong to.
-    """
+    """The fakes made in one mode, one per tensor."""
 
     def __init__(self, mode: FakeMode) -> None:
         self._mode = mode
@@ -260,10 +251,7 @@ def _copy_attributes(tensor: Tensor, fake: Tensor) -> None:
 def replaced_by_fakes(
     mode: FakeMode, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> Generator[Fakes]:
-    """Replace all tensors of modules and optimizers by fakes.
-
-    On exit they hold again what they held before, whatever a forward or an update stored there.
-    """
+    """Replace all tensors of modules and optimizers by fakes; on exit restore what they held before."""
     fakes = Fakes(mode)
     held = {id(one): (one, dict(vars(one))) for one in (*modules, *optimizers)}
     try:
@@ -285,10 +273,7 @@ def replaced_by_fakes(
 
 @contextmanager
 def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()) -> Generator[ObjectState]:
-    """Restore random streams, gradients, warnings and the collector on exit; compile nothing inside.
-
-    All objects reachable from `roots` are restored, too, except the values of tensors.
-    """
+    """Restore random streams, gradients, warnings, the collector and all objects of `roots` on exit."""
     snapshot = ObjectState(roots)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()

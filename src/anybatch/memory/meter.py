@@ -36,8 +36,7 @@ class Meter(private.TorchDispatchMode):
 
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
     Memory inside one kernel is not seen. Phases and modules come from hooks on all modules and on the
-    optimizers; `__exit__` removes them. It works on real tensors and on fake ones. `find_owners` describes
-    how owners are found.
+    optimizers; `__exit__` removes them. It works on real tensors and on fake ones.
 
     Args:
         model: the model; its forwards begin a micro-batch.
@@ -45,23 +44,12 @@ class Meter(private.TorchDispatchMode):
         loss_module: holds further parameters and buffers.
         batch_leaves: the tensors of the batch, owner "input".
         held: other tensors alive from the start.
+        state: tensors counted as optimizer state from the start, if optimizers have made none yet.
         host_apart: do not count the host copies that offload makes: tensors of another device are traced
             on the host. Tensors on another kind of device than the parameters never count.
-        state: tensors counted as optimizer state from the start, if optimizers have made none yet.
 
     Attributes:
         held: bytes alive when the meter was made, the batch included.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> x, y = torch.randn(2, 4), torch.randn(2, 1)
-        >>> with Meter(model, [optimizer], batch_leaves=[x, y]) as meter:
-        ...     nn.functional.mse_loss(model(x), y).backward()
-        ...     optimizer.step()
-        >>> ledger = meter.ledger()
-        >>> ledger.at_peak["parameters"], ledger.at_peak["input"], ledger.peak == meter.peak
-        (196, 40, True)
     """
 
     def __init__(

@@ -28,15 +28,6 @@ class MemoryReading:
     Attributes:
         events: number of allocations and releases; 1 on CUDA.
         is_exact: all bytes were seen.
-
-    Example:
-        >>> with MemoryReading.begin(["cpu"]) as reading:
-        ...     loss = torch.ones(1_000_000, requires_grad=True).exp().sum()
-        ...     reading.mark()
-        ...     loss.backward()
-        ...     peak, seconds = reading.end()
-        >>> round(peak / 4_000_000), reading.is_exact
-        (3, True)
     """
 
     def __init__(self, start: "_Start", *, is_exact: bool) -> None:
@@ -49,11 +40,7 @@ class MemoryReading:
 
     @classmethod
     def begin(cls, devices: Iterable[torch.device | str]) -> "MemoryReading | None":
-        """Start a reading; return None if a profiler or another reading is open, or no device can be read.
-
-        Args:
-            devices: the devices of the computation; with CUDA among them, only CUDA counts.
-        """
+        """Start a reading; return None if another one or a profiler is open, or no device can be read."""
         found = {torch.device(one) for one in devices}
         if not _open.acquire(blocking=False):
             return None
@@ -77,10 +64,7 @@ class MemoryReading:
         torch.UntypedStorage(_MARK)  # no operation: modes of the caller do not see it
 
     def end(self) -> tuple[int, float] | None:
-        """Return the peak in bytes and the seconds of this thread that reading took.
-
-        Return None if the reading is closed, or the caller's profiler took over.
-        """
+        """Return peak bytes and seconds of overhead; None if closed or overtaken by another profiler."""
         if self._stop is None:
             return None
         began = time.thread_time()

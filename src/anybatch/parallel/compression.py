@@ -38,19 +38,11 @@ class Codec(Protocol):
         """Raise PlanError for optimizers and parameters that this codec does not support."""
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
-        """Return this rank's bytes for one update: uint8, `(sent,)`, on the device of the first parameter.
-
-        Args:
-            gradients: finite gradients of this rank by name; empty if it has no rows.
-            like: all trained parameters by name, in the same order on all ranks.
-        """
+        """Return uint8 bytes, `(sent,)`, of finite gradients by name; `like` has all parameters."""
         ...
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
-        """Return the sum by name, in float32, or float64 for float64 parameters.
-
-        A name that no rank sent is absent. `payloads` are added in order, so all ranks get the same bits.
-        """
+        """Return the sum by name, in float32 or float64; payloads are added in order."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -50,17 +50,10 @@ def _end() -> None:
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
-    """Send a message to all ranks, and return the messages of all ranks in their order.
+    """Send a message of at most 4,096 bytes as JSON to all ranks; return the messages of all ranks in order.
 
     Each call is one collective of 4 KiB per rank, so ranks at different places of the program can still
-    exchange messages.
-
-    Args:
-        message: plain values, up to 4,096 bytes as JSON.
-        group: the process group; None for the default one.
-
-    Raises:
-        RankError: a rank has ended or did not answer within the group's timeout; or the message is too long.
+    exchange messages. Raise RankError if the message is too long, or a rank ended or did not answer in time.
     """
     said = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     if len(said) > _SIZE:
@@ -129,15 +122,7 @@ def device_for_messages(group: Group = None) -> torch.device:
 
 
 def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Group = None) -> list[Tensor]:
-    """Join the rows of all ranks, in the order of the ranks.
-
-    Args:
-        values: this rank's tensors, each with `counts[rank]` rows.
-        counts: rows of each rank, the same on all ranks.
-
-    Returns:
-        Each tensor with `sum(counts)` rows, the same on all ranks.
-    """
+    """Join the rows of all ranks, in order: each value has `counts[rank]` rows on each rank."""
     joined: list[Tensor] = []
     with answered(group):
         for value in values:

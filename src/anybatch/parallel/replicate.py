@@ -76,12 +76,7 @@ class Replicate:
         self._sums: Accumulator | None = None
 
     def begin(self, task: Task, settings: Plan) -> None:
-        """Begin a step or a window.
-
-        Raises:
-            PlanError: gradients exist already, or the optimizer cannot be used with the compression.
-            RankError: this rank failed while gradients were summed, so it cannot go on.
-        """
+        """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
         self._is_told, self._gathered, self._has_encoded = False, None, False
         self._progress, self._updates = task.progress, task.progress.updates
         if self._is_broken:
@@ -112,14 +107,7 @@ class Replicate:
         self.drift.begin(task, is_first=not self._is_known)
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Join the rows of all ranks in the order of the ranks; a repeated call returns the same tensors.
-
-        Args:
-            values: tensors with the rows of this rank first.
-
-        Returns:
-            The joined tensors, and the number of rows of the ranks before this one.
-        """
+        """Join the rows of all ranks; return them, and the number of rows of the ranks before this one."""
         if self._gathered is None:  # otherwise a retry after out-of-memory; other ranks do not gather again
             kinds = [
                 (str(one.dtype).removeprefix("torch."), list(one.shape[1:]), one.device.type)
@@ -150,13 +138,7 @@ class Replicate:
         return all_gather_rows(values, counts, self.group), sum(counts[: rank(self.group)])
 
     def close(self, sums: Accumulator) -> dict[str, float]:
-        """Add up weights and summed losses over ranks, and agree on the loss scale.
-
-        Raises:
-            RankError: a rank failed, ended, or did not answer.
-            NonFiniteLossError: the loss of a rank is not finite.
-            PlanError: settings or parameters differ between ranks.
-        """
+        """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
         self._undo()  # after an attempt with a gradient that was not finite
         here = tally(sums)
         message = {
@@ -207,12 +189,7 @@ class Replicate:
         return weights
 
     def reduce(self, gradients: Sums) -> Sums:
-        """Sum the gradients over ranks: bit-identical on all of them.
-
-        Raises:
-            RankError: a rank ended, or did not answer. This rank cannot go on.
-            PlanError: a gradient is sparse.
-        """
+        """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
         like = self._like
         if any(one.is_sparse for one in gradients.values()):
             raise PlanError(

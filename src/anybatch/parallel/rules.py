@@ -29,17 +29,10 @@ class Rule:
     name: RuleName
 
     def apply(self, parameters: Tensor, pushed: Tensor, *, staleness: int, steps: int) -> None:
-        """Add a push to the parameters of a server, in place.
+        """Add a push to flat parameters, in place; raise PlanError, and add nothing, if it is invalid.
 
-        Args:
-            parameters: parameters of the server or a shard, flat: `(elements,)`.
-            pushed: the sum of a worker's local updates since its pull, `(elements,)`: its parameters now
-                minus the pulled ones. The learning rate is included.
-            staleness: pushes of others applied since this worker's pull, at least 0.
-            steps: local updates in `pushed`, at least 1.
-
-        Raises:
-            PlanError: other shapes, NaN or infinity, a negative staleness or no steps. Nothing was added.
+        `pushed` is the sum of a worker's `steps` local updates since its pull, learning rate included;
+        `staleness` is the number of pushes of others since then.
         """
         if pushed.shape != parameters.shape:
             raise PlanError(

@@ -82,19 +82,11 @@ class Lease(NamedTuple):
 class Scheduler:
     """The driver of the rounds of one training.
 
-    Args:
-        cluster: the processes of servers and workers.
-        make: makes the step of a worker.
-        expected: the fingerprint that a worker must have.
-        layout: layout of the parameters in shards.
-        workers: number of workers.
-        backup: give a slow unit to a second, idle worker.
-        is_alone: workers make updates of their own.
-
     Attributes:
         version: updates since the parameters were loaded.
         counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
-            of all pushes.
+        of
+            all pushes.
         failed: the unit in which the model or the loss raised an error.
     """
 
@@ -211,16 +203,7 @@ class Scheduler:
     # ---- synchronous
 
     def fold(self, units: Sequence[Any], seed: int) -> list[Folded]:
-        """Have each unit folded once, and its sums pushed to every shard.
-
-        Args:
-            units: rows of each.
-            seed: seed of this update.
-
-        Raises:
-            RankError: several workers ended with the same unit.
-            NonFiniteLossError: a gradient is not finite.
-        """
+        """Have each unit folded once, and its sums pushed to every shard."""
         if self._is_torn:
             self.reload()
         self._begin(len(units))
@@ -400,18 +383,7 @@ class Scheduler:
     def run(
         self, units: Sequence[Sequence[Any]], seed: int, *, rule: RuleName, staleness: int, options: Any
     ) -> tuple[list[Folded], list[Array]]:
-        """Let each worker pull, make a local update with every part of a unit, and push the difference.
-
-        Args:
-            units: the parts of each.
-            seed: seed of this round.
-            rule: the rule of the shards for a push.
-            staleness: units that a worker may be ahead of the slowest.
-            options: options of each group of each optimizer.
-
-        Returns:
-            The sums of each unit, and the final parameters of each shard.
-        """
+        """Let each worker pull, make a local update with every part of a unit, and push the difference."""
         if self._is_torn:
             self.reload()
         self._begin(len(units))

@@ -72,12 +72,7 @@ class Layout:
         accumulate: torch.dtype | None,
         codec: Codec | None = None,
     ) -> "Layout":
-        """Cut the trained parameters into shards.
-
-        Raises:
-            OptimizerError: an update of one element depends on others.
-            PlanError: parameters are not all float32 or all float64.
-        """
+        """Cut the parameters into shards; raise if dtypes differ or an optimizer is not elementwise."""
         for one in optimizers:
             if (
                 type(one).__module__.split(".")[:2] != ["torch", "optim"]
@@ -219,17 +214,7 @@ class Layout:
 
 
 class Shard:
-    """A part of the parameters, updated once per version.
-
-    Every method may be called again with the same arguments: a push counts once.
-
-    Args:
-        layout: layout of all parameters.
-        index: index of this shard.
-
-    Attributes:
-        version: number of updates, as counted by the scheduler.
-    """
+    """A part of the parameters, updated once per version. A repeated call counts once."""
 
     def __init__(self, layout: Layout, index: int) -> None:
         self._layout, self._index, self._pieces = layout, index, layout.pieces[index]
@@ -260,16 +245,7 @@ class Shard:
             self._forget()
 
     def push(self, version: int, unit: int, part: Array) -> str:
-        """Count the gradient sums of a unit once.
-
-        Args:
-            version: version of the parameters of the sums.
-            unit: its position in the batch.
-            part: sums, `(terms, elements of this shard)`, or the codec's bytes.
-
-        Returns:
-            The reason of a refusal; "" if it is counted.
-        """
+        """Count the gradient sums of a unit, `(terms, elements)` or codec bytes; return why it is refused."""
         if version != self.version:
             return f"version {version} of the parameters, where {self.version} is the newest"
         try:
@@ -300,16 +276,7 @@ class Shard:
         return ""
 
     def seal(self, version: int, units: int, factors: Sequence[float]) -> float:
-        """Divide the sums of all units once.
-
-        Args:
-            version: version of this round.
-            units: the expected number of units.
-            factors: the factor of each term's sums.
-
-        Returns:
-            The sum of squares of the gradient.
-        """
+        """Divide the sums of all units, once, by the terms' factors; return the gradient's sum of squares."""
         if self._gradient is None:
             if version != self.version or self._merged != units or self._sum is None:
                 raise RuntimeError(
@@ -331,17 +298,7 @@ class Shard:
         used: frozenset[int],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> tuple[Array, State]:
-        """Make the update.
-
-        Args:
-            version, units, factors: as for `seal`.
-            scale: factor of clipping, 1 for none.
-            used: positions of parameters that have a gradient.
-            options: options of each group of each optimizer.
-
-        Returns:
-            The new parameters, and the new optimizer state.
-        """
+        """Make the update with the scaled gradient; return the new parameters and optimizer state."""
         if version + 1 != self.version:
             self.seal(version, units, factors)
             assert self._gradient is not None  # noqa: S101 - `seal` has made it

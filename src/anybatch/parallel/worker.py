@@ -100,14 +100,7 @@ def _told(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Worker:
-    """A worker: computes rows with the parameters of one version.
-
-    Args:
-        make: makes a step with the given strategy.
-        layout: layout of the parameters in shards.
-        expected: the driver's `identity`.
-        is_alone: make local updates, for asynchronous rules.
-    """
+    """A worker: computes rows with one version of the parameters. Its identity must equal the driver's."""
 
     def __init__(
         self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
@@ -162,16 +155,9 @@ class Worker:
 
     @_told
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
-        """Fold the rows of a unit.
+        """Fold the rows of a unit; a repeated unit draws the same random numbers from `seed`.
 
-        Args:
-            version: version of the parameters.
-            seed: seed of random numbers in the model: a repeated unit draws the same.
-            rows: rows of the unit, as for a step.
-            values: the parameters, shard by shard.
-
-        Returns:
-            A `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
+        Return a `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
         """
         task = self._task()
         if version != self._version:
@@ -196,16 +182,9 @@ class Worker:
 
     @_told
     def run(self, seed: int, parts: Sequence[Any], options: Any, *pulled: Any) -> tuple[Any, ...]:
-        """Make a local update with each part of a unit.
+        """Make a local update with each part of a unit; `pulled` alternates version and parameters of shards.
 
-        Args:
-            seed: seed of random numbers in the model.
-            parts: rows of each update.
-            options: options of each group of each optimizer.
-            pulled: version and parameters of each shard, alternating.
-
-        Returns:
-            A `Folded`, and the change of each shard's parameters, as one term of sums.
+        Return a `Folded`, and the change of each shard's parameters, as one term of sums.
         """
         task = self._task()
         versions, values = pulled[::2], pulled[1::2]
@@ -264,11 +243,7 @@ def settings_of(task: Task) -> list[dict[str, Any]]:
 
 
 class OutsideValues:
-    """Numbers and strings that a model and a loss read outside their modules and arguments.
-
-    Examples are globals, variables of closures, and attributes of other objects: workers have their first
-    values.
-    """
+    """Globals, closure variables and foreign attributes that model and loss read; workers have copies."""
 
     def __init__(self, task: Task) -> None:
         found = Reachable([task.loss, task.model])

@@ -67,10 +67,7 @@ def group_of(model: nn.Module) -> Group:
 
 
 def refuse_wrapped(modules: Iterable[nn.Module], strategy: object) -> None:
-    """Raise PlanError for wrapped models that exchange gradients or weights on their own.
-
-    These are models in another wrapper than DistributedDataParallel, and models with a wrapped part.
-    """
+    """Raise PlanError for models in other wrappers that exchange gradients, and for wrapped parts."""
     for name in {_wrapper_of(type(module)) for module in modules}:
         if name and not (strategy == "local" and name == _DDP):
             raise PlanError(

@@ -85,14 +85,7 @@ LOW, HIGH = 2, 5  # rows of the recorded micro-batches; a single row may run oth
 
 
 class Candidates:
-    """The bytes of the plans of one request: traced, or composed from a few traced steps.
-
-    Args:
-        request: the request.
-
-    Attributes:
-        is_composed: costs of every size are known; otherwise each plan is traced by itself.
-    """
+    """The costs of the plans of one request: traced, or (`is_composed`) composed from a few traced steps."""
 
     def __init__(self, request: Request) -> None:
         self._request, self._progress = request, PlanningProgress()

@@ -269,12 +269,7 @@ def costs_of(
     start: int,
     update: Recorded | None = None,
 ) -> Costs:
-    """Return the costs of a batch of so many rows, from recordings by policy, "keep" among them.
-
-    Args:
-        start: bytes added to the recorded ones.
-        update: a recording whose update replaces the recorded one.
-    """
+    """Return the costs of a batch; `start` bytes are added, and `update` replaces the recorded update."""
     places = recorded[KEEP].places
     numbers = np.array([place.micro_batch for place in places])
     columns = np.array([("", *blocks).index(place.block) for place in places])

@@ -23,13 +23,6 @@ class Law:
     that was read is predicted by its readings: the largest, or of three and more the second largest, because
     libraries allocate some buffers only once. A size that used more than a larger one runs other kernels, as
     a single row often does; it is left out of the fit and predicted by itself.
-
-    Example:
-        >>> law = Law()
-        >>> law.add((2, 10), 2_000)
-        >>> law.add((4, 10), 3_000)
-        >>> round(law((8, 10)), -2)
-        5000.0
     """
 
     def __init__(self, readings: Iterable[tuple[Size, Sequence[float]]] = ()) -> None:

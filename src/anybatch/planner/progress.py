@@ -12,11 +12,7 @@ _EVERY_S = 1.0
 
 
 class PlanningProgress:
-    """The progress of one planning: silent for two seconds, then at most one line a second.
-
-    Args:
-        clock: returns seconds.
-    """
+    """The progress of one planning: silent for two seconds, then at most one line a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

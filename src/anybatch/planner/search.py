@@ -18,11 +18,7 @@ RERUN = ("selective", "recompute")
 
 
 def choose(request: Request) -> PlanReport:
-    """Return the fastest plan of a request; raise BudgetError if none fits.
-
-    At every size of the micro-batch, blocks free bytes at the fewest seconds per byte. The chosen plan is
-    traced, and the next one taken if it is over the budget.
-    """
+    """Return the fastest plan of a request, verified by a trace; raise BudgetError if none fits."""
     return _Search(without_single_rows(request) if request.depends_on_cut else request).best()
 
 

@@ -203,10 +203,7 @@ def run_on_fakes(
     modules: Sequence[nn.Module],
     idle: Set[nn.Parameter],
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
-    """Return (recording, parameters without gradient, True if optimizer state was made for one of them).
-
-    `rows` is the logical batch's; `plan` has the rows that are run; `idle` parameters get no state.
-    """
+    """Return (recording, parameters without gradient, True if optimizer state was made for one of them)."""
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)

@@ -12,24 +12,9 @@ PATIENCE = 2_000  # updates without overflow before it is doubled
 
 
 class LossScale:
-    """The factor of the loss before backward; gradients are divided by it as they are added.
+    """The factor of the loss before backward, a power of two; gradients are divided by it as they are added.
 
-    It is a power of two, so no digit changes. Gradient sums hold unscaled gradients, so they stay valid when
-    the scale changes.
-
-    Args:
-        precision: its `loss_scale` is fixed or dynamic.
-
-    Attributes:
-        value: the current scale.
-
-    Example:
-        >>> scale = LossScale(Precision(compute="float16", loss_scale=4.0))
-        >>> scale.give_way(), scale.value, scale.give_way(), scale.give_way()
-        (True, 2.0, True, False)
-        >>> scale.begin()
-        >>> scale.value
-        4.0
+    Gradient sums hold unscaled gradients, so they stay valid when `value`, the current scale, changes.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """

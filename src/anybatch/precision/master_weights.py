@@ -48,20 +48,8 @@ class Masters:
     """The float32 master weights of parameters stored in 16 bits.
 
     During an update each parameter holds its float32 weights, so any optimizer updates them, with state in
-    float32. Afterwards the parameter holds the 16-bit weights again, rounded from them.
-
-    Args:
-        is_needed: trained weights are stored in 16 bits; parameters added later get master weights, too.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-        >>> masters = Masters(is_needed=True)
-        >>> masters.hold(weight, torch.ones(2))
-        >>> for _ in range(4):
-        ...     with masters.raised([weight]):
-        ...         _ = weight.data.add_(2e-4)
-        >>> (weight - 1).max() > 0  # each update alone is rounded away in float16
-        tensor(True)
+    float32. Afterwards the parameter holds the 16-bit weights again, rounded from them. If `is_needed`,
+    trained parameters added later get master weights, too.
     """
 
     def __init__(self, *, is_needed: bool = False) -> None:
@@ -104,12 +92,7 @@ class Masters:
     def raised(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer] = ()
     ) -> AbstractContextManager[None]:
-        """Let parameters hold their float32 weights; on exit round them to 16 bits.
-
-        Args:
-            parameters: parameters to be updated; new ones get master weights.
-            optimizers: their state of new parameters becomes float32.
-        """
+        """Let parameters, also new ones, hold their float32 weights; on exit round them to 16 bits."""
         is_idle = not (self._held or self._is_needed)
         return nullcontext() if is_idle else self._raised(list(parameters), optimizers)
 
