@@ -27,10 +27,7 @@ class Device:
     is_here: bool = False  # this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
-        """Return the time of some work: launches, arithmetic and memory traffic added up.
-
-        Source: the roofline of Williams, Waterman, Patterson 2009, with a sum in place of the maximum.
-        """
+        """Return the seconds of some work: the roofline of Williams et al. 2009, as a sum, not a maximum."""
         rate = self.half_flops if half else self.flops
         return operations * self.launch_s + flops / rate + moved / self.bandwidth
 
@@ -76,17 +73,11 @@ def find_device(name: str | torch.device) -> Device:
 
 
 def parse_memory(memory: str | int, device: Device) -> int:
-    """Return a budget in bytes.
+    """Return a budget in bytes; raise PlanError for anything else than these.
 
-    Args:
-        memory: bytes ("12GB", "2GiB", an int), a share of the device's memory ("80%"), or "auto": 90 % of the
-            memory that is free on it or held by tensors (of all its memory, if the device is not in this
-            machine). On the CPU both respect control groups and the process's limits, and leave out memory
-            that the process uses for other things than tensors.
-        device: the device that a share refers to.
-
-    Raises:
-        PlanError: anything else.
+    `memory` is bytes ("12GB", "2GiB", an int), a share of the device's memory ("80%"), or "auto": 90 % of the
+    memory that is free or held by tensors (of all its memory, if the device is not in this machine). On the
+    CPU shares respect control groups and process limits, and leave out memory that is not used by tensors.
     """
     if memory == "auto":
         return int(0.9 * _free(device))

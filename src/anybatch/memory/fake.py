@@ -195,7 +195,11 @@ class Fakes:
         if id(tensor) not in self._made:
             fake = self._make(tensor)
             if tensor.is_leaf:
-                _copy_attributes(tensor, fake)
+                for name, value in vars(tensor).items():  # attributes set by the caller
+                    vars(fake).setdefault(name, value)
+                for name in private.HOOKS_OF_TENSORS:
+                    if hooks := getattr(tensor, name):
+                        setattr(fake, name, hooks.copy())
             self._made[id(tensor)] = tensor, fake
         return self._made[id(tensor)][1]
 
@@ -236,15 +240,6 @@ class Fakes:
                 object.__setattr__(fresh, field.name, self.within(getattr(value, field.name), depth - 1))
             return fresh
         return value
-
-
-def _copy_attributes(tensor: Tensor, fake: Tensor) -> None:
-    for name, value in vars(tensor).items():  # attributes set by the caller
-        vars(fake).setdefault(name, value)
-    for name in private.HOOKS_OF_TENSORS:
-        hooks = getattr(tensor, name)
-        if hooks:
-            setattr(fake, name, hooks.copy())
 
 
 @contextmanager

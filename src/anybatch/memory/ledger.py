@@ -49,22 +49,6 @@ class Ledger:
         source: "predicted" or "measured".
         device: the device of the bytes, such as "cpu".
         by_module: the bytes alive at the peak, largest first.
-
-    Example:
-        >>> low = Moment(phase="start", micro_batch=-1, module="", bytes=(400, 0, 0, 0, 0, 64, 0))
-        >>> high = Moment(phase="forward", micro_batch=0, module="0", bytes=(400, 0, 0, 80, 0, 64, 0))
-        >>> held = Holding("0", "parameters", 400), Holding("0", "activations", 80)
-        >>> ledger = Ledger(moments=(low, high), source="measured", device="cpu", by_module=held)
-        >>> print(ledger)
-        measured, cpu    start    forward  peak
-        parameters       400 B    400 B    400 B
-        activations      0 B      80 B     80 B
-        input            64 B     64 B     64 B
-        all              464 B    544 B    544 B
-        <BLANKLINE>
-        largest at the peak (forward of micro-batch 0)
-        400 B            parameters of 0
-        80 B             activations of 0
     """
 
     moments: tuple[Moment, ...]

@@ -35,8 +35,7 @@ class Meter(private.TorchDispatchMode):
     """A mode that follows the storages of all tensors that operations take or return, around one step.
 
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
-    Memory inside one kernel is not seen. Phases and modules come from hooks on all modules and on the
-    optimizers; `__exit__` removes them. It works on real tensors and on fake ones.
+    Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
     Args:
         model: the model; its forwards begin a micro-batch.
@@ -47,9 +46,6 @@ class Meter(private.TorchDispatchMode):
         state: tensors counted as optimizer state from the start, if optimizers have made none yet.
         host_apart: do not count the host copies that offload makes: tensors of another device are traced
             on the host. Tensors on another kind of device than the parameters never count.
-
-    Attributes:
-        held: bytes alive when the meter was made, the batch included.
     """
 
     def __init__(

@@ -57,21 +57,12 @@ class Codec(Protocol):
 
 
 class Cast:
-    """Gradients sent in 16 bits: half the bytes of float32, no state.
+    """Gradients sent in 16 bits, `"fp16"` or `"bf16"`: half the bytes of float32, no state.
 
     The arithmetic is that of torch's `fp16_compress_hook` and `bf16_compress_hook`, but `decode` adds in
     float32, not in 16 bits, and nothing is divided by the number of ranks. As with the hook, `"fp16"` turns
     values beyond 65,504 into infinity (then no update is made) and those below 3e-8 into 0. `"bf16"` has the
     range of float32.
-
-    Args:
-        name: `"fp16"` or `"bf16"`; others raise PlanError.
-
-    Example:
-        >>> codec, like = Cast("bf16"), {"weight": torch.zeros(2)}
-        >>> shares = [{"weight": torch.tensor([1.0, 2.0])}, {"weight": torch.tensor([0.5, 1 / 3])}]
-        >>> codec.decode([codec.encode(share, like) for share in shares], like)
-        {'weight': tensor([1.5000, 2.3340])}
     """
 
     def __init__(self, name: CastName) -> None:

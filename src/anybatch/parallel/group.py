@@ -41,12 +41,7 @@ def start_under_torchrun() -> None:
     importlib.import_module("torch.distributed.nn.functional")
     is_on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo")
-    atexit.register(_end)
-
-
-def _end() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:

@@ -23,12 +23,8 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     """Run `python -m` with these arguments as so many ranks on this machine, and wait until they end.
 
     They use the loopback interface and share the CPU's threads. Ctrl-C and SIGTERM go to all ranks, which
-    have 30 s to end.
-
-    Raises:
-        RankError: a rank failed or ended, and the others have ended. The text is the error of the first.
-        PlanError: this torch has no torch.distributed.
-        KeyboardInterrupt, SystemExit: after Ctrl-C, and after SIGTERM.
+    have 30 s to end; then raise KeyboardInterrupt or SystemExit. If a rank fails, end the others and raise a
+    RankError with the error of the first.
     """
     if not dist.is_available():
         raise PlanError(f"Expected a torch with torch.distributed for {count} ranks, got none. Use one rank.")

@@ -21,19 +21,11 @@ _LOCAL = "127.0.0.1"
 
 
 class RayCluster:
-    """Actors on this machine, or on an existing Ray cluster.
+    """Actors on this machine, or on an existing Ray cluster at `address`; each worker has `gpus` GPUs.
 
     On this machine Ray runs without dashboard and usage statistics, with a token, until `close`. On an
     existing cluster `close` ends only the actors. Ray 2.60 listens on all interfaces of a machine, even if
     given 127.0.0.1: everyone with the token can run code.
-
-    Args:
-        address: address of a cluster; None for this machine.
-        gpus: GPUs of each worker.
-
-    Raises:
-        PlanError: Ray is not installed, or is in use in this process already.
-        RankError: no cluster answers at the address.
     """
 
     def __init__(self, address: str | None = None, gpus: int = 0) -> None:

@@ -47,12 +47,6 @@ class Replicate:
 
     Raises:
         PlanError: no process group of at least two ranks is initialised. torchrun initialises one.
-
-    Example:
-        >>> import anybatch as ab
-        >>> model = nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = ab.Step(model, nn.MSELoss(), optimizer, strategy="auto")  # replicates under torchrun
     """
 
     is_many = True

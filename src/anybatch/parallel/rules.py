@@ -68,24 +68,6 @@ def make_rule(name: RuleName) -> Rule:
       SIGMOD 2017 (DynSGD).
 
     With one local update and no push of others in between, all three add `p`. docs/server.md compares them.
-
-    Args:
-        name: "accumulate", "normalize" or "dynsgd".
-
-    Returns:
-        The rule. It has no state, so one serves all shards.
-
-    Raises:
-        PlanError: another name.
-
-    Example:
-        >>> for name in ("accumulate", "normalize", "dynsgd"):
-        ...     parameters = torch.ones(2)
-        ...     make_rule(name).apply(parameters, torch.tensor([4.0, -8.0]), staleness=3, steps=2)
-        ...     print(parameters)
-        tensor([ 5., -7.])
-        tensor([ 3., -3.])
-        tensor([ 2., -1.])
     """
     if name not in get_args(RuleName):
         raise PlanError(

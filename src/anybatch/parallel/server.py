@@ -47,22 +47,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The position of each trained element: one flat vector, cut into shards of equal size.
+    """The position of each trained element: one flat vector, cut into shards of equal size."""
 
-    Attributes:
-        bounds: the first element of each shard, and the end.
-        pieces: pieces of each shard.
-        dtype, sum_dtype: dtypes of parameters and of gradient sums, as names of NumPy.
-        optimizers: classes of the optimizers.
-        codec: codec of pushes; None to send them unchanged.
-    """
-
-    bounds: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    dtype: str
-    sum_dtype: str
+    bounds: tuple[int, ...]  # the first element of each shard, and the end
+    pieces: tuple[tuple[Piece, ...], ...]  # of each shard
+    dtype: str  # of the parameters; a name of NumPy
+    sum_dtype: str  # of the gradient sums
     optimizers: tuple[type[Optimizer], ...]
-    codec: Codec | None = None
+    codec: Codec | None = None  # of pushes; None to send them unchanged
 
     @staticmethod
     def of(
@@ -132,12 +124,8 @@ class Layout:
         """Return elements of a shard, `(rows, elements)`, as bytes."""
         like = self._like(shard, str(rows.dtype))
         names = dict(zip(like, self.pieces[shard], strict=True))
-        return np.stack(
-            [
-                codec.encode({name: row[piece.there] for name, piece in names.items()}, like).numpy()
-                for row in torch.from_numpy(rows)
-            ]
-        )
+        parts = [{name: row[piece.there] for name, piece in names.items()} for row in torch.from_numpy(rows)]
+        return np.stack([codec.encode(part, like).numpy() for part in parts])
 
     def decode(self, rows: Array, shard: int, dtype: str) -> Array:
         """Invert `encode`; without a codec return the input. Raise ValueError for other bytes."""
@@ -170,12 +158,10 @@ class Layout:
                     warnings.simplefilter("ignore")  # arrays from another process are read-only
                     values = torch.from_numpy(part[piece.there])
                     target = parameters[piece.parameter]
-                    if target.is_contiguous():
-                        target.view(-1)[piece.start : piece.stop].copy_(values)
-                    else:
-                        whole = target.reshape(-1)
-                        whole[piece.start : piece.stop] = values.to(whole.device)
-                        target.copy_(whole.view(target.shape))
+                    flat = target.reshape(-1)  # a view if contiguous
+                    flat[piece.start : piece.stop].copy_(values)
+                    if not target.is_contiguous():
+                        target.copy_(flat.view(target.shape))
 
     def split(
         self, state: Mapping[nn.Parameter, Any], parameters: Sequence[nn.Parameter], shard: int
@@ -203,11 +189,11 @@ class Layout:
                 for name, value in values.items():
                     slots = found.setdefault(parameter, {})
                     if isinstance(value, np.ndarray):
-                        like = torch.empty_like(
-                            parameter, dtype=tensor_of(value[:0]).dtype, requires_grad=False
+                        part = tensor_of(value)
+                        whole = slots.setdefault(
+                            name, part.new_empty(parameter.shape, device=parameter.device)
                         )
-                        whole = slots.setdefault(name, like.contiguous())
-                        whole.view(-1)[piece.start : piece.stop].copy_(tensor_of(value))
+                        whole.view(-1)[piece.start : piece.stop].copy_(part)
                     else:
                         slots[name] = value
         return found
@@ -348,17 +334,12 @@ class Shard:
     def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
         if not self._optimizers:
             for index, kind in enumerate(self._layout.optimizers):
-                mine = [
-                    {
-                        "params": [
-                            p
-                            for p, x in zip(self._parameters, self._pieces, strict=True)
-                            if at(x) == (index, j)
-                        ]
-                    }
-                    | dict(group)
-                    for j, group in enumerate(options[index])
-                ]
+                held: list[list[nn.Parameter]] = [[] for _ in options[index]]
+                for piece, parameter in zip(self._pieces, self._parameters, strict=True):
+                    if piece.optimizer == index:
+                        held[piece.group].append(parameter)
+                pairs = zip(held, options[index], strict=True)
+                mine = [{"params": one, **group} for one, group in pairs]
                 make: Any = kind
                 self._optimizers.append(make(mine) if any(one["params"] for one in mine) else None)
             for piece, parameter, values in zip(self._pieces, self._parameters, self._given, strict=True):
@@ -372,11 +353,6 @@ class Shard:
             for group, given in zip(optimizer.param_groups if optimizer else (), groups, strict=False):
                 group.update(given)
         return [one for one in self._optimizers if one is not None]
-
-
-def at(piece: Piece) -> tuple[int, int]:
-    """Return the indices of optimizer and group of a piece."""
-    return piece.optimizer, piece.group
 
 
 def tensor_of(values: Array) -> Tensor:

@@ -24,28 +24,19 @@ from anybatch.state import Reachable, rng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """The sums of a unit's rows, besides the gradient sums, which go to the shards.
-
-    Attributes:
-        weights, totals: of each term.
-        is_shared: the weights are those of all rows, such as 1 for a plain sum.
-        coefficients: the factor of each row of the sums in the loss; empty if they are divided already.
-        used: positions of the parameters that have a gradient.
-        pulled: the version of each shard at the start of a unit of an asynchronous round.
-        steps: local updates.
-        sent: bytes that go to each shard.
-    """
+    """The sums of a unit's rows, besides the gradient sums, which go to the shards."""
 
     weights: dict[str, float]
     totals: dict[str, float]
     rows: int
     cut: tuple[int, ...]
-    is_shared: bool = False
+    is_shared: bool = False  # the weights are those of all rows, such as 1 for a plain sum
+    # the factor of each row of the sums in the loss; empty if they are divided already
     coefficients: dict[str, float] = field(default_factory=dict[str, float])
-    used: frozenset[int] = frozenset()
-    pulled: tuple[int, ...] = ()
-    steps: int = 1
-    sent: tuple[int, ...] = ()
+    used: frozenset[int] = frozenset()  # positions of the parameters that have a gradient
+    pulled: tuple[int, ...] = ()  # asynchronous: the version of each shard at the start of the unit
+    steps: int = 1  # local updates
+    sent: tuple[int, ...] = ()  # bytes to each shard
 
 
 class HandOver(Single):

@@ -24,13 +24,10 @@ _LONGER = 1.25  # a plan serves rows up to this factor shorter
 
 
 class Budget:
-    """A memory budget and the plans made for it.
+    """A memory budget and the plans made for it, one per shape of rows.
 
-    Each shape of rows has its own plan. A plan for rows up to 25 % longer, or for more rows, serves shorter
-    or fewer rows, too. If the result depends on the cut, each shape and number of rows has its own plan.
-
-    Args:
-        memory: as for `anybatch.memory.parse_memory`.
+    A plan for rows up to 25 % longer, or for more rows, serves shorter or fewer rows, too. If the result
+    depends on the cut, each shape and number of rows has its own plan.
     """
 
     def __init__(self, memory: str | int) -> None:
@@ -42,14 +39,10 @@ class Budget:
         self._last: tuple[Task, Hashable, Measured] | None = None
 
     def plan(self, request: Request, first: Request | None = None) -> Plan:
-        """Return the plan of a batch: a remembered one for such rows, or a new one.
+        """Return the plan of a batch, remembered or new; raise BudgetError if nothing fits.
 
         If `first`, another request about the same batch, can be met, return its plan. It is not tried if
         `request` has been answered before: then `first` had no plan.
-
-        Raises:
-            BudgetError: nothing fits.
-            PlanError: a module's shapes are not known yet, or there are sparse gradients.
         """
         _refuse_lazy(request.task)
         batch = request.batch

@@ -283,12 +283,13 @@ def costs_of(
 
     held: dict[str, Array] = {}
     took: dict[str, Array] = {}
+    seconds: Any = device.seconds  # works on arrays, too
     for policy, one in recorded.items():
         held[policy], work = one.held(micro_batch), one.work(micro_batch)
         if update is not None and update.places == places:
             held[policy][is_update] = update.held(micro_batch)[is_update]
             work[is_update] = update.work(micro_batch)[is_update]
-        took[policy] = _seconds(device, work, half)
+        took[policy] = np.maximum(0.0, seconds(*work.T, half=half))
     if "offload" in held and device.link:  # copies overlap with computation: the slower counts
         freed = np.maximum(0.0, (held[KEEP] - held["offload"]).max(0))
         for phase in ("forward", "backward"):
@@ -304,8 +305,3 @@ def costs_of(
         kept_s=float((kept * times).sum()),
         is_update=is_update[is_there],
     )
-
-
-def _seconds(device: Device, work: Any, half: bool) -> Array:
-    took: Any = device.seconds(work[:, 0], work[:, 1], work[:, 2], half=half)
-    return np.maximum(0.0, took)

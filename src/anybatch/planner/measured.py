@@ -37,25 +37,9 @@ class Measured(Reader):
     """The largest even cut within a budget, by a law of bytes fitted to real micro-batches.
 
     The law starts with readings of the few rows that are compared before the first cut. In the first steps,
-    and rarely afterwards, a micro-batch is read again.
-
-    With `races`, half of the micro-batch is tried in the same steps and taken if it is at least 3 % faster,
-    for at most 8 steps. If the forward draws random numbers, nothing is raced, and the cut stays the same
-    from the third step on.
-
-    Args:
-        num_bytes: the budget.
-        races: smaller micro-batches than fit may be tried for speed.
-
-    Attributes:
-        refused: the reason why the batch must not be cut; "" if it may.
-        is_refused: readings are impossible, so the step has to be traced.
-        is_wanted: micro-batches of the next step are to be read or timed.
-        is_random: the forward was seen to draw random numbers.
-        gradients: bytes of the gradient sums.
-        ran: rows times length of the largest micro-batch so far.
-        events: allocations in the last reading.
-        is_exact: readings saw all bytes; otherwise an allowance is added.
+    and rarely afterwards, a micro-batch is read again. With `races`, half of the micro-batch is tried in the
+    same steps and taken if it is at least 3 % faster, for at most 8 steps. If the forward draws random
+    numbers, nothing is raced, and the cut stays the same from the third step on.
     """
 
     def __init__(self, num_bytes: int, *, races: bool) -> None:
@@ -115,12 +99,9 @@ class Measured(Reader):
     ) -> tuple[int, ...]:
         """Return the rows of each micro-batch of a batch; empty if not even the smallest is known to fit.
 
-        Args:
-            rows: rows of the batch.
-            length: numbers in a row.
-            static: bytes alive throughout, without gradient sums.
-            only: the one allowed size, or None.
-            in_window: keep the rows together if they are expected to fit, without limit on growth.
+        `length` is the numbers in a row, `static` the bytes alive throughout without gradient sums, `only`
+        the one allowed size. In a window the rows stay together if they are expected to fit, without limit on
+        growth.
         """
         self._trial, self._index, self._has_read, self._times = None, 0, False, []
         if not self.law.readings:

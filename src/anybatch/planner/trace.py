@@ -147,13 +147,12 @@ def trace(
     device: torch.device | str | None = None,
     idle: Set[nn.Parameter] = frozenset(),
 ) -> Trace:
-    """Run one step on fake tensors, with the optimizer's state of the second step.
+    """Run one step on fake tensors, with the optimizer's state of the second step; restore everything.
 
     Of many micro-batches of one size only the first, one in the middle and the last are run, if each calls
-    the model as often. Everything is restored afterwards. `FakeMode` describes how values are answered.
-
-    A device of another machine is approximated: sizes are rounded up as its allocator does, optimizers update
-    all parameters at once (foreach) as they would there, and the kernels are the CPU's.
+    the model as often. A device of another machine is approximated: sizes are rounded up as its allocator
+    does, optimizers update all parameters at once (foreach) as they would there, and the kernels are the
+    CPU's.
 
     Raises:
         TraceError: the step needs values, for instance because shapes depend on them.
@@ -265,23 +264,19 @@ def device_of(task: Task, device: torch.device | str | None) -> torch.device:
     return next((one for one in task.devices if one.type != "meta"), torch.device("cpu"))
 
 
-def _known(task: Task, buffers: Iterable[Tensor], parameters: Iterable[Tensor]) -> Effects:
-    effects = Effects()
-    effects.changes(buffers)
-    effects.writes(parameters)
-    effects.begin(task.modules)
-    return effects
-
-
 def faked(task: Task, fakes: Fakes) -> Task:
     """Return the task on fake tensors, without observers."""
 
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
 
+    effects = Effects()  # with the changes known so far
+    effects.changes(of(task.effects.buffers))
+    effects.writes(of(task.effects.parameters))
+    effects.begin(task.modules)
     return replace(
         task.aside(observers=()),
-        effects=_known(task, of(task.effects.buffers), of(task.effects.parameters)),
+        effects=effects,
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),
         others=of(task.others),

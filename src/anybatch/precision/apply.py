@@ -28,10 +28,7 @@ class Working:
 
 
 def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
-    """Apply a precision to a model, see `lower`, and to its optimizers.
-
-    Optimizer state in 16 bits of weights that are updated in float32 becomes float32, now and when loaded.
-    """
+    """Apply a precision to a model, see `lower`; convert 16-bit state of its optimizers to float32."""
     chosen, known = find_precision(precision), list(optimizers)
     trained = [p for one in known for g in one.param_groups for p in g["params"]]
     short = {parameter for parameter in trained if parameter.dtype in SHORT_DTYPES}
@@ -44,25 +41,13 @@ def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[O
 
 
 def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter]) -> Masters:
-    """Apply a precision to a model, in place, and return the master weights.
+    """Apply a precision to a model, in place, and return the master weights of the `trained` parameters.
 
     Weights and buffers are stored in 16 bits, except in float32 parts. Inputs and outputs of the model keep
     their dtypes: its `forward` casts inputs to the 16-bit dtype and outputs to float32. Under autocast only
-    the `forward` of float32 parts is wrapped.
-
-    The model may be part of another lowered model, or contain one; the last call decides. Only the outermost
-    model that runs in a thread casts (after `outer.compile()` the inner ones do, too; `torch.compile(outer)`
-    is safe).
-
-    Args:
-        model: the model; changed in place.
-        precision: the precision.
-        trained: parameters of the optimizers; these get float32 master weights.
-
-    Raises:
-        PlanError: a pattern matches no module, parts of two precisions share a weight, a weight to be stored
-            in 16 bits has no shape, or an earlier call stored weights in 16 bits and this one stores none.
-            The model is unchanged.
+    the `forward` of float32 parts is wrapped. The model may be part of another lowered model, or contain one;
+    the last call decides. Only the outermost model that runs in a thread casts (after `outer.compile()` the
+    inner ones do, too; `torch.compile(outer)` is safe). A PlanError leaves the model unchanged.
     """
     dtype = precision.storage
     masters = Masters(is_needed=dtype is not None)
