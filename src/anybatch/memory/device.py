@@ -16,7 +16,7 @@ from anybatch.memory.reading import held_by_malloc
 class Device:
     """The figures of a device that planning needs; the device need not be in this machine."""
 
-    name: str  # as given
+    name: str  # the name passed to `find_device`
     kind: str  # "cpu" or "cuda"
     num_bytes: int  # its memory; for the CPU, the bytes that tensors may use
     flops: float  # floating-point operations per second that matrix products reach, in float32

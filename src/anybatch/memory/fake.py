@@ -39,7 +39,7 @@ def set_count(func: Any, args: Sequence[Any], result: object) -> None:
         return
     count, more = count_of(args[0]), count_of(args[1]) if func in _ADDS else None
     if func in _SUMS:
-        count = args[0].numel()  # as if each element was 1: a weight of 0 would leave no gradient
+        count = args[0].numel()  # each element counts as 1: a weight of 0 would leave no gradient
     elif more is not None:
         count = (1 if count is None else count) + more
     if count:

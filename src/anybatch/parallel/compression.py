@@ -24,7 +24,7 @@ Tensors = Mapping[str, Tensor]
 _WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MOST_ELEMENTS = 2**31 - 1  # the largest position in an int32
 _Values = tuple[Tensor | None, Tensor]  # positions (None for all elements) and values of a parameter
-_STAGES = 4  # of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
+_STAGES = 4  # stages of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
 
 
 class Codec(Protocol):

@@ -21,7 +21,7 @@ from anybatch.parallel.fingerprint import (
 )
 
 TURNS = 64  # steps in which every tensor is compared once
-_LOOKS = 2  # first steps whose rows are compared
+_LOOKS = 2  # number of first steps that compare rows
 
 
 class Drift:

@@ -67,7 +67,7 @@ def schedulers_of(task: Task) -> str:
 
 def loss_of(task: Task, batch: Batch | None = None) -> str:
     """Return a hash of the loss's settings; tensors are included unless they have an entry per row."""
-    settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # of torch's losses
+    settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # only torch's losses have them
     values = [*settings.values()]
     if batch is None or (isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)):
         values = []

@@ -40,7 +40,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count), "--log-dir"]
     logging.disable(logging.CRITICAL)  # silences the agent; errors are raised once, below
     try:
-        with tempfile.TemporaryDirectory() as folder:  # where ranks record errors
+        with tempfile.TemporaryDirectory() as folder:  # ranks record errors here
             run.run(run.parse_args([*agent, folder, "--module", *arguments]))
     except ChildFailedError as error:
         raise RankError(_why(error.failures.items())) from None

@@ -52,23 +52,12 @@ class RayCluster:
             if ray.is_initialized():
                 pass  # started by the ParameterServer of another step
             elif address is None:
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    _node_ip_address=_LOCAL,
-                    num_cpus=max(4, os.cpu_count() or 1),
-                    **quiet,
-                )
+                cpus = max(4, os.cpu_count() or 1)
+                ray.init("local", include_dashboard=False, _node_ip_address=_LOCAL, num_cpus=cpus, **quiet)
             else:
                 _reach(address)
                 ray.init(address=address, **quiet)
-        except (
-            ConnectionError,
-            RuntimeError,
-            ValueError,
-            OSError,
-            ray.exceptions.AuthenticationError,
-        ) as error:
+        except (RuntimeError, ValueError, OSError, ray.exceptions.AuthenticationError) as error:
             ray.shutdown()
             _leave_environment()
             raise RankError(

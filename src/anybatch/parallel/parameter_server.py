@@ -59,14 +59,12 @@ class ParameterServer(Single):
         compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`, or with a rule also
             `DeepGradientCompression(...)`, which keeps a part of each push on its worker.
         device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
-        has
-            one GPU.
+            has one GPU.
 
     Attributes:
         counts: totals so far: pushes to each server, bytes pushed, pushes refused, staleness of all pushes,
-        units
-            given to a second worker (back-ups) and done twice (units repeated), workers and servers replaced.
-            The report of a step has its own counts.
+            units given to a second worker (back-ups) and done twice (units repeated), workers and servers
+            replaced. The report of a step has its own counts.
 
     Raises:
         PlanError: a number out of range, an unknown rule, a compression with a state without a rule, too few
@@ -144,7 +142,7 @@ class ParameterServer(Single):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ---- what a step calls
+    # ---- interface of a step
 
     def begin(self, task: Task, settings: Plan) -> None:
         """Refuse steps that servers cannot run.
@@ -389,7 +387,7 @@ class ParameterServer(Single):
             self.bring_state()
             self.forget_state()
 
-    # ---- who is there
+    # ---- workers
 
     def add_worker(self) -> None:
         """Add a worker."""

@@ -85,8 +85,7 @@ class Scheduler:
     Attributes:
         version: updates since the parameters were loaded.
         counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
-        of
-            all pushes.
+            of all pushes.
         failed: the unit in which the model or the loss raised an error.
     """
 
@@ -118,7 +117,7 @@ class Scheduler:
         for _ in range(workers):
             self.add_worker()
 
-    # ---- who is there
+    # ---- workers
 
     def add_worker(self) -> None:
         """Add a worker, at any time."""
@@ -147,7 +146,7 @@ class Scheduler:
     def _held(self) -> Counter[Any]:
         return Counter(one.worker for one in self._leases.values())
 
-    # ---- what the servers hold
+    # ---- servers
 
     def load(self, values: Sequence[Any], states: Sequence[Any]) -> None:
         """Set parameters and optimizer state (or a reference to it) of each shard."""

@@ -50,11 +50,11 @@ class Layout:
     """The position of each trained element: one flat vector, cut into shards of equal size."""
 
     bounds: tuple[int, ...]  # the first element of each shard, and the end
-    pieces: tuple[tuple[Piece, ...], ...]  # of each shard
-    dtype: str  # of the parameters; a name of NumPy
-    sum_dtype: str  # of the gradient sums
+    pieces: tuple[tuple[Piece, ...], ...]  # pieces of each shard
+    dtype: str  # dtype of the parameters; a name of NumPy
+    sum_dtype: str  # dtype of the gradient sums
     optimizers: tuple[type[Optimizer], ...]
-    codec: Codec | None = None  # of pushes; None to send them unchanged
+    codec: Codec | None = None  # encodes pushes; None sends them unchanged
 
     @staticmethod
     def of(

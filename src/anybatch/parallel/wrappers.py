@@ -36,7 +36,7 @@ def choose_strategy(strategy: StrategyName | Strategy, group: Group = None) -> S
 
 
 def unwrapped(model: nn.Module, strategy: object) -> nn.Module:
-    """Return the module in a DistributedDataParallel, whose own reduction stays unused; others unchanged.
+    """Return the module in a DistributedDataParallel, without its reduction; others unchanged.
 
     With "local" the wrapped model is called: it averages gradients in each micro-batch.
 

@@ -34,7 +34,7 @@ class Budget:
         parse_memory(memory, find_device("cpu"))
         self.memory = memory
         self.plans: dict[Key, Plan] = {}
-        self.report: PlanReport | None = None  # of the last new plan
+        self.report: PlanReport | None = None  # report of the last new plan
         self._measured: dict[str, Measured] = {}  # by kind of rows, settings and task
         self._last: tuple[Task, Hashable, Measured] | None = None
 
@@ -145,7 +145,7 @@ def _key(request: Request) -> str:
 
 
 def _signature(task: Task) -> str:
-    """Hash what else the bytes depend on: trained parameters, modes and optimizer settings."""
+    """Hash trained parameters, modes and optimizer settings, which change the bytes of a step."""
     trained = set(task.parameters)
     # Positions, not a count: other parameters may need other activations.
     places = [p in trained for one in task.modules for p in one.parameters(recurse=False)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 Size = tuple[int, int]  # rows of a micro-batch, and the length of a row: numbers in it
 
-_ROUNDS = 4  # of reweighting
+_ROUNDS = 4  # rounds of reweighting
 _PER_COLUMN = 0.003  # price of a term, in the mean relative error
 _SURE, _PER_DOUBLING, _MOST_MISFIT = 0.01, 0.04, 0.15
 

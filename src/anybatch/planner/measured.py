@@ -30,7 +30,7 @@ _GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # largest growth beyond the readings; 
 _PROPORTION = 0.25  # share of the room that rows may use if their bytes are proportional to rows
 _PER_EVENT = 2_600  # bytes that a reading itself uses per allocation
 _TOO_DEAR = 0.03  # share of the room by which a reading may exceed it
-_PAIRS, _GAIN, _HALVINGS = 3, 0.97, 2  # of a race: comparisons, least gain, most halvings
+_PAIRS, _GAIN, _HALVINGS = 3, 0.97, 2  # a race: comparisons, least gain, most halvings
 
 
 class Measured(Reader):
@@ -59,7 +59,7 @@ class Measured(Reader):
         self._alone: tuple[int, float] | None = None  # length, and seconds per row of an uncut step
         self._trial: tuple[int, int] | None = None  # rows that are raced in this step, and half of them
         self._times: list[tuple[Size, float]] = []
-        self._index = 0  # of the micro-batch in this step
+        self._index = 0  # index of the micro-batch in this step
         self._has_read = self._is_uncut = False
         self.events = self.ran = self._room = 0
         self._reading: MemoryReading | None = None

@@ -29,7 +29,7 @@ class Option:
 
     plan: Plan
     peak: int  # the most bytes alive at any moment
-    seconds: float  # of one update
+    seconds: float  # seconds of one update
     source: str  # source of the bytes: "composed" from other steps, or "predicted" by a trace
     ledger: Ledger | None = None  # the bytes by owner, if this plan was traced
 

@@ -3,7 +3,7 @@
 from anybatch.core import BatchError, SampleBatch, tree
 from anybatch.state import rng
 
-Shape = tuple[tuple[str, tuple[int, ...]], ...]  # of one row: dtype and sizes of each leaf
+Shape = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes of each leaf of a row
 
 COLLATED_AT_ONCE = 8  # rows collated together if only shapes are needed
 

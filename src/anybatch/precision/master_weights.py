@@ -26,7 +26,7 @@ class _Backup:
         self.dtype, self.version = parameter.dtype, _version(parameter)
 
     def refresh(self, parameter: nn.Parameter) -> None:
-        """Adopt values that somebody wrote to the parameter, or its new device."""
+        """Adopt values written to the parameter, or its new device."""
         data = parameter.data
         if self.weights.device != data.device or self.weights.shape != data.shape:
             self.weights = data.float()
@@ -56,7 +56,7 @@ class Masters:
         self._is_needed = is_needed
         self._held: dict[nn.Parameter, _Backup] = {}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called on a copy
         vars(self).update(state)
         for parameter, backup in self._held.items():
             _KNOWN[parameter] = ref(backup)

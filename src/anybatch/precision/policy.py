@@ -38,8 +38,7 @@ class Precision:
             statistics (updates too small for 16 bits), and rotary embeddings (buffers named `inv_freq`, and
             modules that hold one and no parameters).
         loss_scale: factor of the loss in backward, so that small gradients do not vanish in float16: a power
-        of
-            two, "dynamic" to begin at 65,536 and adapt, None for 1.
+            of two, "dynamic" to begin at 65,536 and adapt, None for 1.
 
     Raises:
         PlanError: an invalid value, or two values that exclude each other.
