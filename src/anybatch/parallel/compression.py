@@ -130,15 +130,6 @@ class DeepGradientCompression:
     Raises:
         PlanError: a value out of these ranges.
 
-    Example:
-        >>> codec = DeepGradientCompression(sparsity=0.75, momentum=0.0, warmup_updates=0)
-        >>> like = {"weight": torch.zeros(2, 2)}
-        >>> for gradient in ([[1.0, 4.0], [2.0, 3.0]], [[0.0, 0.0], [2.0, 0.0]]):
-        ...     payload = codec.encode({"weight": torch.tensor(gradient)}, like)
-        ...     codec.decode([payload], like)["weight"].tolist()
-        [[0.0, 4.0], [0.0, 0.0]]
-        [[0.0, 0.0], [4.0, 0.0]]
-
     Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression: Reducing the
     Communication Bandwidth for Distributed Training", ICLR 2018, arXiv 1712.01887, section 3.
     """

@@ -145,15 +145,7 @@ class ParameterServer(Single):
     # ---- interface of a step
 
     def begin(self, task: Task, settings: Plan) -> None:
-        """Refuse steps that servers cannot run.
-
-        Args:
-            task: the task of the step.
-            settings: the settings of the step.
-
-        Raises:
-            PlanError: a setting is not supported; the text names it.
-        """
+        """Raise PlanError for a step that servers cannot run."""
         if isinstance(task.loss, WholeBatch):
             raise PlanError(
                 f"Expected a loss that is summed over rows, got {type(task.loss).__name__}, in which "
@@ -181,22 +173,7 @@ class ParameterServer(Single):
                 )
 
     def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
-        """Make one update with all rows.
-
-        Args:
-            task: the task of the step.
-            batch: the rows.
-            settings: the settings of the step.
-            remote: returns a factory of a worker's step, for a type of device.
-
-        Returns:
-            The report of the step.
-
-        Raises:
-            PlanError: the batch is empty, or a setting is not supported.
-            NonFiniteLossError: the loss or the gradient is not finite. No update was made.
-            RankError: too many processes ended.
-        """
+        """Make one update with all rows; `remote` returns a factory of a worker's step, for a type of device."""
         if not batch.rows:
             raise PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
