@@ -292,10 +292,7 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
 
 @contextmanager
 def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
-    """Raise a PlanError if a parameter, or a fake made of one here, gets a sparse gradient.
-
-    The bytes of sparse gradients depend on the rows that each micro-batch and each step meets.
-    """
+    """Raise a PlanError inside if a parameter gets a sparse gradient, whose bytes cannot be predicted."""
     able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
     hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]
     try:
@@ -319,10 +316,7 @@ def sparse_refused(what: str) -> PlanError:
 
 
 def drop_left_fakes() -> None:
-    """Remove fakes that outlived their trace from the objects that hold them.
-
-    The collector must have been off since the trace began, so that they are all young and quickly found.
-    """
+    """Remove fakes that outlived their trace from their holders; they are young if the collector was off."""
     if not _young_fakes(0):
         return
     gc.collect(0)  # frees those in cycles

@@ -234,8 +234,12 @@ class _Timeline:
         self.is_open = True
 
     def look(self) -> None:
-        if not self._stack and private.is_in_backward() is not self._is_in_backward:
-            self._change_backward()
+        if self._stack or private.is_in_backward() is self._is_in_backward:
+            return
+        self._is_in_backward = not self._is_in_backward
+        if not self._is_in_backward:
+            self.backward_ends.append(len(self._storages.numbers))
+        self._turn("backward" if self._is_in_backward else _AFTER, "")
 
     def settled(self) -> list[Mark]:
         marks = list(self._marks)
@@ -289,12 +293,6 @@ class _Timeline:
         if self.is_open and not self._stack:
             self.look()
             self._turn("backward", name)
-
-    def _change_backward(self) -> None:
-        self._is_in_backward = not self._is_in_backward
-        if not self._is_in_backward:
-            self.backward_ends.append(len(self._storages.numbers))
-        self._turn("backward" if self._is_in_backward else _AFTER, "")
 
     def _turn(self, phase: str, module: str) -> None:
         self._phase, self.module = phase, module

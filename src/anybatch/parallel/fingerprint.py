@@ -24,10 +24,7 @@ _ADVICE = {
 def fingerprint(
     task: Task, settings: Plan, compression: object, written: Collection[int] = ()
 ) -> dict[str, str]:
-    """Return a short hash of each part of a step that must not differ between ranks.
-
-    Micro-batch sizes may differ, and so may buffers at the positions `written`, which forwards write to.
-    """
+    """Return a hash of each part of a step that must not differ between ranks; skip `written` buffers."""
     names = task.names()
     plan = dataclasses.asdict(settings) | {"cut": (), "micro_batch": 0, "blocks": ()}
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]

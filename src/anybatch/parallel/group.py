@@ -30,10 +30,7 @@ def rank(group: Group = None) -> int:
 
 
 def start_under_torchrun() -> None:
-    """Initialise the process group if torchrun started this process and no group exists.
-
-    Messages go through gloo; gradients on CUDA go through NCCL. The group ends with the process.
-    """
+    """Initialise the process group under torchrun: gloo for messages, NCCL for gradients on CUDA."""
     if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
         return
     # This module holds the group that exists when it is imported, and torch imports it in an optimizer's

@@ -173,7 +173,7 @@ class ParameterServer(Single):
                 )
 
     def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
-        """Make one update with all rows; `remote` returns a factory of a worker's step, for a type of device."""
+        """Make one update with all rows; `remote` returns a factory of a worker's step for a device type."""
         if not batch.rows:
             raise PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."

@@ -36,13 +36,7 @@ def choose_strategy(strategy: StrategyName | Strategy, group: Group = None) -> S
 
 
 def unwrapped(model: nn.Module, strategy: object) -> nn.Module:
-    """Return the module in a DistributedDataParallel, without its reduction; others unchanged.
-
-    With "local" the wrapped model is called: it averages gradients in each micro-batch.
-
-    Raises:
-        PlanError: the wrapper has a setting without effect here, such as a communication hook.
-    """
+    """Return the module in a DistributedDataParallel, without its reduction; refuse hooks and settings."""
     if strategy == "local" or not (isinstance(model, nn.Module) and _wrapper_of(type(model)) == _DDP):
         return model
     if hooks := private.communication_hooks(model):

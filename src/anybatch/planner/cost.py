@@ -107,13 +107,10 @@ class _Side:
 
 
 class Recorded:
-    """Two recordings of a step of two micro-batches that differ in size only.
+    """Two recordings of a step of two micro-batches that differ in size only, or a TraceError.
 
     If the first is None, it is derived from `like`, the step with all blocks kept: a block that is recomputed
     or offloaded makes storages of the same sizes. `sizes` are the rows of a micro-batch in each recording.
-
-    Raises:
-        TraceError: the recordings do not match.
     """
 
     def __init__(

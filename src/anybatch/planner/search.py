@@ -180,12 +180,10 @@ class _Search:
 
 
 def _ordered(options: list[Option], kind: str) -> list[Option]:
-    """Sort fastest first. On the host, sort options equally fast by estimate smallest first.
-
-    Allocations too large for the host's allocator to keep come in fresh pages each time.
-    """
+    """Sort fastest first; on the host, options equally fast by estimate smallest first."""
     found = sorted(options, key=lambda option: (option.seconds, -option.plan.micro_batch))
     if kind != "cpu" or not found:
         return found
+    # Allocations too large for the host's allocator to keep come in fresh pages each time.
     even = [one for one in found if one.seconds <= EVEN * found[0].seconds]
     return sorted(even, key=lambda option: option.peak) + [one for one in found if one not in even]

@@ -162,10 +162,12 @@ def trace(
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    roots = [task.model, task.loss, *task.modules, *task.optimizers, *collate]
     with (
         _ONE_AT_A_TIME,  # `drop_left_fakes` acts on all threads
         private.disable_current_modes(),  # hides the trace from a meter around it
-        undisturbed(parameters, roots_of(task, batch)) as snapshot,
+        undisturbed(parameters, roots) as snapshot,
         dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
@@ -249,12 +251,6 @@ def run_on_fakes(
 
 def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwargs: object) -> None:
     updated.update(p for p in owned([optimizer]) if p.grad is not None)
-
-
-def roots_of(task: Task, batch: Batch) -> list[object]:
-    """Return the objects from which a step may reach others."""
-    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    return [task.model, task.loss, *task.modules, *task.optimizers, *collate]
 
 
 def device_of(task: Task, device: torch.device | str | None) -> torch.device:
