@@ -43,18 +43,12 @@ class Ledger:
     """The tensor bytes of one step: by owner, by module, by moment.
 
     A storage counts once, however many views it has. Memory inside one kernel is not seen.
-
-    Attributes:
-        moments: the moment of most bytes in each stretch, in order; at least one. The peak is among them.
-        source: "predicted" or "measured".
-        device: the device of the bytes, such as "cpu".
-        by_module: the bytes alive at the peak, largest first.
     """
 
-    moments: tuple[Moment, ...]
-    source: str
+    moments: tuple[Moment, ...]  # the moment of most bytes of each stretch, in order; at least one
+    source: str  # "predicted" or "measured"
     device: str
-    by_module: tuple[Holding, ...]
+    by_module: tuple[Holding, ...]  # bytes alive at the peak, largest first
 
     @property
     def peak(self) -> int:

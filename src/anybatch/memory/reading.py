@@ -24,16 +24,12 @@ class MemoryReading:
     end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc, such as nodes of the graph. On
     CUDA it uses the allocators' statistics, added up, and resets the peak statistics. Without glibc it adds a
     quarter to the bytes seen (`is_exact` is False). End it in the thread that began it.
-
-    Attributes:
-        events: number of allocations and releases; 1 on CUDA.
-        is_exact: all bytes were seen.
     """
 
     def __init__(self, start: "_Start", *, is_exact: bool) -> None:
         """Use `begin`."""
         began = time.thread_time()
-        self.events, self.is_exact = 0, is_exact
+        self.events, self.is_exact = 0, is_exact  # allocations and releases; all bytes were seen
         self._in_use, self._at_mark = held_by_malloc(), 0
         self._stop: Callable[[], list[int] | None] | None = start()
         self._seconds = time.thread_time() - began

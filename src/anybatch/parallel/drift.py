@@ -30,14 +30,11 @@ class Drift:
     A load is noticed at once: it replaces containers of the optimizer, or writes to parameters more often
     than an update does. Writes through `.data`, and to buffers, are noticed within 64 steps. Buffers that
     forwards write to, such as running statistics, belong to each rank and are left out.
-
-    Attributes:
-        is_touched: something was loaded or written since the last step.
-        written: positions of buffers that forwards write to.
     """
 
     def __init__(self) -> None:
-        self.is_touched, self.written = False, set[int]()
+        self.is_touched = False  # something was loaded or written since the last step
+        self.written = set[int]()  # positions of buffers that forwards write to
         self._turn, self._before = 0, dict[int, int]()
         self._same: dict[str, Any] = {}
         self._containers: list[Any] = []

@@ -80,14 +80,7 @@ class Lease(NamedTuple):
 
 
 class Scheduler:
-    """The driver of the rounds of one training.
-
-    Attributes:
-        version: updates since the parameters were loaded.
-        counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
-            of all pushes.
-        failed: the unit in which the model or the loss raised an error.
-    """
+    """The driver of the rounds of one training."""
 
     def __init__(
         self,
@@ -106,11 +99,12 @@ class Scheduler:
         self.shards = [cluster.start(Shard, self._layout, index) for index in range(len(layout.pieces))]
         self.clocks: dict[Any, int] = {}  # finished units of each worker
         self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
-        self._round = self.version = self._revived = 0
+        self.version = 0  # updates since the parameters were loaded
+        self._round = self._revived = 0
         self.snapshots: list[tuple[Any, ...]] = []  # parameters and state of each shard at this version
         self._is_torn = False
         self._accepted: list[list[tuple[Any, ...]]] = []  # pushes to each shard since the snapshots
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # pushes, bytes, staleness, repeated units, replacements
         self._usual: deque[float] = deque(maxlen=16)  # seconds of the last units
         self._last: dict[Any, float] = {}  # time at which each worker finished its last unit
         self._fixed: tuple[Any, ...] = ()
@@ -230,7 +224,7 @@ class Scheduler:
     def _begin(self, units: int) -> None:
         self._round += 1
         self._revived = 0
-        self.failed: int | None = None
+        self.failed: int | None = None  # the unit in which the model or the loss raised an error
         self._todo: deque[int] = deque(range(units))
         self._done: dict[int, tuple[Folded, list[Any]]] = {}
         self._tries: Counter[int] = Counter()

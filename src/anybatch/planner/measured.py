@@ -47,12 +47,13 @@ class Measured(Reader):
         self.law = Law()
         self.whole: dict[Size, float] = {}  # bytes of uncut batches, gradients included
         self.update = 0.0  # temporary bytes of the update
-        self.gradients = self.steps = self.level = 0
-        self.is_exact = True
-        self.is_random = self.is_looking = False
+        self.gradients = self.steps = self.level = 0  # bytes of gradient sums; halvings won by races
+        self.is_exact = True  # readings saw all bytes; otherwise an allowance is added
+        self.is_random = self.is_looking = False  # the forward draws random numbers
         self.is_settled = not races
-        self.refused = ""
-        self.is_refused = self.is_wanted = False
+        self.refused = ""  # the reason why the batch must not be cut
+        self.is_refused = False  # readings are impossible, so the step has to be traced
+        self.is_wanted = False  # micro-batches of the next step are to be read or timed
         self._looks = 0
         self._static: tuple[Task | None, int, int] = None, 0, 0
         self._ratios: list[float] = []
@@ -61,7 +62,9 @@ class Measured(Reader):
         self._times: list[tuple[Size, float]] = []
         self._index = 0  # index of the micro-batch in this step
         self._has_read = self._is_uncut = False
-        self.events = self.ran = self._room = 0
+        self.events = 0  # allocations in the last reading
+        self.ran = 0  # rows times length of the largest micro-batch so far
+        self._room = 0
         self._reading: MemoryReading | None = None
         self._now: Size = (0, 0)
         self._own = self._held = 0
