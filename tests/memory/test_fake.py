@@ -211,3 +211,5 @@ def test_a_bool_is_refused_but_for_code_of_torch() -> None:
         assert encoder(x, mask=torch.empty_like(mask)).shape == x.shape
         with pytest.raises(TraceError, match="got a bool asked of a tensor in a loss"):
             bool(x.isnan().any())
+        with pytest.raises(TraceError, match=r"aten\.equal"), mode.explained():
+            torch.equal(x, x)

@@ -79,6 +79,8 @@ class FakeMode(private.FakeTensorMode):
         except private.DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
                 return self._number(args[0])
+            if func in (_ATEN.equal.default, _ATEN.allclose.default) and _find_caller()[1]:
+                return True
             self._set_culprit(func)
             raise
         except Exception:
