@@ -39,7 +39,7 @@ class Recording:
     def changes(self, granule: int = 1) -> list[int]:
         """Return the signed change in bytes of each event, sizes rounded up to a granule."""
         pairs = zip(self.before, self.after, strict=True)
-        return [_ceil(after, granule) - _ceil(before, granule) for before, after in pairs]
+        return [(-(-after // granule) + -before // granule) * granule for before, after in pairs]
 
     def alive(self, granule: int = 1) -> list[int]:
         """Return the bytes alive after each event."""
@@ -139,10 +139,6 @@ def _owner_of(phase: str, *, crosses_backward: bool, outlives_backward: bool, en
 def _is_between(begin: int, events: Sequence[int], end: int | None) -> bool:
     index = bisect_right(events, begin)
     return index < len(events) and (end is None or events[index] <= end)
-
-
-def _ceil(size: int, granule: int) -> int:
-    return -(-size // granule) * granule
 
 
 def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:

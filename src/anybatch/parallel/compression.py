@@ -127,9 +127,6 @@ class DeepGradientCompression:
         masking: set the velocity to 0 at sent elements.
         warmup_updates: updates until `sparsity` is reached; the paper takes four epochs.
 
-    Raises:
-        PlanError: a value out of these ranges.
-
     Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression: Reducing the
     Communication Bandwidth for Distributed Training", ICLR 2018, arXiv 1712.01887, section 3.
     """

@@ -22,6 +22,7 @@ from anybatch.parallel.fingerprint import (
 
 TURNS = 64  # steps in which every tensor is compared once
 _LOOKS = 2  # number of first steps that compare rows
+_FEW = 4  # rows compared
 
 
 class Drift:
@@ -109,9 +110,6 @@ def _of_rows(batch: Batch) -> int:
     heads = [leaf.detach()[:_FEW] for leaf in getattr(batch, "leaves", ()) if leaf.layout is torch.strided]
     differ = any(bool((one != one.flatten()[0]).any()) for one in heads if one.numel())
     return sum(place * checksum(one) for place, one in enumerate(heads, 1)) % 2**61 if differ else 0
-
-
-_FEW = 4  # rows
 
 
 def _part(tensors: Sequence[Tensor], turn: int) -> int:

@@ -53,7 +53,8 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
             f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
             f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
         )
-    device, heard = device_for_messages(group), bytearray(_SIZE * ranks(group))
+    device = torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+    heard = bytearray(_SIZE * ranks(group))
     host = torch.frombuffer(heard, dtype=torch.uint8)
     received = [*host.to(device).split(_SIZE)]  # on the CPU without a copy: `heard` receives the messages
     _leave_word(group)
@@ -106,11 +107,6 @@ def _behind(group: Group) -> str:
             if count < mine:
                 found.append(f"rank {place} (it sent {count} of {mine} messages)")
     return " and ".join(found) or "at least one of them"
-
-
-def device_for_messages(group: Group = None) -> torch.device:
-    """Return the CPU if the group has a backend for it, otherwise the current CUDA device."""
-    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
 
 
 def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Group = None) -> list[Tensor]:

@@ -42,9 +42,6 @@ class Replicate:
             `Cast("bf16")`. None sends the exact gradient.
         group: the process group; None for the default one, or the group of a DistributedDataParallel.
 
-    Attributes:
-        bytes_sent: bytes of gradients that this rank passed to collectives in the last step.
-
     Raises:
         PlanError: no process group of at least two ranks is initialised. torchrun initialises one.
     """
@@ -58,7 +55,7 @@ class Replicate:
                 'torchrun --nproc-per-node 2 program.py, or say strategy="auto", which also runs alone.'
             )
         self.compression, self.group = compression, group
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
         self._fingerprint: dict[str, str] | None = None
         self._is_known = False  # the fingerprints of all ranks agree
         self._is_told = False  # all ranks know that this step has failed

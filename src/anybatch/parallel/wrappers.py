@@ -83,7 +83,5 @@ def refuse_late_group(strategy: Strategy, name: object) -> None:
 
 @lru_cache(maxsize=4096)
 def _wrapper_of(kind: type[nn.Module]) -> str:
-    for one in kind.__mro__:
-        if one.__name__ in _WRAPPERS and one.__module__.startswith("torch."):
-            return one.__name__
-    return ""
+    found = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("torch.")]
+    return next((name for name in found if name in _WRAPPERS), "")
