@@ -99,7 +99,7 @@ class Worker:
         self._layout, self._hand = layout, HandOver()
         self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # a residual belongs to a shard
         self._version = -1
-        self._room: dict[int, Array] = {}
+        self._room: dict[int, Array] = {}  # sums by shard, reused: allocation takes longer than the copy
         # Raised at the first call: the driver does not wait for __init__.
         self._failed: Exception | None = None
         try:
