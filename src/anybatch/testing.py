@@ -1,4 +1,4 @@
-"""Testing: a slow and obvious reference step, and the one tolerance table."""
+"""Testing: a slow and obvious reference step, and the table of tolerances."""
 
 import copy
 import math
@@ -26,20 +26,19 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Reference:
-    """What the whole batch at once gives, in float64."""
+    """The loss and gradients of the whole batch in float64."""
 
-    loss: float  # NaN where no row has weight
-    gradients: Mapping[str, Tensor]  # by name in the model; parameters of the loss stand under `loss.`
+    loss: float  # NaN if no row has weight
+    gradients: Mapping[str, Tensor]  # by name in the model; names of loss parameters begin with `loss.`
 
 
 def reference_step(
     model: nn.Module, loss: object, batch: Any, *, collate: Collate | None = None
 ) -> Reference:
-    """One forward and one backward on the whole batch, in float64, of a deep copy: slow and obvious.
+    """Run one forward and one backward on the whole batch, in float64, with a deep copy of model and loss.
 
-    Torch's own losses are called as they are, with their own reduction: nothing here knows what they divide
-    by. Totals of a function of yours are divided term by term, once. Model, loss, batch and random state stay
-    as they are.
+    Losses of torch are called with their own reduction. Totals of your own function are divided term by term,
+    once. Model, loss, batch and random state stay unchanged.
 
     The arguments are those of `anybatch.Step`; `model` may have any floating dtype.
 
@@ -67,11 +66,11 @@ def reference_step(
 
 
 class GradientRecorder(Recorder):
-    """An optimizer that changes nothing: it keeps a copy of the gradients that it is given.
+    """An optimizer that changes nothing and keeps a copy of the gradients.
 
     Args:
         model: its trainable parameters are recorded by name.
-        loss: likewise, under `loss.`, where the loss is or holds a module with parameters.
+        loss: its parameters, if it is or holds a module, are recorded under `loss.`.
 
     Example:
         >>> import anybatch as ab
@@ -106,10 +105,10 @@ def _in_float64(loss: object) -> Any:
 
 def _whole_loss(model: nn.Module, loss: Any, whole: Any) -> Tensor:
     known = summed_loss(loss)
-    if known is not None:  # asked only for where its arguments come from
+    if known is not None:  # used only to arrange its arguments
         inputs, targets = split_batch(whole, has_target=known.kind.has_target)
         return loss(*known.kind.arrange(call_model(model, inputs), targets))
-    if not callable(loss) and not isinstance(loss, Terms):  # ab.WholeBatch and ab.ModelLoss, as they are
+    if not callable(loss) and not isinstance(loss, Terms):  # ab.WholeBatch and ab.ModelLoss
         return torch.stack([*resolve(loss).uncut().evaluate(model, whole).sums.values()]).sum()
     function, coefficients = (loss.function, loss.coefficients) if isinstance(loss, Terms) else (loss, {})
     totals = function(model, whole)

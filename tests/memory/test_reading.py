@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from anybatch.core import torch_private as private
-from anybatch.memory import Reading, reading
+from anybatch.memory import MemoryReading, reading
 
 MIB = 2**20
 LIMIT = 0.01  # relative
 
 
-def read(work: Callable[[], object]) -> tuple[int, Reading]:
-    found = Reading.begin(["cpu"])
+def read(work: Callable[[], object]) -> tuple[int, MemoryReading]:
+    found = MemoryReading.begin(["cpu"])
     work()
     found.mark()
     return found.end()[0], found
@@ -51,30 +51,30 @@ def test_workspace_of_a_kernel_and_nodes_of_the_graph() -> None:
 
 def test_no_reading_beside_a_profiler_or_another_reading() -> None:
     found: list[object] = []
-    with Reading.begin(["cpu"]) as first:
-        found.append(Reading.begin(["cpu"]))
-        thread = threading.Thread(target=lambda: found.append(Reading.begin(["cpu"])))
+    with MemoryReading.begin(["cpu"]) as first:
+        found.append(MemoryReading.begin(["cpu"]))
+        thread = threading.Thread(target=lambda: found.append(MemoryReading.begin(["cpu"])))
         thread.start()
         thread.join()
     schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
     with torch.profiler.profile(schedule=schedule) as profiler:
         for _ in range(3):
-            found.append(Reading.begin(["cpu"]))
+            found.append(MemoryReading.begin(["cpu"]))
             torch.ones(3).add(1)
             profiler.step()
     assert found == [None] * 5
     assert any(event.name == "aten::add" for event in profiler.events())
     assert first.end() is None
-    lost = Reading.begin(["cpu"])
+    lost = MemoryReading.begin(["cpu"])
     with torch.profiler.profile() as profiler:
         torch.ones(3).add(1)
     assert lost.end() is None
     assert any(event.name == "aten::add" for event in profiler.events())
-    assert Reading.begin(["cuda"]) is None or torch.cuda.is_initialized()
+    assert MemoryReading.begin(["cuda"]) is None or torch.cuda.is_initialized()
 
 
 def test_an_exception_closes() -> None:
-    with pytest.raises(ZeroDivisionError), Reading.begin(["cpu"]):
+    with pytest.raises(ZeroDivisionError), MemoryReading.begin(["cpu"]):
         raise ZeroDivisionError
     assert not private.is_profiling()
     assert read(known_pattern)[0] == pytest.approx(8 * MIB, rel=LIMIT)
@@ -87,16 +87,16 @@ def test_without_events_nothing_is_read_and_without_malloc_s_count_a_quarter_is_
     peak, found = read(known_pattern)
     assert (peak, found.is_exact) == (10 * MIB, False)
     monkeypatch.setattr(reading, "_has_events", lambda: False)
-    assert Reading.begin(["cpu"]) is None
+    assert MemoryReading.begin(["cpu"]) is None
 
 
 QUIET = """
 import os, torch
-from anybatch.memory import Reading
+from anybatch.memory import MemoryReading
 before = dict(os.environ)
 for _ in range(3):
     old = [torch.empty(100) for _ in range(2500)]
-    with Reading.begin(["cpu"]) as reading:
+    with MemoryReading.begin(["cpu"]) as reading:
         old.clear()
         torch.randn(3, requires_grad=True).sum().backward()
         assert reading.end()[0] > 0

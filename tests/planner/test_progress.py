@@ -6,13 +6,13 @@ import pytest
 
 from anybatch.engine import Plan
 from anybatch.planner.candidates import Candidates
-from anybatch.planner.progress import Progress
+from anybatch.planner.progress import PlanningProgress
 from tests.budgets import make, request, rows_of
 
 
 def test_a_line_a_second_after_two_and_none_before(capsys: pytest.CaptureFixture[str]) -> None:
     now = iter([10.0, 10.1, 11.9, 12.0, 12.9, 13.0, 15.0])
-    progress = Progress(lambda: next(now))
+    progress = PlanningProgress(lambda: next(now))
     for traced in range(6):
         progress.tell(Plan(rows=8, micro_batch=2), traced)
     output, errors = capsys.readouterr()
@@ -29,6 +29,6 @@ def test_candidates_tell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     asked = request(make(), rows_of(24))
     for seconds, least, most in ((0, 0, 0), (3, 2, 9)):
         clock = itertools.count(0, seconds)
-        monkeypatch.setattr(Progress.__init__, "__defaults__", (lambda clock=clock: next(clock),))
+        monkeypatch.setattr(PlanningProgress.__init__, "__defaults__", (lambda clock=clock: next(clock),))
         assert Candidates(asked).trace(asked.uniform(5, "keep")).peak
         assert least <= capsys.readouterr().err.count("has been planning for") <= most

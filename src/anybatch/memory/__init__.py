@@ -12,7 +12,7 @@ from anybatch.memory.fake import (
 )
 from anybatch.memory.ledger import OWNERS, Ledger
 from anybatch.memory.meter import Meter
-from anybatch.memory.reading import Reading
+from anybatch.memory.reading import MemoryReading
 from anybatch.memory.recording import Mark, Recording, continued
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "Fakes",
     "Ledger",
     "Mark",
+    "MemoryReading",
     "Meter",
-    "Reading",
     "Recording",
     "continued",
     "dense_only",

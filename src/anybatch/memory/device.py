@@ -1,4 +1,4 @@
-"""What a device can do: bytes, operations per second, and how large a budget is of it."""
+"""Figures of a device: memory, speed and bandwidth; and budgets in bytes."""
 
 import os
 import re
@@ -14,29 +14,20 @@ from anybatch.memory.reading import held_by_malloc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """A device, as far as planning needs to know it: one that this machine has, or one to be rented.
+    """The figures of a device that planning needs; the device need not be in this machine."""
 
-    Example:
-        >>> device = find_device("cuda:a100")
-        >>> device.kind, device.is_here
-        ('cuda', False)
-    """
-
-    name: str  # as given
+    name: str  # the name passed to `find_device`
     kind: str  # "cpu" or "cuda"
-    num_bytes: int  # its memory; of the CPU, what tensors may take
+    num_bytes: int  # its memory; for the CPU, the bytes that tensors may use
     flops: float  # floating-point operations per second that matrix products reach, in float32
     half_flops: float  # the same in bfloat16 and float16
     bandwidth: float  # bytes per second to and from its own memory
-    link: float = 0.0  # bytes per second to and from the host; 0 where it is the host
+    link: float = 0.0  # bytes per second to and from the host; 0 if it is the host
     launch_s: float = 5e-6  # seconds that one operation costs, however small
-    is_here: bool = False  # whether this machine has it, so that it can be measured
+    is_here: bool = False  # this machine has it, so that it can be measured
 
     def seconds(self, operations: float, flops: float, moved: float, *, half: bool = False) -> float:
-        """Time of a stretch of work: launches, arithmetic and memory traffic, one after the other.
-
-        Source: the roofline of Williams, Waterman, Patterson 2009, with a sum in place of the maximum.
-        """
+        """Return the seconds of some work: the roofline of Williams et al. 2009, as a sum, not a maximum."""
         rate = self.half_flops if half else self.flops
         return operations * self.launch_s + flops / rate + moved / self.bandwidth
 
@@ -54,26 +45,18 @@ _GPUS: dict[str, tuple[str, float, float, float]] = {
     "l4": ("24GB", 30.3e12, 121e12, 0.30e12),
     "a10": ("24GB", 31.2e12, 125e12, 0.60e12),
 }
-#: Cards that can be planned for where there is none, as in "cuda:a100".
+#: Cards that can be planned for without having one, as in "cuda:a100".
 CARDS = tuple(_GPUS)
 
-_TYPICAL = "rtx3060"  # what "cuda" means where there is none: a second-hand card
-_REACHED = 0.5  # of the published figures, by ordinary models
+_TYPICAL = "rtx3060"  # the card assumed for "cuda" on a machine without one
+_REACHED = 0.5  # share of the published figures that ordinary models reach
 _LINK = 20e9  # bytes per second over PCIe 4 with 16 lanes, as measured by many
 _CPU_FLOPS_PER_THREAD = 40e9
 _CPU_BANDWIDTH = 10e9
 
 
 def find_device(name: str | torch.device) -> Device:
-    """A device by name: cpu, cuda, or one that need not be here, such as cuda:a100.
-
-    Raises:
-        PlanError: no such device is known.
-
-    Example:
-        >>> find_device("cpu").is_here
-        True
-    """
+    """Return a device by name: cpu, cuda, or a card such as cuda:a100. Raise PlanError for others."""
     text = str(name).lower()
     kind, _, model = text.partition(":")
     if kind == "cpu":
@@ -90,21 +73,11 @@ def find_device(name: str | torch.device) -> Device:
 
 
 def parse_memory(memory: str | int, device: Device) -> int:
-    """A budget in bytes.
+    """Return a budget in bytes; raise PlanError for anything else than these.
 
-    Args:
-        memory: bytes ("12GB", "2GiB", a whole number), a share of the device's memory ("80%"), or "auto":
-            90 % of what is free on it now and what tensors hold already (of all its memory, where it is not
-            here). On the CPU both see control groups and the process's limits, and leave out what the process
-            takes besides tensors.
-        device: what a share is taken of.
-
-    Raises:
-        PlanError: something else.
-
-    Example:
-        >>> parse_memory("2KiB", find_device("cpu")), parse_memory("50%", find_device("cuda:t4"))
-        (2048, 8000000000)
+    `memory` is bytes ("12GB", "2GiB", an int), a share of the device's memory ("80%"), or "auto": 90 % of the
+    memory that is free or held by tensors (of all its memory, if the device is not in this machine). On the
+    CPU shares respect control groups and process limits, and leave out memory that is not used by tensors.
     """
     if memory == "auto":
         return int(0.9 * _free(device))
@@ -152,16 +125,16 @@ def _cpu(name: str) -> Device:
 
 def _free(device: Device) -> int:
     if device.kind == "cuda" and device.is_here:
-        # A budget counts all tensors: what torch has reserved is ours already.
+        # A budget counts all tensors, so memory that torch has reserved is available.
         return int(torch.cuda.mem_get_info(device.name)[0]) + torch.cuda.memory_reserved(device.name)
     return device.num_bytes if device.kind == "cuda" else _host_bytes(is_free=True)
 
 
 def _host_bytes(*, is_free: bool = False) -> int:
-    """What tensors may take here: the least of what machine, control groups and process limits leave.
+    """Return the bytes that tensors may use: the least that machine, control groups and limits leave.
 
-    From each limit goes what is in use besides our own tensors: by this process, such as its code and Python
-    objects, or, where free memory is asked for, by everybody.
+    From each limit subtract memory in use for other things than our tensors: by this process, such as its
+    code and Python objects, or, if `is_free`, by all processes.
     """
     own = _kilobytes("proc/self/status")
     ours = own.get("RssAnon", 0)
@@ -171,7 +144,6 @@ def _host_bytes(*, is_free: bool = False) -> int:
 
 
 def _machine() -> tuple[int, int]:
-    """Memory, and how much is in use."""
     known = _kilobytes("proc/meminfo")
     if {"MemTotal", "MemAvailable"} <= known.keys():
         return known["MemTotal"], known["MemTotal"] - known["MemAvailable"]
@@ -184,41 +156,25 @@ def _machine() -> tuple[int, int]:
 
 
 def _groups() -> Iterator[tuple[int, int]]:
-    """Limit and use of the control groups that we are in, of both versions, and of those around them.
+    """Yield limit and use of this process's control group (v2) and of the groups around it.
 
-    Files in the page cache can be dropped: they are not in use. Where the path of a group cannot be seen, as
-    in a container, the container's own group stands at the root.
+    The page cache does not count as used: it can be dropped. In a container the path may not be visible; the
+    container's own group is then the root.
     """
-    for line in _read("proc/self/cgroup").splitlines():
-        controllers, _, path = line.partition(":")[2].partition(":")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        version = 1 if controllers else 2
-        for mount in ("memory",) if controllers else ("", "unified"):
-            root = PurePosixPath("sys/fs/cgroup", mount)
-            for group in (one := root / path.lstrip("/"), *one.parents):
-                if not group.is_relative_to(root):
-                    break
-                yield from _limits_of(group, version)
-
-
-def _limits_of(group: PurePosixPath, version: int) -> Iterator[tuple[int, int]]:
-    names, use, cached = _GROUP_FILES[version]
-    limits = [int(text) for name in names if (text := _read(group / name).strip()).isdecimal()]
-    used = _read(group / use).strip()
-    if limits and used.isdecimal():
-        dropped = re.search(rf"^{cached} (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-        yield min(limits), int(used) - (int(dropped[1]) if dropped else 0)
-
-
-_GROUP_FILES = {
-    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
-    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
-}
+    path = next((line[3:] for line in _read("proc/self/cgroup").splitlines() if line.startswith("0::")), "")
+    root = PurePosixPath("sys/fs/cgroup")
+    for group in (one := root / path.lstrip("/"), *one.parents):
+        if not group.is_relative_to(root):
+            return
+        texts = [_read(group / name).strip() for name in ("memory.max", "memory.high")]
+        limits = [int(text) for text in texts if text.isdecimal()]
+        used = _read(group / "memory.current").strip()
+        if limits and used.isdecimal():
+            cached = re.search(r"^inactive_file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
+            yield min(limits), int(used) - (int(cached[1]) if cached else 0)
 
 
 def _process_limits(own: dict[str, int]) -> Iterator[tuple[int, int]]:
-    """Limit and use of address space and of data, as `ulimit` sets them."""
     try:
         import resource
     except ImportError:  # Windows
@@ -230,7 +186,6 @@ def _process_limits(own: dict[str, int]) -> Iterator[tuple[int, int]]:
 
 
 def _kilobytes(path: str) -> dict[str, int]:
-    """Bytes by name, from lines such as "MemTotal:  4 kB"."""
     return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", _read(path), re.M)}
 
 

@@ -1,10 +1,8 @@
-"""Fake tensors in place of a model's and an optimizer's own while a step is traced, and likely values."""
+"""Fake tensors in place of a model's and an optimizer's own while a step is traced."""
 
 import gc
 import inspect
 import logging
-import math
-import operator
 import sys
 import warnings
 from collections import OrderedDict, defaultdict
@@ -27,95 +25,48 @@ from anybatch.state import ObjectState, rng
 _ATEN: Any = torch.ops.aten
 _SUMS = (_ATEN.sum.default, _ATEN.sum.dim_IntList, _ATEN.count_nonzero.default)
 _ADDS = (_ATEN.add.Tensor, _ATEN.add_.Tensor)
-_LOOK = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
-_BROKEN = (_ATEN.isnan.default, _ATEN.isinf.default)
-# By the name of the operator: what becomes of the likely value of one operand, or of two.
-_OF_ONE: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("any", "all"), bool),
-    **dict.fromkeys(("logical_not", "bitwise_not"), operator.not_),
-}
-_OF_TWO: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("logical_or", "bitwise_or"), operator.or_),
-    **dict.fromkeys(("logical_and", "bitwise_and"), operator.and_),
-    # isfinite joins its two conditions by mul
-    **{name: getattr(operator, name) for name in ("mul", "eq", "ne", "gt", "ge", "lt", "le")},
-}
-# attribute of a fake: what each of its elements is likely to be, and its version then
-_EACH = "anybatch_each"
+_CHECK_FINITE = _ATEN._amp_foreach_non_finite_check_and_unscale_.default
+_COUNT = "anybatch_count"  # attribute of a fake: the number of elements that it counts, and its version then
 
 
-def set_likely_value(func: Any, args: Sequence[Any], result: object) -> None:
-    """Keep in mind what a result is likely to be, if something is known of what it was made of."""
-    if func is _LOOK and not args[1].is_inference():
-        # It writes there whether one of many numbers is not finite, and counts no version.
-        setattr(args[1], _EACH, (0, private.version(args[1])))
-    if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)) or result.is_inference():
+def set_count(func: Any, args: Sequence[Any], result: object) -> None:
+    """Note on a scalar the number of elements that it counts, if its operands tell."""
+    if func is _CHECK_FINITE and not args[1].is_inference():
+        setattr(args[1], _COUNT, (0, private.version(args[1])))  # the flag for "not finite"; no new version
+    if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)):
         return
-    each = None
-    if result.dtype is torch.bool:
-        each = _truth(func, args)
-    elif not result.dim():
-        each = _count(func, args)
-    if each is not None:
-        # Written to, through a view too, it is another; an operation in place counts itself afterwards.
-        setattr(result, _EACH, (each, private.version(result) + (result is args[0])))
-
-
-def likely_value(tensor: Any) -> Any:
-    """What each element is likely to be; None where nobody knows."""
-    each, version = getattr(tensor, _EACH, (None, 0))
-    return each if isinstance(tensor, Tensor) and private.version(tensor) == version else None
-
-
-def _truth(func: Any, args: Sequence[Any]) -> bool | None:
-    if func in _BROKEN:
-        return False
-    name = private.operator_of(func).__name__
-    if name in _OF_ONE:
-        each = likely_value(args[0])
-        return None if each is None else _OF_ONE[name](each)
-    if len(args) > 1 and args[0] is args[1]:  # only NaN differs from itself
-        return {"ne": False, "eq": True}.get(name)
-    if func is _ATEN.ne.Scalar and args[1] == math.inf:
-        return True
-    if name in _OF_TWO:
-        one, other = [likely_value(each) if isinstance(each, Tensor) else each for each in args[:2]]
-        return None if one is None or other is None else bool(_OF_TWO[name](one, other))
-    return None
-
-
-def _count(func: Any, args: Sequence[Any]) -> int | None:
-    """The sum of many numbers, as if each was 1: a weight that came to 0 would leave no gradient."""
-    each = likely_value(args[0])
+    if result.dim() or result.dtype is torch.bool or result.is_inference():
+        return
+    count, more = count_of(args[0]), count_of(args[1]) if func in _ADDS else None
     if func in _SUMS:
-        return 0 if each is False else args[0].numel()
-    if func is _ATEN.where.self:
-        return None if each is None else likely_value(args[1] if each else args[2])
-    if func in _ADDS:
-        more = likely_value(args[1])
-        return None if each is None and more is None else (1 if each is None else each) + (more or 0)
-    return each or None
+        count = args[0].numel()  # each element counts as 1: a weight of 0 would leave no gradient
+    elif more is not None:
+        count = (1 if count is None else count) + more
+    if count:
+        # An in-place operation raises the version afterwards.
+        setattr(result, _COUNT, (count, private.version(result) + (result is args[0])))
+
+
+def count_of(tensor: Any) -> int | None:
+    """Return the count noted on a tensor; None if there is none or it was written to since."""
+    count, version = getattr(tensor, _COUNT, (None, 0))
+    return count if isinstance(tensor, Tensor) and private.version(tensor) == version else None
 
 
 class FakeMode(private.FakeTensorMode):
-    """Operations on tensors without memory; whoever asks for a value gets one that is likely.
+    """The mode in which operations run on tensors without memory.
 
-    The sum of many numbers is how many there are, as if each were 1, so that counts of rows and of valid
-    tokens add up. What is computed from a count is the count. No number is NaN or infinite. Any other
-    number is 1, any other bool true. An int is refused where a shape may be made of it: inside a module, and
-    in code of the caller's that asks for what is no count.
-
-    Attributes:
-        where: says which module is at work.
-        culprit: the operation that first failed and the module it failed in, or "" if none did.
-        statistics: ids of the running statistics that BatchNorm's kernels write to without a new version.
+    Values are not computed. The sum of many numbers is taken to be their count, as if each were 1, so that
+    counts of rows and of valid tokens add up; a number computed from a count is that count. Any other float
+    is 1. A bool, and an int that is no count, is refused in the caller's code: shapes or branches may depend
+    on it.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.statistics: set[int] = set()
-        self.where: Callable[[], str] = str
-        self.culprit = ""
+        self.statistics: set[int] = set()  # ids of tensors that BatchNorm's kernels write to unversioned
+        self.where: Callable[[], str] = str  # returns the name of the module at work
+        self.culprit = ""  # the operation that failed first, and its module
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -127,8 +78,8 @@ class FakeMode(private.FakeTensorMode):
             result: Any = _DISPATCH(self, func, types, args, kwargs)
         except private.DataDependentOutputException:
             if func is _ATEN._local_scalar_dense.default:
-                return self._likely_number(args[0])
-            if func in (_ATEN.equal.default, _ATEN.allclose.default):
+                return self._number(args[0])
+            if func in (_ATEN.equal.default, _ATEN.allclose.default) and _find_caller()[1]:
                 return True
             self._set_culprit(func)
             raise
@@ -142,19 +93,14 @@ class FakeMode(private.FakeTensorMode):
             self.statistics |= {*map(id, args[3:5])}
         if func is _RNN:
             return (*result[:3], result[3].new_empty(_rnn_workspace(args)))
-        set_likely_value(func, args, result)
+        set_count(func, args, result)
         return result
 
     @contextmanager
     def explained(self) -> Generator[None]:
-        """Whatever fails here becomes a TraceError that names the operation; torch does not log it, too.
+        """Turn errors, except PlanError, into a TraceError that names the operation; silence torch's log."""
 
-        Raises:
-            TraceError: something failed.
-            PlanError: as it came; a real step would not do better.
-        """
-
-        def is_no_error(record: logging.LogRecord) -> bool:  # one for each trace: threads may trace at once
+        def is_no_error(record: logging.LogRecord) -> bool:  # one per trace: threads may trace at once
             return record.levelno < logging.ERROR
 
         _LOG.addFilter(is_no_error)
@@ -171,21 +117,24 @@ class FakeMode(private.FakeTensorMode):
         finally:
             _LOG.removeFilter(is_no_error)
 
-    def _likely_number(self, scalar: Tensor) -> float:
-        each = likely_value(scalar)
-        number = 1 if each is None else each
-        if scalar.dtype is torch.bool:
-            return bool(number)
+    def _number(self, scalar: Tensor) -> float:
+        count = count_of(scalar)
+        number = 1 if count is None else count
         if scalar.is_floating_point():
             return float(number)
         module, is_ours = _find_caller()
-        if module is not None or not (is_ours or each is not None):
-            place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
-            raise TraceError(
-                f"Expected shapes that are known before it runs, got an int asked of a tensor in {place}; "
-                f"its shapes depend on values. {_INSTEAD}"
-            )
-        return int(number)
+        if scalar.dtype is torch.bool:
+            # torch's own modules compare masks, as TransformerEncoder does with the causal one.
+            if is_ours or (module is not None and type(module).__module__.startswith("torch.")):
+                return bool(number)
+        elif module is None and (is_ours or count is not None):
+            return int(number)
+        place = "a loss" if module is None else f"{self.where() or 'the model'} ({type(module).__name__})"
+        kind = "a bool" if scalar.dtype is torch.bool else "an int"
+        raise TraceError(
+            f"Expected shapes that are known before it runs, got {kind} asked of a tensor in {place}; "
+            f"its shapes depend on values. {_INSTEAD}"
+        )
 
     def _set_culprit(self, func: object) -> None:
         self.culprit = self.culprit or f"{func} in {self.where() or 'the model'}"
@@ -194,9 +143,9 @@ class FakeMode(private.FakeTensorMode):
 _INSTEAD = "Choose micro_batch= yourself, without memory=."
 _LOG = logging.getLogger(private.FakeTensorMode.__module__)
 _DEVICE: Any = torch.ops.prim.device.default
-# Ours is kept from torch.compile already; to keep theirs from it once more costs a twentieth of a trace.
+# Our method is hidden from torch.compile; torch's wrapper that hides theirs costs 5 % of a trace.
 _DISPATCH: Any = inspect.unwrap(private.FakeTensorMode.__torch_dispatch__)
-# Reduced, their scalar lies in a storage of the size of the input.
+# Their reduced scalar lies in a storage of the size of the input.
 _DRAGGING = (
     _ATEN.mse_loss.default,
     _ATEN.smooth_l1_loss.default,
@@ -208,11 +157,11 @@ _RNN: Any = getattr(_ATEN.mkldnn_rnn_layer, "default", None)
 
 
 def _find_caller() -> tuple[nn.Module | None, bool]:
-    """The module at work, and whether it is code of ours that asks for a number."""
+    """Return the module at work, and True if code of anybatch asks for the number."""
     frame, caller = sys._getframe(1), ""  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code is private.CALL_CODE:
-            return frame.f_locals["self"], False
+            return frame.f_locals["self"], caller.startswith("anybatch.")
         name = str(frame.f_globals.get("__name__"))
         if not caller and frame.f_globals is not globals() and not name.startswith("torch."):
             caller = name
@@ -221,38 +170,38 @@ def _find_caller() -> tuple[nn.Module | None, bool]:
 
 
 def _rnn_workspace(args: Sequence[Any]) -> int:
-    """Bytes that the CPU's recurrent layer keeps for backward; only the kernel itself can tell."""
+    """Return the bytes that the CPU's recurrent layer keeps for backward; only the kernel can tell."""
     with private.disable_current_modes(), torch.enable_grad():  # without, nothing is kept
         real = [torch.zeros(one.shape, dtype=one.dtype) if isinstance(one, Tensor) else one for one in args]
         return _RNN(*real)[3].nbytes
 
 
 class Fakes:
-    """One fake for each tensor, however often it is met.
-
-    Args:
-        mode: what the fakes belong to.
-    """
+    """The fakes made in one mode, one per tensor."""
 
     def __init__(self, mode: FakeMode) -> None:
         self._mode = mode
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the tensor too, so that its id stays its own
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The fake of a tensor: same shape, strides and shared memory, hooks and attributes."""
+        """Return the fake of a tensor: same shape, strides and shared memory, hooks and attributes."""
         if is_lazy(tensor):
             return tensor
         if id(tensor) not in self._made:
             fake = self._make(tensor)
             if tensor.is_leaf:
-                _copy_attributes(tensor, fake)
+                for name, value in vars(tensor).items():  # attributes set by the caller
+                    vars(fake).setdefault(name, value)
+                for name in private.HOOKS_OF_TENSORS:
+                    if hooks := getattr(tensor, name):
+                        setattr(fake, name, hooks.copy())
             self._made[id(tensor)] = tensor, fake
         return self._made[id(tensor)][1]
 
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "meta":
             return self._mode.from_tensor(tensor, static_shapes=True)
-        # Nobody trains there: what has no memory yet stands for what will be on the device.
+        # Nothing is trained on meta: a meta tensor stands for one that will be on the device.
         with self._mode:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
@@ -260,7 +209,7 @@ class Fakes:
         return fake.requires_grad_(tensor.requires_grad)
 
     def settings(self, value: Any) -> Any:
-        """The same as `within`; a scalar keeps its value, as updates divide by it and branch on it."""
+        """Return `within` of a dict, but keep the values of scalars: updates divide by them."""
         fresh = self.within(value)
         for key, one in value.items():
             if isinstance(one, Tensor) and not one.dim() and one.device.type != "meta":
@@ -270,7 +219,7 @@ class Fakes:
         return fresh
 
     def within(self, value: Any, depth: int = 4) -> Any:
-        """The same value with fakes, through Python's own containers; they are new ones."""
+        """Return a copy with fakes in place of tensors, through Python's own containers and dataclasses."""
         if isinstance(value, Tensor):
             return self.of(value)
         kind = type(value)
@@ -288,23 +237,11 @@ class Fakes:
         return value
 
 
-def _copy_attributes(tensor: Tensor, fake: Tensor) -> None:
-    for name, value in vars(tensor).items():  # what callers note on a parameter
-        vars(fake).setdefault(name, value)
-    for name in private.HOOKS_OF_TENSORS:
-        hooks = getattr(tensor, name)
-        if hooks:
-            setattr(fake, name, hooks.copy())
-
-
 @contextmanager
 def replaced_by_fakes(
     mode: FakeMode, modules: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> Generator[Fakes]:
-    """Put fakes in the place of all tensors of modules and optimizers.
-
-    Afterwards they hold what they held before, whatever a forward or an update put there.
-    """
+    """Replace all tensors of modules and optimizers by fakes; on exit restore what they held before."""
     fakes = Fakes(mode)
     held = {id(one): (one, dict(vars(one))) for one in (*modules, *optimizers)}
     try:
@@ -313,7 +250,7 @@ def replaced_by_fakes(
                 one.param_groups = [fakes.settings(group) for group in one.param_groups]
                 state = ((fakes.of(p), fakes.settings(slots)) for p, slots in one.state.items())
                 one.state = defaultdict(dict, state)
-                # Callers count updates there, and this is none.
+                # Step hooks count updates; this is none.
                 vars(one).update({name: OrderedDict() for name in private.STEP_HOOKS})
             else:
                 vars(one).update({name: fakes.within(value) for name, value in attributes.items()})
@@ -326,10 +263,7 @@ def replaced_by_fakes(
 
 @contextmanager
 def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()) -> Generator[ObjectState]:
-    """Random streams, gradients, warnings and collector as before; nothing is compiled meanwhile.
-
-    So is all that `roots` reach, but for the values of tensors.
-    """
+    """Restore random streams, gradients, warnings, the collector and all objects of `roots` on exit."""
     snapshot = ObjectState(roots)
     gradients = [(parameter, parameter.grad) for parameter in parameters]
     random, collects = rng.capture_process(), gc.isenabled()
@@ -337,7 +271,7 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
         warnings.simplefilter("ignore")
         if private.is_compiler_loaded():
             stack.enter_context(cast("Any", torch.compiler).set_stance("force_eager"))
-        gc.disable()  # what hangs in a cycle stays, as it may in a real step
+        gc.disable()  # objects in cycles stay alive, as they may in a real step
         torch.clear_autocast_cache()
         try:
             yield snapshot
@@ -353,10 +287,7 @@ def undisturbed(parameters: Iterable[nn.Parameter], roots: Iterable[object] = ()
 
 @contextmanager
 def dense_only(parameters: Iterable[Tensor]) -> Generator[None]:
-    """No parameter gets a sparse gradient here, nor does a fake that is made of one here.
-
-    Nobody can foretell its bytes: they depend on which rows each micro-batch and each step has met.
-    """
+    """Raise a PlanError inside if a parameter gets a sparse gradient, whose bytes cannot be predicted."""
     able = [one for one in parameters if one.requires_grad and not is_lazy(one)]
     hooks = [one.register_post_accumulate_grad_hook(_refuse_sparse) for one in able]
     try:
@@ -372,7 +303,7 @@ def _refuse_sparse(parameter: Tensor) -> None:
 
 
 def sparse_refused(what: str) -> PlanError:
-    """The error that says why no bytes are foreseen of steps with sparse gradients."""
+    """Return the error for steps with sparse gradients, whose bytes cannot be predicted."""
     return PlanError(
         f"Expected dense gradients, got {what}: nobody can foretell their bytes. Make layers with "
         "sparse=False, or choose micro_batch= yourself, without memory=."
@@ -380,13 +311,10 @@ def sparse_refused(what: str) -> PlanError:
 
 
 def drop_left_fakes() -> None:
-    """Take fakes that outlived their trace out of what holds them.
-
-    The collector must have been off since the trace began, so that they are all young and quickly found.
-    """
+    """Remove fakes that outlived their trace from their holders; they are young if the collector was off."""
     if not _young_fakes(0):
         return
-    gc.collect(0)  # those that only hang in cycles
+    gc.collect(0)  # frees those in cycles
     left = _young_fakes(1)
     gone = {id(fake) for fake in left}
     for holder in gc.get_referrers(*left) if left else ():

@@ -1,4 +1,4 @@
-"""Bytes by owner, module and moment of a step, predicted or measured: one table for both."""
+"""Bytes by owner, module and moment of a step, predicted or measured."""
 
 import dataclasses
 import json
@@ -9,20 +9,20 @@ from typing import Any, NamedTuple
 from anybatch.core import PlanError, format_bytes
 
 OWNERS = ("parameters", "gradients", "optimizer state", "activations", "workspace", "input", "other")
-"""Whose a byte is; every byte has one owner. A workspace is made and gone within one phase."""
+"""Owners of bytes; every byte has one. A workspace is allocated and freed within one phase."""
 
 PHASES = ("start", "forward", "loss", "backward", "recompute", "update")
-"""What a step is doing; "recompute" is a forward inside of backward."""
+"""Phases of a step; "recompute" is a forward inside of backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What is alive at one moment."""
+    """The bytes alive at one moment."""
 
     phase: str  # one of `PHASES`
-    micro_batch: int  # which forward of the step it belongs to, from 0; -1 before the first one
-    module: str  # name of the innermost module at work, "" for none or the model itself
-    bytes: tuple[int, ...]  # alive, for each of `OWNERS`
+    micro_batch: int  # index of the forward in the step, from 0; -1 before the first
+    module: str  # name of the innermost module at work; "" for none or the model itself
+    bytes: tuple[int, ...]  # bytes alive, for each of `OWNERS`
 
     @property
     def total(self) -> int:
@@ -40,41 +40,15 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """Every tensor byte of one step: by owner, by module, by moment.
+    """The tensor bytes of one step: by owner, by module, by moment.
 
-    A storage counts once, however many views it has. What a kernel takes and gives back inside is not seen.
-
-    Attributes:
-        moments: in order; each is the highest of its stretch, so the peak is among them. At least one.
-        source: "predicted" or "measured".
-        device: where the bytes lie, such as "cpu".
-        by_module: what is alive at the peak, largest first.
-
-    Example:
-        >>> low = Moment(phase="start", micro_batch=-1, module="", bytes=(400, 0, 0, 0, 0, 64, 0))
-        >>> high = Moment(phase="forward", micro_batch=0, module="0", bytes=(400, 0, 0, 80, 0, 64, 0))
-        >>> held = Holding("0", "parameters", 400), Holding("0", "activations", 80)
-        >>> ledger = Ledger(moments=(low, high), source="measured", device="cpu", by_module=held)
-        >>> ledger.peak, ledger.at_peak["activations"]
-        (544, 80)
-        >>> Ledger.from_json(ledger.to_json()) == ledger
-        True
-        >>> print(ledger)
-        measured, cpu    start    forward  peak
-        parameters       400 B    400 B    400 B
-        activations      0 B      80 B     80 B
-        input            64 B     64 B     64 B
-        all              464 B    544 B    544 B
-        <BLANKLINE>
-        largest at the peak (forward of micro-batch 0)
-        400 B            parameters of 0
-        80 B             activations of 0
+    A storage counts once, however many views it has. Memory inside one kernel is not seen.
     """
 
-    moments: tuple[Moment, ...]
-    source: str
+    moments: tuple[Moment, ...]  # the moment of most bytes of each stretch, in order; at least one
+    source: str  # "predicted" or "measured"
     device: str
-    by_module: tuple[Holding, ...]
+    by_module: tuple[Holding, ...]  # bytes alive at the peak, largest first
 
     @property
     def peak(self) -> int:
@@ -83,7 +57,7 @@ class Ledger:
 
     @property
     def peak_moment(self) -> Moment:
-        """When most bytes were alive; the first such moment."""
+        """The first moment at which most bytes were alive."""
         return max(self.moments, key=lambda moment: moment.total)
 
     @property
@@ -92,21 +66,17 @@ class Ledger:
         return dict(zip(OWNERS, self.peak_moment.bytes, strict=True))
 
     def phases(self) -> dict[str, Moment]:
-        """The highest moment of each phase that took place, in the order of `PHASES`."""
+        """Return the moment of most bytes of each phase that took place, in the order of `PHASES`."""
         found = {phase: [one for one in self.moments if one.phase == phase] for phase in PHASES}
         return {phase: max(ones, key=lambda one: one.total) for phase, ones in found.items() if ones}
 
     def to_json(self) -> str:
-        """The ledger as one JSON object."""
+        """Return the ledger as one JSON object."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Ledger":
-        """Read what `to_json` wrote.
-
-        Raises:
-            PlanError: it is something else.
-        """
+        """Read the output of `to_json`. Raise PlanError for anything else."""
         try:
             values: dict[str, Any] = json.loads(text)
             moments = [Moment(**one | {"bytes": tuple(one["bytes"])}) for one in values.pop("moments")]

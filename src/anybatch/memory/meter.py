@@ -1,4 +1,4 @@
-"""Every tensor byte of a step, by following storages from their first sight to their end."""
+"""The meter: every tensor byte of a step, found by following storages from first sight to end."""
 
 import weakref
 from array import array
@@ -27,41 +27,25 @@ from anybatch.memory.recording import (
     modules_at,
 )
 
-_NAME = "anybatch.memory.meter"  # where a node of the graph is told its module
-_AFTER = "after backward"  # not known yet: the next micro-batch may follow, or the update
+_NAME = "anybatch.memory.meter"  # key of the module's name in the metadata of a node of the graph
+_AFTER = "after backward"  # a phase not known yet: the next micro-batch or the update may follow
 
 
 class Meter(private.TorchDispatchMode):
-    """Follows the storages of all tensors that operations take or return, around one step.
+    """A mode that follows the storages of all tensors that operations take or return, around one step.
 
     A view adds nothing: it shares its storage. A storage ends when its last tensor (or saved tensor) is gone.
-    What lives only inside one kernel is not seen. Phases and modules are told from hooks on all modules and
-    on the optimizers, which are gone afterwards. It works on real tensors and on fake ones. `find_owners`
-    says how owners are told.
+    Memory inside one kernel is not seen. Phases and modules come from hooks, which `__exit__` removes.
 
     Args:
-        model: whose forwards begin a micro-batch.
-        optimizers: whose steps are the update, and whose state is counted from the start.
+        model: the model; its forwards begin a micro-batch.
+        optimizers: their steps are the update, and their state is counted from the start.
         loss_module: holds further parameters and buffers.
-        batch_leaves: the tensors of the batch, which are the owner "input".
-        held: other tensors that are alive already, counted from the start.
-        host_apart: the copies that offload makes lie elsewhere, as where the device is not the host, though
-            the tensors here are all the host's. What is not on the parameters' kind of device never counts.
-        state: tensors counted as optimizer state from the start, where optimizers have made none yet.
-
-    Attributes:
-        held: bytes alive when the meter was made, the batch included.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> x, y = torch.randn(2, 4), torch.randn(2, 1)
-        >>> with Meter(model, [optimizer], batch_leaves=[x, y]) as meter:
-        ...     nn.functional.mse_loss(model(x), y).backward()
-        ...     optimizer.step()
-        >>> ledger = meter.ledger()
-        >>> ledger.at_peak["parameters"], ledger.at_peak["input"], ledger.peak == meter.peak
-        (196, 40, True)
+        batch_leaves: the tensors of the batch, owner "input".
+        held: other tensors alive from the start.
+        state: tensors counted as optimizer state from the start, if optimizers have made none yet.
+        host_apart: do not count the host copies that offload makes: tensors of another device are traced
+            on the host. Tensors on another kind of device than the parameters never count.
     """
 
     def __init__(
@@ -115,7 +99,7 @@ class Meter(private.TorchDispatchMode):
 
     @property
     def recording(self) -> Recording:
-        """What was seen so far."""
+        """The events seen so far."""
         marks = self._timeline.settled()
         seen = self._storages
         owners = find_owners(seen.numbers, seen.after, marks, self._timeline.backward_ends, seen.owners)
@@ -130,7 +114,7 @@ class Meter(private.TorchDispatchMode):
         )
 
     def ledger(self) -> Ledger:
-        """What was seen so far, as a table."""
+        """Return the bytes seen so far as a table."""
         device = next((str(one.device) for one in self._parameters), "cpu")
         return self.recording.ledger(source="measured", device=device)
 
@@ -154,7 +138,7 @@ class Meter(private.TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if func is _DEVICE:  # no operation: autograd asks every fake tensor where it is
+        if func is _DEVICE:  # no operation: autograd asks every fake tensor for its device
             return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
         line = self._timeline
         line.look()
@@ -170,7 +154,6 @@ class Meter(private.TorchDispatchMode):
         return result
 
     def _own_what_is_held(self, *_: object) -> None:
-        """What `.grad` and the optimizers hold now."""
         for parameter, place in self._parameters.items():
             if parameter.grad is not None:
                 self._storages.own(parameter.grad, GRADIENTS, place)
@@ -181,20 +164,17 @@ class Meter(private.TorchDispatchMode):
 
 
 class _Storages:
-    """Which storages are alive, and what became of them."""
-
     def __init__(self, kinds: Collection[str], *, host_apart: bool) -> None:
         self._kinds, self._host_apart = kinds, host_apart
         self.live = self.peak = 0
         self.numbers, self.before, self.after = array("q"), array("q"), array("q")
-        self.births: list[int] = []  # event, of each storage
-        self.owners: dict[int, int] = {}  # those that are known
+        self.births: list[int] = []  # by storage: the event at which it began
+        self.owners: dict[int, int] = {}  # by storage: its owner, if known
         self.places: dict[int, str] = {}
         self.is_open = True
         self._followed: dict[int, tuple[weakref.ref[Any], int, int]] = {}  # itself, number, bytes
 
     def see(self, tensor: Tensor) -> None:
-        """Follow a tensor's storage from now on; one that is known may have another size."""
         if tensor.layout is not torch.strided:
             return  # a trace refuses sparse gradients
         storage = tensor.untyped_storage()
@@ -204,7 +184,7 @@ class _Storages:
             is_other = bool(self._kinds) and tensor.device.type not in self._kinds
             is_counted = not (is_other or (self._host_apart and is_moving()))
             number = len(self.births) if is_counted else -1
-            # Called when the storage itself ends, not a Python handle to it: until then its id stays taken.
+            # The callback runs when the storage itself ends, not a Python handle to it, so its id is unique.
             self._followed[key] = weakref.ref(storage, partial(self._end, key)), number, size
             if is_counted:
                 self.births.append(len(self.numbers))
@@ -214,7 +194,6 @@ class _Storages:
             self._note(known[1], known[2], size)
 
     def own(self, tensor: Tensor, owner: int, place: str = "") -> None:
-        """See a tensor whose owner is known; the first to say so is right."""
         self.see(tensor)
         number = -1
         if tensor.layout is torch.strided:
@@ -239,8 +218,6 @@ class _Storages:
 
 
 class _Timeline:
-    """What the step is doing: phase, micro-batch and module, told from hooks and from autograd."""
-
     def __init__(
         self, model: nn.Module, loss_module: nn.Module, storages: _Storages, look_at_held: Callable[[], None]
     ) -> None:
@@ -249,7 +226,7 @@ class _Timeline:
         named = (*loss_module.named_modules(), *model.named_modules())
         self._names = {id(module): name for name, module in named}
         self._marks = [Mark(0, "start", -1, "", 0, 0, 0)]
-        self._stack: list[tuple[str, str]] = []  # phase and module that each module at work interrupted
+        self._stack: list[tuple[str, str]] = []  # phase and module before each module at work
         self._phase, self.module, self._micro_batch = "start", "", -1
         self._is_in_backward = False
         self.backward_ends: list[int] = []  # events
@@ -257,18 +234,19 @@ class _Timeline:
         self.is_open = True
 
     def look(self) -> None:
-        """Whether a backward has begun or ended since the last operation."""
-        if not self._stack and private.is_in_backward() is not self._is_in_backward:
-            self._change_backward()
+        if self._stack or private.is_in_backward() is self._is_in_backward:
+            return
+        self._is_in_backward = not self._is_in_backward
+        if not self._is_in_backward:
+            self.backward_ends.append(len(self._storages.numbers))
+        self._turn("backward" if self._is_in_backward else _AFTER, "")
 
     def settled(self) -> list[Mark]:
-        """The marks; what came after the last backward was the update."""
         marks = list(self._marks)
         _settle(marks, "update")
         return marks
 
     def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Before any module's forward."""
         name = self._names.get(id(module))
         if name is None:
             return
@@ -277,7 +255,6 @@ class _Timeline:
         self._turn(phase, name)
 
     def leave_module(self, module: nn.Module, args: object, outputs: Any) -> None:
-        """After any module's forward, also one that failed."""
         name = self._names.get(id(module))
         if name is None or not self._stack:
             return
@@ -285,20 +262,18 @@ class _Timeline:
         phase, module_before = self._stack.pop()
         for output in tensors_in(outputs):
             node: Any = output.grad_fn
-            # What a module returns of a part of its own is the part's.
+            # An output made by a submodule belongs to the submodule.
             if node is not None and not is_rebuilt and node.metadata.setdefault(_NAME, name) is name:
                 node.register_prehook(partial(self._enter_backward_of, name))
         self._turn(phase if self._stack or is_rebuilt else "loss", module_before)
 
     def begin_update(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Before an optimizer's step."""
         self.look()
         _settle(self._marks, "update")
         self._look_at_held()
         self._turn("update", "")
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> str:
-        """The phase that begins with the forward of an outermost module."""
         self.look()
         if self._is_in_backward:
             return "recompute"
@@ -319,24 +294,17 @@ class _Timeline:
             self.look()
             self._turn("backward", name)
 
-    def _change_backward(self) -> None:
-        self._is_in_backward = not self._is_in_backward
-        if not self._is_in_backward:
-            self.backward_ends.append(len(self._storages.numbers))
-        self._turn("backward" if self._is_in_backward else _AFTER, "")
-
     def _turn(self, phase: str, module: str) -> None:
-        """From here on another phase, or another module."""
         self._phase, self.module = phase, module
         event, last = len(self._storages.numbers), self._marks[-1]
         if event == last.event and self.operations == last.operations and event:
-            self._marks.pop()  # nothing happened there
+            self._marks.pop()  # an empty stretch
         done = self.operations, self.flops, self.moved
         self._marks.append(Mark(event, phase, self._micro_batch, module, *done))
 
 
 def _settle(marks: list[Mark], phase: str) -> None:
-    """Now it is known what came after the last backward."""
+    # Name the phase that followed the last backward.
     for index in range(len(marks) - 1, -1, -1):
         if marks[index].phase != _AFTER:
             break
@@ -346,7 +314,6 @@ def _settle(marks: list[Mark], phase: str) -> None:
 def _named_parameters(
     loss_module: nn.Module, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> dict[Tensor, str]:
-    """Each parameter with the name of the module that holds it."""
     held = {p: "" for one in optimizers for group in one.param_groups for p in group["params"]}
     for module in (loss_module, model):
         held |= {p: name.rpartition(".")[0] for name, p in module.named_parameters()}
@@ -362,7 +329,7 @@ def _flash_back(*tensors: Any, **_: Any) -> int:
 
 
 _ATEN, _DEVICE = torch.ops.aten, torch.ops.prim.device.default
-# The CPU's attention is not in torch's own table.
+# torch's own table lacks the CPU's attention.
 _COUNTS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _flash,

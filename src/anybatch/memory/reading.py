@@ -1,4 +1,4 @@
-"""The most bytes that a stretch of code holds, read while it runs, at little cost."""
+"""The peak memory of a stretch of code, read while it runs, at little cost."""
 
 import ctypes
 import os
@@ -12,49 +12,31 @@ import torch
 
 from anybatch.core import torch_private as private
 
-_MARK = 12_347  # bytes: an odd size that stands in the events for "the forward has ended"
-_ALLOWANCE = 1.25  # where nodes of the graph are not seen
+_MARK = 12_347  # bytes: an allocation of this size marks the end of the forward in the events
+_ALLOWANCE = 1.25  # factor if nodes of the graph are not seen
 _open = threading.Lock()  # one reading at a time
 
 
-class Reading:
+class MemoryReading:
     """The largest number of bytes held above the level at `begin`, by tensors and kernels' workspaces.
 
-    On the CPU: what the thread allocates, from torch's profiler with the operators left out, and at `mark`
-    what malloc holds besides, such as nodes of the graph; some 15 us an event, and 2.3 to 2.9 KB an event
-    while it ends. On CUDA: the allocators' statistics, added up; peak statistics that the caller reads are
-    reset. Without glibc: what can be seen and a quarter more (`is_exact` is False). End it in the thread
-    that began it.
-
-    Attributes:
-        events: how many allocations and releases were noted; 1 on CUDA.
-        is_exact: whether all was seen.
-
-    Example:
-        >>> with Reading.begin(["cpu"]) as reading:
-        ...     loss = torch.ones(1_000_000, requires_grad=True).exp().sum()
-        ...     reading.mark()
-        ...     loss.backward()
-        ...     peak, seconds = reading.end()
-        >>> round(peak / 4_000_000), reading.is_exact
-        (3, True)
+    On the CPU it uses torch's profiler without operators (allocations of the thread; some 15 us and, at the
+    end, 2.3 to 2.9 KB per event), and at `mark` adds other memory of malloc, such as nodes of the graph. On
+    CUDA it uses the allocators' statistics, added up, and resets the peak statistics. Without glibc it adds a
+    quarter to the bytes seen (`is_exact` is False). End it in the thread that began it.
     """
 
     def __init__(self, start: "_Start", *, is_exact: bool) -> None:
         """Use `begin`."""
         began = time.thread_time()
-        self.events, self.is_exact = 0, is_exact
+        self.events, self.is_exact = 0, is_exact  # allocations and releases; all bytes were seen
         self._in_use, self._at_mark = held_by_malloc(), 0
         self._stop: Callable[[], list[int] | None] | None = start()
         self._seconds = time.thread_time() - began
 
     @classmethod
-    def begin(cls, devices: Iterable[torch.device | str]) -> "Reading | None":
-        """Start, or return None: a profiler or another reading is open, or nothing here can read.
-
-        Args:
-            devices: where the stretch computes; with CUDA among them, only CUDA counts.
-        """
+    def begin(cls, devices: Iterable[torch.device | str]) -> "MemoryReading | None":
+        """Start a reading; return None if another one or a profiler is open, or no device can be read."""
         found = {torch.device(one) for one in devices}
         if not _open.acquire(blocking=False):
             return None
@@ -73,15 +55,12 @@ class Reading:
         return reading
 
     def mark(self) -> None:
-        """The forward has ended: all nodes of the graph exist now."""
+        """Note that the forward has ended: all nodes of the graph exist now."""
         self._at_mark = held_by_malloc()
         torch.UntypedStorage(_MARK)  # no operation: modes of the caller do not see it
 
     def end(self) -> tuple[int, float] | None:
-        """Peak in bytes, and the seconds of this thread that reading took.
-
-        None where there is no result: the reading is closed, or a profiler of the caller's took over.
-        """
+        """Return peak bytes and seconds of overhead; None if closed or overtaken by another profiler."""
         if self._stop is None:
             return None
         began = time.thread_time()
@@ -107,19 +86,18 @@ class Reading:
         """Discard the reading; does nothing after `end`."""
         self.end()
 
-    def __enter__(self) -> "Reading":
+    def __enter__(self) -> "MemoryReading":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-# Starts what is read, and returns what stops it: changes of what is held in bytes, or their sum at the peak.
+# Starts a source, and returns a function that stops it and returns the changes in bytes, or their peak.
 _Start = Callable[[], Callable[[], list[int] | None]]
 
 
 def _start_statistics(devices: Iterable[torch.device]) -> Callable[[], list[int]]:
-    """The CUDA allocators' own peaks."""
     numbers = {torch.cuda.device(one).idx for one in devices if one.type == "cuda"}
     before = {one: torch.cuda.memory_allocated(one) for one in numbers}
     for one in numbers:
@@ -133,7 +111,6 @@ class _MallInfo(ctypes.Structure):
 
 @cache
 def _mallinfo() -> Callable[[], Any] | None:
-    """`mallinfo2` of glibc 2.33 and later, or None."""
     try:
         function = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):
@@ -143,7 +120,7 @@ def _mallinfo() -> Callable[[], Any] | None:
 
 
 def held_by_malloc() -> int:
-    """Bytes that malloc has given out in this process; 0 without glibc."""
+    """Return the bytes that malloc has given out in this process; 0 without glibc."""
     function = _mallinfo()
     found = function() if function else None
     return found.field7 + found.field4 if found else 0  # in the arenas, and mapped
@@ -151,7 +128,7 @@ def held_by_malloc() -> int:
 
 @cache
 def _has_events() -> bool:
-    """Whether torch's allocation events work here: tried once, which also sets torch's profiler up."""
+    """Return True if torch's allocation events work here. The first call also sets the profiler up."""
     name = "KINETO_LOG_LEVEL"
     is_ours = name not in os.environ
     os.environ.setdefault(name, "99")  # read at the first use; without it, every use prints two lines

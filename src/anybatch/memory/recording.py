@@ -1,4 +1,4 @@
-"""What a meter saw: each storage's beginning, growth and end, and what the step was doing meanwhile."""
+"""The recording of a meter: beginning, growth and end of each storage, and the phases of the step."""
 
 from array import array
 from bisect import bisect_right
@@ -14,49 +14,48 @@ PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, WORKSPACE, INPUT, OTHER = range(len(O
 
 
 class Mark(NamedTuple):
-    """A change of phase or module, and what was done up to it."""
+    """A change of phase or module, with running counts of work."""
 
-    event: int  # how many events came before it
-    phase: str  # what begins, one of `anybatch.memory.ledger.PHASES`
-    micro_batch: int  # which forward of the step, from 0; -1 before the first
+    event: int  # number of events before it
+    phase: str  # the phase that begins, one of `anybatch.memory.ledger.PHASES`
+    micro_batch: int  # index of the forward in the step, from 0; -1 before the first
     module: str  # the innermost module at work
-    operations: int  # how many there were so far
+    operations: int  # operations so far
     flops: int  # floating-point operations so far, of products, convolutions and attention
     moved: int  # bytes that operations read and wrote so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What a meter saw: one event for each storage that begins, changes its size or ends."""
+    """The events of a meter: a storage begins, changes its size or ends."""
 
-    # int64, the number of the storage of each event, counted from 0 in order of first sight
-    storages: "array[int]"
-    before: "array[int]"  # int64, its bytes before the event
-    after: "array[int]"  # int64, its bytes after the event; 0 where it ends
-    marks: tuple[Mark, ...]  # where phases and modules change, in order; the first one stands at event 0
-    owners: tuple[int, ...]  # place in `OWNERS`, for each storage
-    places: tuple[str, ...]  # name of the module, for each storage
+    storages: "array[int]"  # int64, by event: the number of its storage, from 0 in order of first sight
+    before: "array[int]"  # int64, by event: bytes of the storage before it
+    after: "array[int]"  # int64, by event: bytes of the storage after it; 0 if it ends
+    marks: tuple[Mark, ...]  # changes of phase and module, in order; the first at event 0
+    owners: tuple[int, ...]  # by storage: index in `OWNERS`
+    places: tuple[str, ...]  # by storage: name of the module
 
     def changes(self, granule: int = 1) -> list[int]:
-        """Signed change in bytes of each event."""
+        """Return the signed change in bytes of each event, sizes rounded up to a granule."""
         pairs = zip(self.before, self.after, strict=True)
-        return [_ceil(after, granule) - _ceil(before, granule) for before, after in pairs]
+        return [(-(-after // granule) + -before // granule) * granule for before, after in pairs]
 
     def alive(self, granule: int = 1) -> list[int]:
-        """Bytes alive after each event."""
+        """Return the bytes alive after each event."""
         return list(accumulate(self.changes(granule)))
 
     def peak(self, granule: int = 1) -> int:
-        """The most bytes alive at once."""
+        """Return the most bytes alive at once."""
         return max(self.alive(granule), default=0)
 
     @property
     def forwards(self) -> int:
-        """How many forwards of the model there were; a loss may call it more than once, or never."""
+        """Number of forwards of the model; a loss may call it more than once, or never."""
         return self.marks[-1].micro_batch + 1
 
     def ledger(self, *, source: str, device: str, granule: int = 1) -> Ledger:
-        """The table: one moment for each stretch between two marks, its highest."""
+        """Return the table: the moment of most bytes of each stretch between two marks."""
         changes, owners = self.changes(granule), [self.owners[one] for one in self.storages]
         ends = [*[mark.event for mark in self.marks[1:]], len(changes)]
         alive, live, peak, peak_event = [0] * len(OWNERS), 0, 0, 0
@@ -81,7 +80,6 @@ class Recording:
         )
 
     def _holdings(self, changes: Sequence[int]) -> tuple[Holding, ...]:
-        """What is alive after these events, largest first."""
         held: Counter[tuple[str, int]] = Counter()
         for storage, change in zip(self.storages, changes, strict=False):
             held[self.places[storage], self.owners[storage]] += change
@@ -97,10 +95,10 @@ def find_owners(
     backward_ends: Sequence[int],
     known: Mapping[int, int],
 ) -> list[int]:
-    """Whose each storage is: known, or told from when it began and when it ended.
+    """Return the owner of each storage: known, or found from when it began and when it ended.
 
-    An activation is alive when a backward begins, or outlives a rebuilt forward; a gradient outlives the
-    backward that made it. What is gone before is workspace.
+    An activation is alive when a backward begins, or outlives a recomputed forward; a gradient outlives the
+    backward that made it. A storage that ends earlier is workspace.
     """
     begins: list[int] = []
     ends: dict[int, int] = {}
@@ -139,26 +137,21 @@ def _owner_of(phase: str, *, crosses_backward: bool, outlives_backward: bool, en
 
 
 def _is_between(begin: int, events: Sequence[int], end: int | None) -> bool:
-    """Whether one of these events comes after the beginning and not after the end."""
     index = bisect_right(events, begin)
     return index < len(events) and (end is None or events[index] <= end)
 
 
-def _ceil(size: int, granule: int) -> int:
-    return -(-size // granule) * granule
-
-
 def modules_at(births: Sequence[int], marks: Sequence[Mark]) -> list[str]:
-    """The module at work when each storage began."""
+    """Return the module at work when each storage began."""
     events = [mark.event for mark in marks]
     return [marks[bisect_right(events, birth) - 1].module for birth in births]
 
 
 def continued(recording: Recording, run: int, wanted: int) -> Recording:
-    """What a recording would be with more micro-batches like the last but one.
+    """Return the recording with more micro-batches like the last but one.
 
-    Each leaves the same few bytes behind (its loss), so those that were not run are one storage that stands
-    there from the beginning of the last but one.
+    Each leaves the same few bytes behind (its loss), so those that were not run become one storage that
+    begins with the last but one.
     """
     each, marks = recording.forwards // run, recording.marks
     middle_at, last_at = [

@@ -1,10 +1,10 @@
-"""Gradient compression: a rank's share of the gradient as bytes, and the bytes of all ranks as their sum.
+"""Gradient compression: codecs that turn a rank's gradient into bytes, and all bytes into the sum.
 
-The sum is *changed*: it is rounded, or most of it comes updates later. A codec is used only where the caller
-asks for it. It sends nothing itself: ranks gather the bytes, or a parameter server receives them.
+The sum is *changed*: it is rounded, or most of it comes updates later. A codec is used only on request. It
+sends nothing itself: ranks gather the bytes, or a parameter server receives them.
 
-The bytes: the number of values of each trained parameter as an int32, -1 for one without a gradient; then for
-each parameter the places of its values, int32, unless all of its elements are sent, and the values.
+Format: the number of values of each trained parameter as an int32, -1 for one without a gradient; then for
+each parameter the positions of its values, int32, unless all elements are sent, and the values.
 """
 
 import math
@@ -22,66 +22,47 @@ CastName = Literal["fp16", "bf16"]
 Tensors = Mapping[str, Tensor]
 
 _WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_MOST_ELEMENTS = 2**31 - 1  # whose places an int32 can tell
-_Values = tuple[Tensor | None, Tensor]  # of a parameter: their places, None for all of them, and the values
-_STAGES = 4  # of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
+_MOST_ELEMENTS = 2**31 - 1  # the largest position in an int32
+_Values = tuple[Tensor | None, Tensor]  # positions (None for all elements) and values of a parameter
+_STAGES = 4  # stages of the warm-up: 75 %, 93.75 %, 98.4 % and 99.6 %
 
 
 class Codec(Protocol):
-    """Turns this rank's share of the divided gradient into bytes, and the bytes of all ranks into the sum."""
+    """A codec: this rank's share of the divided gradient as bytes, and the bytes of all ranks as the sum."""
 
     name: str  # "fp16", "bf16" or "dgc"
-    sent: int  # bytes that the last `encode` returned
-    dense: int  # bytes that the gradients of all trained parameters take in float32
+    sent: int  # bytes of the last `encode`
+    dense: int  # bytes of the gradients of all trained parameters in float32
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse with a PlanError optimizers and parameters that this codec cannot serve."""
+        """Raise PlanError for optimizers and parameters that this codec does not support."""
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
-        """This rank's bytes for one update: uint8, `(sent,)`, on the device of the first parameter.
-
-        Args:
-            gradients: of this rank, finite, by name; empty where it has no rows.
-            like: all trained parameters by name, in the same order on all ranks.
-        """
+        """Return uint8 bytes, `(sent,)`, of finite gradients by name; `like` has all parameters."""
         ...
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
-        """The sum by name, in float32, or float64 for float64 parameters; absent is what no rank sent.
-
-        `payloads` are added up in their order, so all who have the same get the same bits.
-        """
+        """Return the sum by name, in float32 or float64; payloads are added in order."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """What this rank needs to go on exactly; for checkpoints."""
+        """Return this rank's state for checkpoints."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Raises CheckpointError if it is of another codec."""
+        """Load the output of `state`. Raise CheckpointError if it is of another codec."""
 
     def undo(self) -> None:
-        """The update of the last `encode` was not made: the state is as before it. Again does nothing."""
+        """Restore the state before the last `encode`: its update was not made. Repeated calls do nothing."""
 
 
 class Cast:
-    """Gradients sent in 16 bits: half the bytes of float32, no state.
+    """Gradients sent in 16 bits, `"fp16"` or `"bf16"`: half the bytes of float32, no state.
 
-    The arithmetic is that of torch's `fp16_compress_hook` and `bf16_compress_hook`, but `decode` adds up in
-    float32, where they add up in 16 bits; and nothing is divided by the number of ranks, as the shares are
-    divided by the weights of the whole batch.
-
-    As with the hook, `"fp16"` turns values beyond 65,504 into infinity and those below 3e-8 into 0. The look
-    at the summed gradient finds infinity, and no update is made. `"bf16"` has the range of float32.
-
-    Args:
-        name: `"fp16"` or `"bf16"`; a PlanError is raised for another one.
-
-    Example:
-        >>> codec, like = Cast("bf16"), {"weight": torch.zeros(2)}
-        >>> shares = [{"weight": torch.tensor([1.0, 2.0])}, {"weight": torch.tensor([0.5, 1 / 3])}]
-        >>> codec.decode([codec.encode(share, like) for share in shares], like)
-        {'weight': tensor([1.5000, 2.3340])}
+    The arithmetic is that of torch's `fp16_compress_hook` and `bf16_compress_hook`, but `decode` adds in
+    float32, not in 16 bits, and nothing is divided by the number of ranks. As with the hook, `"fp16"` turns
+    values beyond 65,504 into infinity (then no update is made) and those below 3e-8 into 0. `"bf16"` has the
+    range of float32.
     """
 
     def __init__(self, name: CastName) -> None:
@@ -91,72 +72,60 @@ class Cast:
         self.sent = self.dense = 0
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse with a PlanError complex parameters, and those of more elements than an int32 can count."""
+        """Raise PlanError for complex parameters, and for more elements than an int32 can count."""
         _check(optimizers)
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
-        """This rank's gradients in 16 bits."""
+        """Return this rank's gradients in 16 bits."""
         flat = {name: _flat(gradients, name, one) for name, one in like.items() if name in gradients}
         return _send(self, {name: (None, one.to(_WIRE[self.name])) for name, one in flat.items()}, like)
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
-        """The sum over all ranks, in their order."""
+        """Return the sum over all ranks, in their order."""
         return _sum(payloads, like, _WIRE[self.name])
 
     def state(self) -> dict[str, Any]:
-        """Nothing."""
+        """Return an empty state."""
         return {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Nothing to load. Raises CheckpointError if the state is of another codec."""
+        """Raise CheckpointError if the state is of another codec."""
         _check_state(state, self.state())
 
     def undo(self) -> None:
-        """Nothing to undo."""
+        """Do nothing: there is no state."""
 
 
 class DeepGradientCompression:
-    """Only the largest elements are sent; the others are added up on their rank until they are large.
+    """The largest elements are sent; the others are added up on their rank until they are large.
 
     For each parameter a rank keeps a velocity u and a residual v. From its gradient g it computes
     `u = momentum * u + g` and `v = v + u`, sends the k elements of v that are largest in magnitude, at least
     one, and sets them to 0 in v. Parameters of at most one dimension, such as biases, are sent whole, with
-    momentum. The parts of the method, and how each is switched off:
+    momentum. Parts of the method:
 
     - *momentum correction*: v adds up velocities, not gradients, and the optimizer has no momentum.
       Off: `momentum=0.0`; the momentum may then be the optimizer's.
     - *local clipping*: g is first scaled so that its 2-norm over all parameters is at most
       `clip_norm / sqrt(ranks)`. Off: `clip_norm=None`.
-    - *momentum factor masking*: u is set to 0 where v is sent. Off: `masking=False`.
+    - *momentum factor masking*: u is set to 0 at sent elements. Off: `masking=False`.
     - *warm-up*: the sparsity is 75 %, 93.75 %, 98.4 % and 99.6 %, never more than `sparsity`, each for a
       quarter of `warmup_updates`. Off: `warmup_updates=0`.
 
     A parameter that is sent whole keeps its velocity, so `sparsity=0.0` is SGD with momentum. A rank without
-    rows sends of what has waited. Weight decay stays in the optimizer and gets no momentum. Clip here, not in
+    rows sends from its residual. Weight decay stays in the optimizer and gets no momentum. Clip here, not in
     the step: the norm of a sum of few large elements says little about the gradient.
 
-    u and v take up to four times the bytes of the gradients in float32 (float64 for float64 parameters), as
-    `undo` needs the old ones. What waits on a rank that is lost is lost.
+    u and v use up to four times the bytes of the gradients in float32 (float64 for float64 parameters), as
+    `undo` needs the old ones. The residual of a lost rank is lost.
 
     Args:
-        sparsity: share of the elements of a parameter that waits, at least 0 and below 1.
+        sparsity: share of the elements of a parameter that is not sent, at least 0 and below 1.
         momentum: at least 0 and below 1.
         clip_norm: largest 2-norm of the gradient of the whole batch.
         ranks: number of ranks that share a batch; needed for `clip_norm`.
-        masking: set the velocity to 0 where it was sent.
+        masking: set the velocity to 0 at sent elements.
         warmup_updates: updates until `sparsity` is reached; the paper takes four epochs.
-
-    Raises:
-        PlanError: a value out of these ranges.
-
-    Example:
-        >>> codec = DeepGradientCompression(sparsity=0.75, momentum=0.0, warmup_updates=0)
-        >>> like = {"weight": torch.zeros(2, 2)}
-        >>> for gradient in ([[1.0, 4.0], [2.0, 3.0]], [[0.0, 0.0], [2.0, 0.0]]):
-        ...     payload = codec.encode({"weight": torch.tensor(gradient)}, like)
-        ...     codec.decode([payload], like)["weight"].tolist()
-        [[0.0, 4.0], [0.0, 0.0]]
-        [[0.0, 0.0], [4.0, 0.0]]
 
     Source: Y. Lin, S. Han, H. Mao, Y. Wang, W. J. Dally, "Deep Gradient Compression: Reducing the
     Communication Bandwidth for Distributed Training", ICLR 2018, arXiv 1712.01887, section 3.
@@ -189,7 +158,7 @@ class DeepGradientCompression:
         self._state = self._before = _Waiting(0, {}, {})
 
     def check(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse with a PlanError what `Cast` refuses, betas, and momentum beside the codec's own."""
+        """Raise PlanError for parameters that `Cast` refuses, betas, and momentum beside the codec's."""
         _check(optimizers)
         for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
             refused = ("betas", "momentum", "nesterov") if self.momentum else ("betas",)
@@ -200,15 +169,15 @@ class DeepGradientCompression:
                 )
 
     def sparsity_at(self, update: int) -> float:
-        """The sparsity at an update, counted from 0."""
+        """Return the sparsity at an update, counted from 0."""
         if update >= self.warmup_updates:
             return self.sparsity
         stage = _STAGES * update // self.warmup_updates
         return min(self.sparsity, 1 - 0.25 ** (stage + 1))
 
     def encode(self, gradients: Tensors, like: Tensors) -> Tensor:
-        """The largest elements of what has waited on this rank."""
-        old = self._before = self._state  # where this fails, `undo` must not go further back
+        """Return the largest elements of this rank's residual."""
+        old = self._before = self._state  # if this fails, `undo` must not go further back
         new = _Waiting(old.updates + 1, {}, {})
         share = 1 - self.sparsity_at(old.updates)
         norm = float(norm_of(gradients.values())) if gradients and self._limit < math.inf else 0.0
@@ -236,27 +205,27 @@ class DeepGradientCompression:
         return payload
 
     def decode(self, payloads: Sequence[Tensor], like: Tensors) -> dict[str, Tensor]:
-        """The sum over all ranks, in their order."""
+        """Return the sum over all ranks, in their order."""
         return _sum(payloads, like, None)
 
     def state(self) -> dict[str, Any]:
-        """The number of updates, u and v; each tensor flat, by the name of its parameter."""
+        """Return the number of updates, u and v; each tensor flat, by parameter name."""
         updates, velocity, residual = self._state
         return {"updates": updates, "velocity": dict(velocity), "residual": dict(residual)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned. Raises CheckpointError if the state is of another codec."""
+        """Load the output of `state`. Raise CheckpointError if it is of another codec."""
         _check_state(state, self.state())
         held = (dict(state[name]) for name in ("velocity", "residual"))
         self._state = self._before = _Waiting(state["updates"], *held)
 
     def undo(self) -> None:
-        """The update was not made: u, v and the number of updates are as before the last `encode`."""
+        """Restore u, v and the number of updates before the last `encode`."""
         self._state = self._before
 
 
 class _Waiting(NamedTuple):
-    """What a rank has kept. The tensors are never written to again, so a copy is not needed to go back."""
+    """The state of a rank. Its tensors are never written to, so `undo` needs no copy."""
 
     updates: int
     velocity: dict[str, Tensor]
@@ -264,7 +233,6 @@ class _Waiting(NamedTuple):
 
 
 def _flat(held: Tensors, name: str, like: Tensor) -> Tensor:
-    """What is held of a parameter, or zeros: one dimension, in the dtype of the sum."""
     dtype = accumulation_dtype(like.dtype)
     if name not in held:
         return torch.zeros(like.numel(), dtype=dtype, device=like.device)
@@ -272,7 +240,6 @@ def _flat(held: Tensors, name: str, like: Tensor) -> Tensor:
 
 
 def _send(codec: Codec, found: Mapping[str, _Values], like: Tensors) -> Tensor:
-    """One row of bytes, counted: the number of values of each parameter, then their places and values."""
     counts = [found[name][1].numel() if name in found else -1 for name in like]
     parts = [torch.tensor(counts, dtype=torch.int32)]
     for places, values in (found[name] for name in like if name in found):
@@ -284,7 +251,7 @@ def _send(codec: Codec, found: Mapping[str, _Values], like: Tensors) -> Tensor:
 
 
 def _sum(payloads: Sequence[Tensor], like: Tensors, wire: torch.dtype | None) -> dict[str, Tensor]:
-    """Add up what `_send` made; `wire` is the dtype of the values, None for that of the sum."""
+    """Add up outputs of `_send`; `wire` is the dtype of the values, None for the dtype of the sum."""
     sums: dict[str, Tensor] = {}
     for payload in payloads:
         counts, rest = _take(payload, len(like), torch.int32)
@@ -304,11 +271,10 @@ def _sum(payloads: Sequence[Tensor], like: Tensors, wire: torch.dtype | None) ->
 
 
 def _take(payload: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first values of a payload, and what comes after them."""
     end = count * dtype.itemsize
     if end > len(payload):
         raise ValueError(f"{end} bytes are said to come, and {len(payload)} are there")
-    return payload[:end].clone().view(dtype), payload[end:]  # a copy: what is viewed must be aligned
+    return payload[:end].clone().view(dtype), payload[end:]  # a copy, as a view must be aligned
 
 
 def _check(optimizers: Sequence[Optimizer]) -> None:

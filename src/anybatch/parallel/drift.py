@@ -1,4 +1,4 @@
-"""Ranks that drift apart: each step compares options, and a checksum of a rotating 64th of all tensors"""
+"""Drift of ranks: each step compares options, and a checksum of a rotating 64th of all tensors."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -21,23 +21,21 @@ from anybatch.parallel.fingerprint import (
 )
 
 TURNS = 64  # steps in which every tensor is compared once
-_LOOKS = 2  # first steps whose rows are compared
+_LOOKS = 2  # number of first steps that compare rows
+_FEW = 4  # rows compared
 
 
 class Drift:
     """The values that ranks compare in each step, so that a difference is noticed.
 
     A load is noticed at once: it replaces containers of the optimizer, or writes to parameters more often
-    than an update does. Writes through `.data`, and those to buffers, show within 64 steps. Buffers to which
-    forwards write, such as running statistics, belong to each rank and are left out.
-
-    Attributes:
-        is_touched: something was loaded or written since the last step.
-        written: places of buffers that forwards write to.
+    than an update does. Writes through `.data`, and to buffers, are noticed within 64 steps. Buffers that
+    forwards write to, such as running statistics, belong to each rank and are left out.
     """
 
     def __init__(self) -> None:
-        self.is_touched, self.written = False, set[int]()
+        self.is_touched = False  # something was loaded or written since the last step
+        self.written = set[int]()  # positions of buffers that forwards write to
         self._turn, self._before = 0, dict[int, int]()
         self._same: dict[str, Any] = {}
         self._containers: list[Any] = []
@@ -45,7 +43,7 @@ class Drift:
         self._steps_read = self._alike = 0
 
     def begin(self, task: Task, *, is_first: bool) -> None:
-        """Read what is compared, before the forward; all buffers in the first step."""
+        """Read the values to compare, before the forward; all buffers in the first step."""
         self._turn = (self._turn + 1) % TURNS
         self._notice(task)
         self._is_first = is_first
@@ -58,7 +56,7 @@ class Drift:
         }
 
     def message(self, sums: Sums) -> dict[str, Any]:
-        """Return what is compared with the other ranks, after the last forward."""
+        """Return the values to compare with the other ranks, after the last forward."""
         after = self._sums_of(buffers_of_model(sums.task))
         self.written |= {place for place, value in after.items() if self._before.get(place) != value}
         buffers = [] if self._is_first else [pair for pair in after.items() if pair[0] not in self.written]
@@ -95,7 +93,7 @@ class Drift:
 
 
 def refuse_drift(said: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what is not the same on all ranks, with a PlanError that names it."""
+    """Raise PlanError if a value differs between ranks; it names the value."""
     refuse_differences([one["same"] for one in said])
     known: dict[int, int] = {}
     for number, one in enumerate(said):
@@ -114,11 +112,7 @@ def _of_rows(batch: Batch) -> int:
     return sum(place * checksum(one) for place, one in enumerate(heads, 1)) % 2**61 if differ else 0
 
 
-_FEW = 4  # rows
-
-
 def _part(tensors: Sequence[Tensor], turn: int) -> int:
-    """Return the checksum of a 64th of all bytes; each tensor counts by its place."""
     total, found, at = sum(one.nbytes for one in tensors), 0, 0
     start, stop = total * turn // TURNS, total * (turn + 1) // TURNS
     for place, one in enumerate(tensors, 1):

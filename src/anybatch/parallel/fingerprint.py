@@ -1,4 +1,4 @@
-"""Short hashes of all that must be equal on all ranks: model, weights, optimizer, buffers, loss, options"""
+"""Short hashes that must be equal on all ranks: model, weights, optimizer, buffers, loss, options."""
 
 import dataclasses
 import hashlib
@@ -24,10 +24,7 @@ _ADVICE = {
 def fingerprint(
     task: Task, settings: Plan, compression: object, written: Collection[int] = ()
 ) -> dict[str, str]:
-    """Return a short hash of each part of a step that must not differ between ranks.
-
-    Micro-batch sizes may differ, and the buffers at the places `written`, to which forwards write.
-    """
+    """Return a hash of each part of a step that must not differ between ranks; skip `written` buffers."""
     names = task.names()
     plan = dataclasses.asdict(settings) | {"cut": (), "micro_batch": 0, "blocks": ()}
     buffers = [one for place, one in enumerate(buffers_of_model(task)) if place not in written]
@@ -66,8 +63,8 @@ def schedulers_of(task: Task) -> str:
 
 
 def loss_of(task: Task, batch: Batch | None = None) -> str:
-    """Return a hash of the loss's settings; tensors too, unless they have an entry for every row."""
-    settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # of torch's losses
+    """Return a hash of the loss's settings; tensors are included unless they have an entry per row."""
+    settings: Mapping[str, Any] = getattr(task.loss, "settings", {})  # only torch's losses have them
     values = [*settings.values()]
     if batch is None or (isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch)):
         values = []
@@ -92,7 +89,7 @@ def buffers_of_model(task: Task) -> list[Tensor]:
 
 
 def refuse_differences(found: Sequence[Mapping[str, str]]) -> None:
-    """Refuse fingerprints that are not the same on all ranks, with a PlanError that names what differs."""
+    """Raise PlanError if fingerprints differ between ranks; it names the part."""
     for part in found[0]:
         odd = [rank for rank, one in enumerate(found) if one.get(part) != found[0][part]]
         if odd:
@@ -108,14 +105,14 @@ def _hash(value: object) -> str:
 
 
 def contents(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Changes with each write to a tensor, also one through `.data`, which has no version."""
+    """Return numbers that change with each write to a tensor, also through `.data`, which has no version."""
     held = [*tensors]
     sums = [checksum(one) if one.layout is torch.strided else 0 for one in held]
     return [*zip(private.versions(held), sums, strict=True)]
 
 
 def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
-    """Return the sum of all words of 8 bytes between two bytes: the same bits give the same number."""
+    """Return the sum of all 8-byte words between two bytes: the same bits give the same number."""
     flat = value.detach().contiguous().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.numel():
@@ -127,7 +124,6 @@ def checksum(value: Tensor, start: int = 0, stop: int | None = None) -> int:
 
 
 def _plain(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The settings among some values: numbers, strings, and what is made of them."""
     kept = {
         key: one for key, one in values.items() if isinstance(one, bool | int | float | str | tuple | None)
     }

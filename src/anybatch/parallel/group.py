@@ -1,4 +1,4 @@
-"""The process group: started under torchrun, and messages of one fixed size from every rank to every rank"""
+"""The process group: started under torchrun; messages of fixed size from every rank to every rank."""
 
 import atexit
 import importlib
@@ -14,8 +14,7 @@ from torch import Tensor
 from anybatch.core import RankError
 from anybatch.core import torch_private as private
 
-_SIZE = 4096  # bytes of a message: whatever a rank has to say, all ranks send and expect as much
-
+_SIZE = 4096  # bytes of a message; fixed, so that all ranks send and expect the same size
 
 Group = Any  # a torch.distributed.ProcessGroup; None for the default one
 
@@ -31,37 +30,22 @@ def rank(group: Group = None) -> int:
 
 
 def start_under_torchrun() -> None:
-    """Initialise the process group if torchrun has started this process and nobody has initialised one.
-
-    Messages go through gloo; gradients on CUDA go through NCCL. The group ends with the process.
-    """
+    """Initialise the process group under torchrun: gloo for messages, NCCL for gradients on CUDA."""
     if not dist.is_available() or dist.is_initialized() or not dist.is_torchelastic_launched():
         return
-    # Its functions keep the group that is there when it is imported, and torch imports it in an optimizer's
-    # first step. A group that is kept cannot end before the interpreter does, and then gloo's threads abort.
+    # This module holds the group that exists when it is imported, and torch imports it in an optimizer's
+    # first step. A held group cannot end before the interpreter does, and then gloo's threads abort.
     importlib.import_module("torch.distributed.nn.functional")
     is_on_cuda = torch.cuda.is_available() and dist.is_nccl_available()
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_on_cuda else "gloo")
-    atexit.register(_end)
-
-
-def _end() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    atexit.register(lambda: dist.is_initialized() and dist.destroy_process_group())
 
 
 def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, Any]]:
-    """Send a message to all ranks, and receive that of every rank, in the order of the ranks.
+    """Send a message of at most 4,096 bytes as JSON to all ranks; return the messages of all ranks in order.
 
-    One collective of 4 KiB per rank, whatever is said: ranks that are at different places of the program
-    can tell each other so.
-
-    Args:
-        message: plain values, up to 4,096 bytes as JSON.
-        group: the process group; None for the default one.
-
-    Raises:
-        RankError: a rank has ended or did not answer within the group's timeout; or the message is too long.
+    Each call is one collective of 4 KiB per rank, so ranks at different places of the program can still
+    exchange messages. Raise RankError if the message is too long, or a rank ended or did not answer in time.
     """
     said = json.dumps(message, ensure_ascii=False).encode(errors="replace")
     if len(said) > _SIZE:
@@ -69,9 +53,10 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
             f"Expected a message to other ranks of at most {_SIZE} bytes, got {len(said)}: "
             f"{said[:80].decode(errors='replace')}... Use fewer or shorter names of loss terms."
         )
-    device, heard = device_for_messages(group), bytearray(_SIZE * ranks(group))
+    device = torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
+    heard = bytearray(_SIZE * ranks(group))
     host = torch.frombuffer(heard, dtype=torch.uint8)
-    received = [*host.to(device).split(_SIZE)]  # on a CPU without a copy: what comes is in `heard`
+    received = [*host.to(device).split(_SIZE)]  # on the CPU without a copy: `heard` receives the messages
     _leave_word(group)
     with answered(group):
         dist.all_gather(
@@ -86,7 +71,7 @@ def exchange(message: Mapping[str, Any], group: Group = None) -> list[dict[str, 
 
 @contextmanager
 def answered(group: Group = None) -> Generator[None]:
-    """Raise a RankError where another rank takes no part in a collective; it names ranks that fell behind."""
+    """Raise a RankError if another rank takes no part in a collective; it names ranks that fell behind."""
     try:
         yield
     except RuntimeError as error:  # each backend has errors of its own
@@ -101,7 +86,7 @@ _messages: dict[tuple[int, ...], int] = {}  # sent so far, by the ranks of a gro
 
 
 def _leave_word(group: Group) -> None:
-    """Leave the number of this message in the store of the processes, before others are waited for."""
+    """Store the number of this message for other processes, before waiting for them."""
     members = tuple(dist.get_process_group_ranks(group))
     _messages[members] = count = _messages.get(members, 0) + 1
     store = private.default_store(dist.distributed_c10d)
@@ -111,7 +96,7 @@ def _leave_word(group: Group) -> None:
 
 
 def _behind(group: Group) -> str:
-    """Return the ranks that sent fewer messages than this one; as many as can be told without waiting."""
+    """Return the ranks that sent fewer messages than this one, as far as known without waiting."""
     members = tuple(dist.get_process_group_ranks(group))
     mine, found = _messages.get(members, 0), list[str]()
     store: Any = private.default_store(dist.distributed_c10d)
@@ -124,21 +109,8 @@ def _behind(group: Group) -> str:
     return " and ".join(found) or "at least one of them"
 
 
-def device_for_messages(group: Group = None) -> torch.device:
-    """The CPU if the group has a backend for it; else the current CUDA device."""
-    return torch.device("cpu" if "cpu" in str(dist.get_backend_config(group)) else "cuda")
-
-
 def all_gather_rows(values: Sequence[Tensor], counts: Sequence[int], group: Group = None) -> list[Tensor]:
-    """Join the rows of all ranks, in the order of the ranks.
-
-    Args:
-        values: this rank's tensors, each with `counts[rank]` rows.
-        counts: rows of each rank. All ranks pass the same.
-
-    Returns:
-        Each tensor with `sum(counts)` rows, the same on all ranks.
-    """
+    """Join the rows of all ranks, in order: each value has `counts[rank]` rows on each rank."""
     joined: list[Tensor] = []
     with answered(group):
         for value in values:

@@ -1,4 +1,4 @@
-"""Ranks on this machine, started by torchrun's agent; and when one fails, the one sentence that says why"""
+"""Ranks on this machine, started by torchrun's agent, and the error of the first that fails."""
 
 import logging
 import os
@@ -15,20 +15,16 @@ from anybatch.core import PlanError, RankError
 
 
 def is_launched() -> bool:
-    """Whether torchrun, or `launch`, has started this process."""
+    """Return True if torchrun, or `launch`, started this process."""
     return dist.is_available() and dist.is_torchelastic_launched()
 
 
 def launch(count: int, arguments: Sequence[str]) -> None:
     """Run `python -m` with these arguments as so many ranks on this machine, and wait until they end.
 
-    They talk over the loopback interface, and share the CPU's threads. Ctrl-C and SIGTERM go to all of them,
-    which have 30 s to end.
-
-    Raises:
-        RankError: a rank failed or ended; the others have ended, too. The text is the error of the first.
-        PlanError: this torch has no torch.distributed.
-        KeyboardInterrupt, SystemExit: after Ctrl-C, and after SIGTERM.
+    They use the loopback interface and share the CPU's threads. Ctrl-C and SIGTERM go to all ranks, which
+    have 30 s to end; then raise KeyboardInterrupt or SystemExit. If a rank fails, end the others and raise a
+    RankError with the error of the first.
     """
     if not dist.is_available():
         raise PlanError(f"Expected a torch with torch.distributed for {count} ranks, got none. Use one rank.")
@@ -37,14 +33,14 @@ def launch(count: int, arguments: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     threads = max(1, torch.get_num_threads() // count)
-    before = dict(os.environ)  # the agent, too, adds to it
+    before = dict(os.environ)  # the agent changes it, too
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     agent = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(count), "--log-dir"]
-    logging.disable(logging.CRITICAL)  # the agent's: what is to be said is said once, below
+    logging.disable(logging.CRITICAL)  # silences the agent; errors are raised once, below
     try:
-        with tempfile.TemporaryDirectory() as folder:  # where ranks record errors
+        with tempfile.TemporaryDirectory() as folder:  # ranks record errors here
             run.run(run.parse_args([*agent, folder, "--module", *arguments]))
     except ChildFailedError as error:
         raise RankError(_why(error.failures.items())) from None
@@ -59,14 +55,14 @@ def launch(count: int, arguments: Sequence[str]) -> None:
 
 
 def record(error: BaseException) -> None:
-    """Let whoever launched this rank know why it ends."""
+    """Report the error that ends this rank to its launcher."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
 
 
 def _why(failures: Iterable[tuple[int, Any]]) -> str:
-    """The error of a rank's own; else how a rank ended; only then what others made of it."""
+    """Return the first rank's own error; otherwise how a rank ended; otherwise an error about other ranks."""
     own: list[str] = []
     ended: list[str] = []
     others: list[str] = []

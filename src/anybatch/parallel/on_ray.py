@@ -1,4 +1,4 @@
-"""Servers and workers as Ray actors: the only file that knows Ray"""
+"""Servers and workers as Ray actors; the only file that imports Ray."""
 
 import os
 import secrets
@@ -21,19 +21,11 @@ _LOCAL = "127.0.0.1"
 
 
 class RayCluster:
-    """Actors on this machine, or on an existing Ray cluster.
+    """Actors on this machine, or on an existing Ray cluster at `address`; each worker has `gpus` GPUs.
 
-    On this machine Ray runs without dashboard and usage statistics, with a token, and ends with `close`. On
-    an existing cluster `close` ends the actors only. Ray 2.60 listens on all interfaces of a machine, also
-    where it is given 127.0.0.1: whoever has the token can run code.
-
-    Args:
-        address: of a cluster. None for this machine.
-        gpus: of each worker.
-
-    Raises:
-        PlanError: Ray is not installed, or is in use in this process already.
-        RankError: nobody answers at the address.
+    On this machine Ray runs without dashboard and usage statistics, with a token, until `close`. On an
+    existing cluster `close` ends only the actors. Ray 2.60 listens on all interfaces of a machine, even if
+    given 127.0.0.1: everyone with the token can run code.
     """
 
     def __init__(self, address: str | None = None, gpus: int = 0) -> None:
@@ -58,25 +50,14 @@ class RayCluster:
         quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
         try:
             if ray.is_initialized():
-                pass  # for the ParameterServer of another step
+                pass  # started by the ParameterServer of another step
             elif address is None:
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    _node_ip_address=_LOCAL,
-                    num_cpus=max(4, os.cpu_count() or 1),
-                    **quiet,
-                )
+                cpus = max(4, os.cpu_count() or 1)
+                ray.init("local", include_dashboard=False, _node_ip_address=_LOCAL, num_cpus=cpus, **quiet)
             else:
                 _reach(address)
                 ray.init(address=address, **quiet)
-        except (
-            ConnectionError,
-            RuntimeError,
-            ValueError,
-            OSError,
-            ray.exceptions.AuthenticationError,
-        ) as error:
+        except (RuntimeError, ValueError, OSError, ray.exceptions.AuthenticationError) as error:
             ray.shutdown()
             _leave_environment()
             raise RankError(
@@ -90,7 +71,7 @@ class RayCluster:
         _OPEN.append(self)
 
     def put(self, value: Any) -> Any:
-        """Store a value. Raises PlanError: it cannot be sent."""
+        """Store a value. Raise PlanError if it cannot be pickled."""
         try:
             return self._ray.put(value)
         except Exception as error:
@@ -101,7 +82,7 @@ class RayCluster:
             ) from None
 
     def start(self, kind: type, *args: Any) -> Any:
-        """A new actor. Raises PlanError: there is no GPU for it, and Ray would wait for one for ever."""
+        """Start an actor. Raise PlanError if it needs a GPU and none is free, as Ray would wait for ever."""
         gpus = self._gpus if issubclass(kind, Worker) else 0
         needed = sum(self._actors.values()) + gpus
         if gpus and needed > (there := self._ray.cluster_resources().get("GPU", 0)):
@@ -117,7 +98,7 @@ class RayCluster:
     def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
         """Call a method."""
         serialization = self._ray.util
-        # Only while rows are sent: of a model's buffers, pickle keeps which of them share memory.
+        # Only for rows: pickle preserves memory shared between a model's buffers.
         serialization.register_serializer(Tensor, serializer=_to_bytes, deserializer=_from_bytes)
         try:
             found = getattr(process, method).options(num_returns=returns).remote(*args)
@@ -126,16 +107,16 @@ class RayCluster:
         return found if returns > 1 else [found]
 
     def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
-        """The first that is there; None after so many seconds."""
+        """Return the first finished reference; None after so many seconds."""
         ready, _ = self._ray.wait([*references], num_returns=1, timeout=seconds, fetch_local=False)
         return ready[0] if ready else None
 
     def clock(self) -> float:
-        """Seconds."""
+        """Return seconds."""
         return time.monotonic()
 
     def get(self, reference: Any) -> Any:
-        """The value."""
+        """Return the value of a reference."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
@@ -155,7 +136,7 @@ class RayCluster:
         self._actors.pop(process, None)
 
     def close(self) -> None:
-        """End all actors, and leave Ray if no other uses it here; it ends if it was started here."""
+        """End all actors, and shut Ray down if no other cluster uses it in this process."""
         for actor in self._actors:
             self._ray.kill(actor)
         self._actors = {}
@@ -168,14 +149,14 @@ class RayCluster:
 _OPEN: list[RayCluster] = []  # in this process
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # of a unit: told once, by `get`
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # `get` raises errors of a unit once
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_SET: dict[str, str] = {}  # what of it was not there before
+_SET: dict[str, str] = {}  # variables that we set
 
 
 def _leave_environment() -> None:
-    """Take out of the environment what was put there, unless it was changed since."""
+    """Remove our environment variables unless they were changed since."""
     for name, value in _SET.items() if not _OPEN else ():
         if os.environ.get(name) == value:
             del os.environ[name]
@@ -183,11 +164,11 @@ def _leave_environment() -> None:
 
 
 def _make_token_private(*, is_local: bool) -> None:
-    """Let nobody else read Ray's token; make one for this machine, as Ray's own could be read by all."""
+    """Restrict Ray's token to this user; create one for this machine, as others can read Ray's own."""
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     if os.environ.get("RAY_AUTH_TOKEN") or not (is_local or path.exists()):
         return
-    with suppress(OSError):  # of another user, or where nothing can be written
+    with suppress(OSError):  # a file of another user, or no permission to write
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
             path.chmod(0o600)
@@ -196,7 +177,7 @@ def _make_token_private(*, is_local: bool) -> None:
 
 
 def _to_bytes(value: Tensor) -> tuple[Any, ...]:
-    """A tensor as Ray sends arrays: pickled by torch it takes ten times as long."""
+    """Return a tensor as the arrays that Ray sends; pickling by torch is ten times slower."""
     if value.layout is not torch.strided or value.is_quantized:
         saved = BytesIO()
         torch.save(value, saved)
@@ -206,7 +187,7 @@ def _to_bytes(value: Tensor) -> tuple[Any, ...]:
 
 
 def _from_bytes(sent: tuple[Any, ...]) -> Tensor:
-    """In memory of its own: that of Ray is only to be read, and a forward may write to its input."""
+    """Return a tensor in its own memory: Ray's is read-only, and a forward may write to its input."""
     if len(sent) == 1:
         return torch.load(BytesIO(sent[0]), weights_only=True)
     flat, shape, dtype = sent
@@ -221,7 +202,7 @@ def _first(error: BaseException) -> str:
 
 
 def _reach(address: str) -> None:
-    """Ray itself tries for minutes where nobody answers, or somebody who does not speak gRPC."""
+    """Check the address first: Ray retries for minutes if no gRPC server answers."""
     import socket
 
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -1,4 +1,4 @@
-"""Parameter servers: workers compute the rows of a batch, servers hold the parameters and update them"""
+"""Parameter servers: workers compute the rows of a batch, servers hold the parameters and update them."""
 
 import math
 import time
@@ -20,54 +20,55 @@ from anybatch.parallel.fingerprint import contents
 from anybatch.parallel.rules import RuleName, make_rule
 from anybatch.parallel.scheduler import Cluster, Scheduler
 from anybatch.parallel.server import Layout, options_of
-from anybatch.parallel.worker import Folded, Outside, added, fixed_of, identity, settings_of
+from anybatch.parallel.worker import Folded, OutsideValues, added, fixed_of, identity, settings_of
 from anybatch.state import rng
 
 
 class ParameterServer(Single):
-    """Servers hold the parameters, workers compute the gradients; any number of each, exact.
+    """Servers that hold the parameters, and workers that compute the gradients; any number of each, exact.
 
     A batch is cut into units of rows. Each worker takes a unit, computes its gradient sums with the newest
     parameters, in micro-batches, and takes the next. Servers add the sums in the order of the units, divide
-    once by the weight of the whole batch, and make the update. So the bits do not depend on the number of
-    workers, on their speed, or on who ended meanwhile: a unit of a worker that has ended is given to another,
-    with the same random numbers, and is counted once. A server that has ended is made anew from its state
-    after the last update and the sums since.
+    once by the weight of the whole batch, and make the update. So the bits do not depend on the number or
+    speed of workers, or on lost ones: a unit of a worker that ended is given to another, with the same random
+    numbers, and is counted once. A server that ended is restored from its state after the last update and the
+    sums since.
 
     The driver, which is this process, has the model and the optimizer as usual: parameters are new after each
-    step, and `optimizer.state_dict()` brings its state here (with a rule it stays on the workers). So
-    schedulers, checkpoints and a resume work as without servers. Workers are told what changes between steps:
-    parameters, buffers, and modes, numbers and strings of modules. If the loss or the model reads a number
-    elsewhere, as from a global, and it changes, the step is refused.
+    step, and `optimizer.state_dict()` fetches its state (with a rule it stays on the workers). So schedulers,
+    checkpoints and resuming work as without servers. Workers receive what changes between steps: parameters,
+    buffers, and modes, numbers and strings of modules. If the loss or the model reads another number, such as
+    a global, and it changes, the step is refused.
 
-    Servers and workers are Ray actors; Ray is started at the first step. It needs the extra
-    `anybatch[server]`. Whoever reaches Ray's ports and has its token can run code.
+    Servers and workers are Ray actors; Ray starts at the first step. It needs the extra `anybatch[server]`.
+    Everyone who reaches Ray's ports and has its token can run code.
 
     Args:
         servers: shards of the parameters, of equal size.
-        workers: how many compute. Those that find no unit wait.
-        cluster: address of a Ray cluster, such as "10.0.0.1:6379". None to start Ray on this machine.
-        units: into how many parts a batch is cut, at least one for each worker; two or more let the rows of
-            the next arrive in time. The result depends on it as on the size of micro-batches.
-        backup: compute a unit that takes three times as long as usual, and at least half a second, on a
-            second worker as well, if one has nothing to do.
-        rule: None for the exact update. Otherwise workers make updates of their own with the optimizer and do
-            not wait for each other, and servers add what they have moved: "accumulate", "normalize" or
-            "dynsgd" (`anybatch.parallel.make_rule`). This changes the result.
-        steps: with a rule, updates that a worker makes with a unit before it pushes.
+        workers: number of workers. Workers without a unit wait.
+        cluster: address of a Ray cluster, such as "10.0.0.1:6379". None starts Ray on this machine.
+        units: number of parts of a batch, at least one per worker; with two or more the rows of the next unit
+            arrive in time. The result depends on it as on the size of micro-batches.
+        backup: compute a unit that takes three times the usual time, and at least half a second, on a second,
+            idle worker as well.
+        rule: None for the exact update. Otherwise workers make local updates with the optimizer and do not
+            wait for each other, and servers add the differences: "accumulate", "normalize" or "dynsgd"
+            (`anybatch.parallel.make_rule`). This changes the result.
+        steps: with a rule, local updates per unit before a push.
         staleness: with a rule, units that a worker may be ahead of the slowest.
-        compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`, or with a rule
-            `DeepGradientCompression(...)`, too, which keeps a part of each push on its worker.
-        device: of workers: "cpu" or "cuda". None for that of the model here. With "cuda" each has one GPU.
+        compression: sends fewer bytes to servers, and changes the result: `Cast("bf16")`, or with a rule also
+            `DeepGradientCompression(...)`, which keeps a part of each push on its worker.
+        device: device of workers: "cpu" or "cuda"; None for the device of the model. With "cuda" each worker
+            has one GPU.
 
     Attributes:
-        counts: what has happened so far: pushes to each server, bytes pushed, pushes refused, staleness (of
-            all pushes together), units given to a second worker as well (back-ups) and done twice (units
-            repeated), workers and servers replaced. Those of one step are in its report.
+        counts: totals so far: pushes to each server, bytes pushed, pushes refused, staleness of all pushes,
+            units given to a second worker (back-ups) and done twice (units repeated), workers and servers
+            replaced. The report of a step has its own counts.
 
     Raises:
-        PlanError: a number out of range, another rule, a compression with a state without a rule,
-            no GPUs for all workers, or Ray is not installed.
+        PlanError: a number out of range, an unknown rule, a compression with a state without a rule, too few
+            GPUs, or Ray is not installed.
 
     Example:
         >>> ParameterServer(servers=1, workers=2)
@@ -127,11 +128,11 @@ class ParameterServer(Single):
         self._scheduler: Scheduler | None = None
         self._cluster: Cluster | None = None
         self._known: list[Any] = []  # contents of the driver's parameters after the last update
-        self._fixed: Any = None  # what workers have besides them
+        self._fixed: Any = None  # untrained state of the workers
         self._made_of: list[Any] = []
         self._is_loaded = False  # the servers have the optimizer's state
         self._hooks: list[Any] = []
-        self._is_counting = False  # the optimizers here count an update that the servers made
+        self._is_counting = False  # optimizers in this process count an update of the servers
 
     def __repr__(self) -> str:
         return f"ParameterServer(servers={self.servers}, workers={self.workers})"
@@ -142,14 +143,10 @@ class ParameterServer(Single):
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    # ---- what a step calls
+    # ---- interface of a step
 
     def begin(self, task: Task, settings: Plan) -> None:
-        """Refuse what servers cannot do.
-
-        Raises:
-            PlanError: what and why.
-        """
+        """Raise PlanError for a step that servers cannot run."""
         if isinstance(task.loss, WholeBatch):
             raise PlanError(
                 f"Expected a loss that is summed over rows, got {type(task.loss).__name__}, in which "
@@ -177,14 +174,7 @@ class ParameterServer(Single):
                 )
 
     def carry_out(self, task: Task, batch: Batch, settings: Plan, remote: Callable[[str], Any]) -> StepReport:
-        """One update with all rows.
-
-        Args:
-            task: what is trained.
-            batch: the rows.
-            settings: of the step.
-            remote: makes what makes the step of a worker, on a device of this type.
-        """
+        """Make one update with all rows; `remote` returns a factory of a worker's step for a device type."""
         if not batch.rows:
             raise PlanError(
                 f"Expected at least one row, got {batch.rows}. Skip empty batches before the step."
@@ -196,12 +186,11 @@ class ParameterServer(Single):
         return replace(report, counts=counts)
 
     def _counted(self) -> Counter[str]:
-        """What happened in this step."""
         found: Counter[str] = Counter()
         if self._scheduler is not None:
             found, self._scheduler.counts = self._scheduler.counts, found
         largest = (self.counts | found)["largest staleness"]
-        self.counts = self.counts + found  # what a caller keeps of before stays
+        self.counts = self.counts + found  # a new object: callers may keep the old one
         if largest:
             self.counts["largest staleness"] = largest
         return found
@@ -211,8 +200,7 @@ class ParameterServer(Single):
     ) -> StepReport:
         began = time.perf_counter()
         scheduler = self._prepared(task, settings, remote)
-        # From the driver's stream, which stays as it is: what else is drawn is as without servers. The
-        # parameters make it another one in each update.
+        # Drawn from the driver's stream, which is restored. The parameters make it differ per update.
         state = torch.get_rng_state()
         seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
         torch.set_rng_state(state)
@@ -245,12 +233,11 @@ class ParameterServer(Single):
             self._known = contents(task.parameters)
             self._updated(task)
         report = _report(folded, weights, norm, task, began, updated=updated)
-        return replace(report, learning_rate=learning_rate)  # before schedulers made their step
+        return replace(report, learning_rate=learning_rate)  # before the schedulers' step
 
     def _synchronous(
         self, scheduler: Scheduler, folded: Sequence[Folded], settings: Plan, options: Any
     ) -> tuple[dict[str, float], float, list[Any]]:
-        """The weights, the norm of the gradient, and the new parameters of each shard."""
         add = max if folded[0].is_shared else fsum
         names = {name: None for one in folded for name in one.weights}
         weights = {name: float(add(one.weights.get(name, 0.0) for one in folded)) for name in names}
@@ -271,7 +258,6 @@ class ParameterServer(Single):
     # ---- driver and servers
 
     def _prepared(self, task: Task, settings: Plan, remote: Callable[[str], Any]) -> Scheduler:
-        """Servers that hold what the driver has."""
         fixed, modes = fixed_of(task), settings_of(task)
         shapes = [(one.shape, one.dtype) for one in fixed]
         made_of: list[Any] = [*map(id, (*task.parameters, *task.optimizers)), shapes, len(modes)]
@@ -292,7 +278,7 @@ class ParameterServer(Single):
                 )
             ]
             self._optimizers, self._parameters = task.optimizers, task.parameters
-            self._outside = Outside(task)
+            self._outside = OutsideValues(task)
         elif now != self._fixed:
             self._scheduler.fix(modes, fixed)
         self._outside.refuse_changes()
@@ -301,11 +287,11 @@ class ParameterServer(Single):
             scheduler, layout = self._scheduler, self._scheduler.layout
             shards = range(self.servers)
             for one in task.optimizers if not self._is_loaded else ():
-                one.state_dict()  # brings it here from other servers
+                one.state_dict()  # fetches state from the servers of another step
             state: dict[Any, Any] = {p: s for one in task.optimizers for p, s in one.state.items()}
             values = [layout.flat(task.parameters, shard, layout.dtype) for shard in shards]
             states = [layout.split(state, task.parameters, shard) for shard in shards]
-            here = [one for _, one in scheduler.snapshots]  # where only the parameters were changed
+            here = [one for _, one in scheduler.snapshots]  # if only the parameters changed
             scheduler.load(values, here if self._is_loaded else states)
             self._is_loaded = True
             self._known = contents(task.parameters)
@@ -349,7 +335,7 @@ class ParameterServer(Single):
         self._is_counting = True
         try:
             for optimizer in task.optimizers:
-                optimizer.step()  # without gradients: what counts steps, as schedulers do, sees one
+                optimizer.step()  # without gradients, for schedulers that count steps
         finally:
             self._is_counting = False
         task.progress.updates += 1
@@ -358,7 +344,7 @@ class ParameterServer(Single):
         task.progress.note(task.schedulers)
 
     def bring_state(self, *_: object) -> None:
-        """Bring the optimizer's state from the servers into the optimizers here."""
+        """Copy the optimizer state from the servers into this process's optimizers."""
         scheduler = self._scheduler
         if scheduler is not None and self._is_loaded and self._rule is None:
             states = [scheduler.cluster.get(state) for _, state in scheduler.snapshots]
@@ -370,25 +356,29 @@ class ParameterServer(Single):
                             optimizer.state[parameter] = joined[parameter]
 
     def forget_state(self, *_: object) -> None:
-        """The optimizers here have a new state, which the servers are to get."""
+        """Send the state of this process's optimizers to the servers at the next step."""
         self._is_loaded = False
 
     def hand_back(self, *_: object) -> None:
-        """The optimizers here make an update of their own, so their state is to be here."""
+        """Copy the state here before this process's optimizers make an update themselves."""
         if not self._is_counting:
             self.bring_state()
             self.forget_state()
 
-    # ---- who is there
+    # ---- workers
 
     def add_worker(self) -> None:
-        """A worker joins."""
+        """Add a worker."""
         self.workers += 1
         if self._scheduler is not None:
             self._scheduler.add_worker()
 
     def remove_worker(self) -> None:
-        """A worker leaves; what it had goes to others. Raises PlanError: it is the last."""
+        """Remove a worker; its units go to others.
+
+        Raises:
+            PlanError: it is the last worker.
+        """
         if self.workers == 1:
             raise PlanError(
                 f"Expected another worker to stay, got {self.workers} in all. Call stop() instead."
@@ -398,7 +388,7 @@ class ParameterServer(Single):
             self._scheduler.remove_worker()
 
     def stop(self) -> None:
-        """End servers and workers; parameters and state are here. The next step starts them again."""
+        """End servers and workers; this process keeps parameters and state. The next step starts new ones."""
         try:
             self.bring_state()
         finally:
@@ -416,14 +406,12 @@ def _cluster(where: str | Cluster | None, gpus: int) -> Cluster:
 
 
 def _ranges(rows: int, parts: int, start: int = 0) -> list[range]:
-    """Rows cut into parts of nearly equal size, none of them empty."""
     parts = min(parts, rows)
     stops = [start + rows * index // parts for index in range(parts + 1)]
     return [range(*pair) for pair in pairwise(stops)]
 
 
 def _rows(batch: Batch, indices: range) -> Any:
-    """Some rows, as a worker's step takes them."""
     if isinstance(batch, SampleBatch):
         return [batch.given[row] for row in indices]
     assert isinstance(batch, TensorBatch)  # noqa: S101 - there is no other that a step admits

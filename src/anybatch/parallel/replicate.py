@@ -1,4 +1,4 @@
-"""Data parallelism: every rank computes some rows of one logical batch, and all make the same update"""
+"""Data parallelism: every rank computes some rows of one logical batch, and all make the same update."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +19,8 @@ from anybatch.parallel.fingerprint import fingerprint, refuse_differences
 from anybatch.parallel.group import Group, all_gather_rows, answered, exchange, rank, ranks
 
 _NO_UPDATE = "No rank has made the update."
-_SAID = 600  # characters of an error that others are told: a message holds them, at up to 6 bytes each
-_BUCKET = 8 << 20  # bytes of gradients that are sent together; a larger one is sent alone, without a copy
+_SAID = 600  # characters of an error sent to other ranks; they fit a message at 6 bytes each
+_BUCKET = 8 << 20  # bytes of gradients sent together; a larger gradient is sent alone, without a copy
 
 
 class Replicate(Single):
@@ -29,11 +29,11 @@ class Replicate(Single):
     Every rank holds the whole model. The gradient of each rank's rows is divided by the weight (rows, tokens)
     of all ranks and summed once per step, after the last micro-batch. So ranks may have different numbers of
     rows and micro-batches, also none: pass `None` or tensors of zero rows. After each update the parameters
-    are equal to the bit on all ranks.
+    are bit-identical on all ranks.
 
-    A step sends one message of 4 KiB per rank and the gradient in buckets of 8 MiB, however many
-    micro-batches there are. A loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The
-    first message of a run also compares model, weights, optimizer, loss and options.
+    A step sends one message of 4 KiB per rank and the gradient in buckets of 8 MiB, however many micro-
+    batches there are. A loss over all rows (`ab.WholeBatch`) gathers the model's outputs as well. The first
+    message of a run also compares model, weights, optimizer, loss and options.
 
     If a rank fails before the update, no rank makes it, and every rank raises an error that names the first
     that failed. If a rank ends, the others raise a `RankError` within the timeout of the process group.
@@ -41,19 +41,10 @@ class Replicate(Single):
     Args:
         compression: sends fewer bytes, and changes the result: `DeepGradientCompression(...)`, or
             `Cast("bf16")`. None sends the exact gradient.
-        group: the process group; None for the default one. That of a DistributedDataParallel is passed on.
-
-    Attributes:
-        bytes_sent: bytes of gradients that this rank passed to collectives in the last step.
+        group: the process group; None for the default one, or the group of a DistributedDataParallel.
 
     Raises:
         PlanError: no process group of at least two ranks is initialised. torchrun initialises one.
-
-    Example:
-        >>> import anybatch as ab
-        >>> model = nn.Linear(3, 1)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> step = ab.Step(model, nn.MSELoss(), optimizer, strategy="auto")  # replicates under torchrun
     """
 
     is_many = True
@@ -65,7 +56,7 @@ class Replicate(Single):
                 'torchrun --nproc-per-node 2 program.py, or say strategy="auto", which also runs alone.'
             )
         self.compression, self.group = compression, group
-        self.bytes_sent = 0
+        self.bytes_sent = 0  # bytes of gradients that this rank passed to collectives in the last step
         self._fingerprint: dict[str, str] | None = None
         self._is_known = False  # the fingerprints of all ranks agree
         self._is_told = False  # all ranks know that this step has failed
@@ -74,15 +65,9 @@ class Replicate(Single):
         self.drift = Drift()
         self._progress, self._updates = Progress(), 0  # updates made before this step
         self._gathered: tuple[list[Tensor], int] | None = None
-        self._sums: Sums | None = None
 
     def begin(self, task: Task, settings: Plan) -> None:
-        """A step or a window begins.
-
-        Raises:
-            PlanError: there are gradients from before, or the optimizer cannot be used with the compression.
-            RankError: this rank failed while gradients were being summed, so it cannot go on.
-        """
+        """Begin a step or a window; raise PlanError for existing gradients and unsupported settings."""
         self._is_told, self._gathered, self._has_encoded = False, None, False
         self._is_meeting = False
         self._progress, self._updates = task.progress, task.progress.updates
@@ -115,7 +100,7 @@ class Replicate(Single):
         self.drift.begin(task, is_first=not self._is_known)
 
     def meet(self, task: Task, parts: int) -> None:
-        """Rows of all ranks are about to meet in a SyncBatchNorm: agree on one micro-batch per rank.
+        """Agree on one micro-batch per rank, whose rows meet in a SyncBatchNorm.
 
         Raises:
             PlanError: a rank has none, or several; or a layer adds over other ranks than this step.
@@ -149,15 +134,8 @@ class Replicate(Single):
             )
 
     def gather(self, values: Sequence[Tensor]) -> tuple[list[Tensor], int]:
-        """Join the rows of all ranks in the order of the ranks; again in the same step, the same tensors.
-
-        Args:
-            values: tensors with the rows of this rank first.
-
-        Returns:
-            The joined tensors, and the number of rows of the ranks before this one.
-        """
-        if self._gathered is None:  # else memory ran out since, and the other ranks do not gather again
+        """Join the rows of all ranks; return them, and the number of rows of the ranks before this one."""
+        if self._gathered is None:  # otherwise a retry after out-of-memory; other ranks do not gather again
             kinds = [
                 (str(one.dtype).removeprefix("torch."), list(one.shape[1:]), one.device.type)
                 for one in values
@@ -179,7 +157,7 @@ class Replicate(Single):
             )
         counts = [one["rows"] if "gather" in one else 0 for one in said]
         if not values:
-            own = self._device  # another backend would wait for others than those that have rows
+            own = self._device  # on another device another backend would be used, and wait for ever
             values = [
                 torch.empty(0, *shape, dtype=getattr(torch, name), device=own if own.type == kind else kind)
                 for name, shape, kind in forms[0]
@@ -187,14 +165,8 @@ class Replicate(Single):
         return all_gather_rows(values, counts, self.group), sum(counts[: rank(self.group)])
 
     def close(self, sums: Sums) -> dict[str, float]:
-        """Add up weights and summed losses over ranks, and agree on the loss scale.
-
-        Raises:
-            RankError: a rank failed, ended, or did not answer.
-            NonFiniteLossError: the loss of a rank is not finite.
-            PlanError: the ranks were not made alike.
-        """
-        self._undo()  # of an attempt whose gradient was not finite
+        """Add up weights and losses over ranks, and agree on the loss scale; raise if a rank failed."""
+        self._undo()  # after an attempt with a gradient that was not finite
         self._is_meeting = False
         here = sums.tally()
         message = {
@@ -212,7 +184,7 @@ class Replicate(Single):
             "drift": self.drift.message(sums),
         }
         said = self._agree(message)
-        if any("gather" in one for one in said):  # by ranks with rows, and this one has none
+        if any("gather" in one for one in said):  # from ranks with rows; this one has none
             self._gather(said, ())
             said = self._agree(message)
         layouts = [one["layout"] for one in said]
@@ -245,19 +217,14 @@ class Replicate(Single):
         return weights
 
     def reduce(self, gradients: Gradient) -> Gradient:
-        """Sum the gradients over ranks: bit-identical on all of them.
-
-        Raises:
-            RankError: a rank ended, or did not answer. This rank cannot go on.
-            PlanError: a gradient is sparse.
-        """
+        """Sum the gradients over ranks, bit-identical on all; raise PlanError for sparse ones."""
         like = self._like
         if any(one.is_sparse for one in gradients.values()):
             raise PlanError(
                 f"Expected dense gradients on several ranks, got sparse ones of {len(gradients)} parameters. "
                 "Leave out sparse=True of the embedding."
             )
-        if self._is_empty:  # there is no update, so what waits to be sent still waits
+        if self._is_empty:  # no update, so the codec keeps its residual
             reduced = gradients
         elif self.compression is None:
             reduced = self._all_reduced(gradients, like)
@@ -273,25 +240,24 @@ class Replicate(Single):
             self._is_broken = True
         elif not (self._is_told or self._is_broken or isinstance(error, RankError)):
             self._is_told = True
-            with suppress(RankError):  # the error at hand is the one to be raised
+            with suppress(RankError):  # the caller raises `error`
                 said = " ".join([str(error), *getattr(error, "__notes__", ())])[:_SAID]
                 made = self._progress.updates if self._progress.updates > self._updates else 0
                 exchange({"failed": type(error).__name__, "said": said, "made": made}, self.group)
 
     def _undo(self) -> None:
-        """The compression is as before this step."""
         if self._has_encoded and self.compression is not None:
             self.compression.undo()
         self._has_encoded = False
 
     def _agree(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Exchange messages; raises on every rank if a rank has failed."""
+        """Exchange messages; raise on every rank if a rank has failed."""
         if not self._is_known:
             message = {**message, "is": self._fingerprint}
         said = exchange(message, self.group)
         for number, one in enumerate(said):
             if "failed" in one:
-                # All that fail for this reason are skipped alike, where that was asked for.
+                # Every rank skips the same update when non_finite="skip".
                 kind = NonFiniteLossError if one["failed"] == NonFiniteLossError.__name__ else RankError
                 when = f" after update {one['made']}, which all ranks have made" if one.get("made") else ""
                 self._fail(
@@ -316,7 +282,7 @@ class Replicate(Single):
         return said
 
     def _compare(self, said: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse ranks that have drifted apart; compare everything if one of them has loaded something."""
+        """Raise PlanError for drifted ranks; compare everything if one of them loaded something."""
         try:
             refuse_drift(said)
         except PlanError:
@@ -330,12 +296,11 @@ class Replicate(Single):
             self._agree({})
 
     def _fail(self, kind: type[Exception], said: str, update: str = _NO_UPDATE) -> NoReturn:
-        """Raise what all ranks raise."""
         self._is_told = True
         raise kind(f"{said} {update}")
 
     def _all_reduced(self, gradients: Gradient, like: Mapping[nn.Parameter, torch.dtype]) -> Gradient:
-        """One sum per bucket. A parameter without gradient here counts as zeros, if other ranks have one."""
+        """Sum in buckets. A parameter without gradient on this rank counts as zeros if others have one."""
         self.bytes_sent = 0
         has = torch.tensor([float(p in gradients) for p in like])
         found: Gradient = {}
@@ -389,7 +354,7 @@ def _is_zero(gradient: Tensor | None) -> bool:
 
 
 def _buckets(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter]]:
-    """Parameters whose gradients are sent together: of one device and dtype, in the common order."""
+    """Return parameters whose gradients are sent together: one device and dtype, in the common order."""
     buckets: list[list[nn.Parameter]] = []
     kind, size = None, 0
     for p, dtype in like.items():
@@ -403,7 +368,6 @@ def _buckets(like: Mapping[nn.Parameter, torch.dtype]) -> list[list[nn.Parameter
 
 
 def _flat(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """One axis of real numbers, in the parameter's logical order."""
     if gradient is None:
         gradient = torch.zeros(p.shape, dtype=dtype, device=p.device)
     flat = gradient.contiguous().reshape(-1)
@@ -411,5 +375,4 @@ def _flat(gradient: Tensor | None, p: nn.Parameter, dtype: torch.dtype) -> Tenso
 
 
 def _shaped(flat: Tensor, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """The inverse of `_flat`."""
     return (torch.view_as_complex(flat.view(-1, 2)) if dtype.is_complex else flat).view(p.shape)

@@ -1,7 +1,7 @@
-"""How an asynchronous parameter server adds what a worker pushes: as it is, or divided.
+"""Rules by which an asynchronous parameter server adds pushes: unchanged, or divided.
 
 The result is *changed*: workers compute from parameters that others have changed meanwhile, and the order in
-which their pushes arrive is part of the result.
+which pushes arrive is part of the result.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from anybatch.core import PlanError, all_finite
 
 RuleName = Literal["accumulate", "normalize", "dynsgd"]
 
-_DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # of staleness and steps
+_DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # functions of staleness and steps
     "accumulate": lambda staleness, steps: 1,
     "normalize": lambda staleness, steps: steps,
     "dynsgd": lambda staleness, steps: staleness + 1,
@@ -24,22 +24,15 @@ _DIVISORS: Mapping[RuleName, Callable[[int, int], int]] = {  # of staleness and 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a server does with a push: it adds it, divided by a whole number."""
+    """A rule of a server: it adds each push, divided by an integer."""
 
     name: RuleName
 
     def apply(self, parameters: Tensor, pushed: Tensor, *, staleness: int, steps: int) -> None:
-        """Add a push to the parameters of a server, in place.
+        """Add a push to flat parameters, in place; raise PlanError, and add nothing, if it is invalid.
 
-        Args:
-            parameters: of the server or of one of its shards, flat: `(elements,)`.
-            pushed: the sum of a worker's local updates since its pull, `(elements,)`: its parameters now
-                minus those it pulled. The learning rate is in it already.
-            staleness: how many other pushes were applied since this worker's pull, at least 0.
-            steps: how many local updates `pushed` is the sum of, at least 1.
-
-        Raises:
-            PlanError: other shapes, NaN or infinity, a negative staleness or no steps. Nothing was added.
+        `pushed` is the sum of a worker's `steps` local updates since its pull, learning rate included;
+        `staleness` is the number of pushes of others since then.
         """
         if pushed.shape != parameters.shape:
             raise PlanError(
@@ -62,7 +55,7 @@ class Rule:
 
 
 def make_rule(name: RuleName) -> Rule:
-    """The rule of this name, for a server whose workers do not wait for each other.
+    """Return the rule of this name, for a server whose workers do not wait for each other.
 
     A worker pulls the parameters, makes `steps` local updates and pushes their sum `p`. Meanwhile `staleness`
     pushes of others were applied. The server adds:
@@ -74,27 +67,7 @@ def make_rule(name: RuleName) -> Rule:
     - "dynsgd": `p / (staleness + 1)`. Jiang et al., "Heterogeneity-aware Distributed Parameter Servers",
       SIGMOD 2017 (DynSGD).
 
-    With one local update and no push of others in between, all three add `p`.
-
-    Which one to take depends on the task: docs/server.md compares them.
-
-    Args:
-        name: "accumulate", "normalize" or "dynsgd".
-
-    Returns:
-        The rule. It has no state, so one serves all shards.
-
-    Raises:
-        PlanError: another name.
-
-    Example:
-        >>> for name in ("accumulate", "normalize", "dynsgd"):
-        ...     parameters = torch.ones(2)
-        ...     make_rule(name).apply(parameters, torch.tensor([4.0, -8.0]), staleness=3, steps=2)
-        ...     print(parameters)
-        tensor([ 5., -7.])
-        tensor([ 3., -3.])
-        tensor([ 2., -1.])
+    With one local update and no push of others in between, all three add `p`. docs/server.md compares them.
     """
     if name not in get_args(RuleName):
         raise PlanError(

@@ -1,4 +1,4 @@
-"""The driver of a parameter server: hands out units as leases, counts each once, replaces who has ended"""
+"""The driver of a parameter server: leases units to workers, counts each once, replaces lost processes."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -13,18 +13,18 @@ from anybatch.parallel.worker import Folded, Worker
 from anybatch.state import rng
 
 _TRIES = 3  # workers that may end with one unit
-_SLOW = 3  # times as long as usual, and a unit is given to a second worker
-_LEAST = 0.5  # seconds that a unit may take in any case: milliseconds vary more
-_QUEUED = 2  # units that a worker has: the rows of the second arrive while it computes the first
+_SLOW = 3  # a unit that takes this many times the usual time is given to a second worker
+_LEAST = 0.5  # seconds before a unit counts as slow: short times vary more
+_QUEUED = 2  # units per worker: the rows of the second arrive while it computes the first
 _REVIVED = 20  # servers that may end in one update
 
 
 class Ended(Exception):  # noqa: N818
-    """The process that was called has ended."""
+    """The called process has ended."""
 
 
 class Lost(RankError):  # noqa: N818
-    """A value is gone with the machine that held it."""
+    """A value is lost with the machine that held it."""
 
     def __init__(self, said: str) -> None:
         super().__init__(
@@ -34,30 +34,30 @@ class Lost(RankError):  # noqa: N818
 
 
 class Cluster(Protocol):
-    """Processes that are called from here. Values stay where they are made; references are passed on."""
+    """Processes that the driver calls. Values stay on their processes; references are passed on."""
 
     def put(self, value: Any) -> Any:
-        """Store a value; a reference."""
+        """Store a value; return a reference."""
         ...
 
     def start(self, kind: type, *args: Any) -> Any:
-        """A new process with an object of this class; arguments may be references."""
+        """Start a process with an object of this class; arguments may be references."""
         ...
 
     def call(self, process: Any, method: str, *args: Any, returns: int = 1) -> list[Any]:
-        """Call a method, in the order of the calls; references to what it returns. Does not wait."""
+        """Call a method without waiting, in the order of calls; return references to its results."""
         ...
 
     def wait(self, references: Sequence[Any], seconds: float | None = None) -> Any:
-        """The first of these that is there, or that will never be; None after so many seconds."""
+        """Return the first reference that is finished or failed; None after so many seconds."""
         ...
 
     def clock(self) -> float:
-        """Seconds."""
+        """Return seconds."""
         ...
 
     def get(self, reference: Any) -> Any:
-        """The value. Raises what the call raised, `Ended` or `Lost`."""
+        """Return the value. Raise the call's error, `Ended` or `Lost`."""
         ...
 
     def kill(self, process: Any) -> None:
@@ -65,12 +65,12 @@ class Cluster(Protocol):
         ...
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes."""
         ...
 
 
 class Lease(NamedTuple):
-    """A unit that a worker was given."""
+    """A unit given to a worker."""
 
     worker: Any
     round: int
@@ -80,23 +80,7 @@ class Lease(NamedTuple):
 
 
 class Scheduler:
-    """Drives the rounds of one training.
-
-    Args:
-        cluster: where servers and workers are.
-        make: makes the step of a worker.
-        expected: the fingerprint that it must have.
-        layout: of the parameters in shards.
-        workers: how many there are to be.
-        backup: give a unit that takes long to a second worker that has nothing to do.
-        is_alone: whether workers make updates of their own.
-
-    Attributes:
-        version: updates made since the parameters were loaded.
-        counts: pushes, bytes pushed, pushes refused, units repeated, workers and servers replaced; staleness
-            of all pushes.
-        failed: the unit in which the model or the loss raised an error.
-    """
+    """The driver of the rounds of one training."""
 
     def __init__(
         self,
@@ -113,30 +97,31 @@ class Scheduler:
         self._of_worker = cluster.put(make), cluster.put(layout), expected, is_alone
         self._layout = self._of_worker[1]
         self.shards = [cluster.start(Shard, self._layout, index) for index in range(len(layout.pieces))]
-        self.clocks: dict[Any, int] = {}  # units that each worker has done, since it came
+        self.clocks: dict[Any, int] = {}  # finished units of each worker
         self._leases: dict[Any, Lease] = {}  # by the reference to a `Folded`
-        self._round = self.version = self._revived = 0
-        self.snapshots: list[tuple[Any, ...]] = []  # parameters and state of each shard, as of this version
+        self.version = 0  # updates since the parameters were loaded
+        self._round = self._revived = 0
+        self.snapshots: list[tuple[Any, ...]] = []  # parameters and state of each shard at this version
         self._is_torn = False
         self._accepted: list[list[tuple[Any, ...]]] = []  # pushes to each shard since the snapshots
-        self.counts: Counter[str] = Counter()
-        self._usual: deque[float] = deque(maxlen=16)  # seconds that the last units took
-        self._last: dict[Any, float] = {}  # when each worker finished a unit
+        self.counts: Counter[str] = Counter()  # pushes, bytes, staleness, repeated units, replacements
+        self._usual: deque[float] = deque(maxlen=16)  # seconds of the last units
+        self._last: dict[Any, float] = {}  # time at which each worker finished its last unit
         self._fixed: tuple[Any, ...] = ()
         for _ in range(workers):
             self.add_worker()
 
-    # ---- who is there
+    # ---- workers
 
     def add_worker(self) -> None:
-        """A worker joins, at any time."""
+        """Add a worker, at any time."""
         worker = self.cluster.start(Worker, *self._of_worker)
         self.clocks[worker] = min(self.clocks.values(), default=0)
         if self._fixed:
             self.cluster.call(worker, "fix", *self._fixed)
 
     def fix(self, settings: Sequence[Mapping[str, Any]], tensors: Sequence[Any]) -> None:
-        """Give all workers what is not trained, before their next unit."""
+        """Send all workers the state that is not trained, before their next unit."""
         self._fixed = settings, *tensors
         for worker in self.clocks:
             self.cluster.call(worker, "fix", *self._fixed)
@@ -147,29 +132,28 @@ class Scheduler:
             self.cluster.kill(process)
 
     def remove_worker(self) -> None:
-        """A worker leaves, at any time; what it had goes to others."""
+        """Remove a worker, at any time; its units go to others."""
         worker = min(self.clocks, key=self._held().__getitem__)
         self.cluster.kill(worker)
-        del self.clocks[worker]  # or all would wait for it
+        del self.clocks[worker]  # otherwise all would wait for it
 
     def _held(self) -> Counter[Any]:
-        """How many units each worker has."""
         return Counter(one.worker for one in self._leases.values())
 
-    # ---- what the servers hold
+    # ---- servers
 
     def load(self, values: Sequence[Any], states: Sequence[Any]) -> None:
-        """New parameters and a new state of the optimizer, or a reference to it, for each shard."""
+        """Set parameters and optimizer state (or a reference to it) of each shard."""
         put = self.cluster.put
         self.snapshots = [
             (put(value), put(state) if isinstance(state, list) else state)
             for value, state in zip(values, states, strict=True)
         ]
-        self.version += 1  # nobody has these
+        self.version += 1  # invalidates cached parameters
         self.reload()
 
     def reload(self) -> None:
-        """Every shard back to the snapshots."""
+        """Reset every shard to the snapshots."""
         for index in range(len(self.shards)):
             self._load(index)
         self._is_torn, self._accepted = False, [[] for _ in self.shards]
@@ -178,7 +162,7 @@ class Scheduler:
         return self.cluster.call(self.shards[index], "load", self.version, *self.snapshots[index])[0]
 
     def _revive(self, index: int, done: Sequence[tuple[Any, ...]]) -> None:
-        """A new server in place of one that ended: from the snapshot, and the pushes accepted since."""
+        """Replace a server that ended: load the snapshot, and repeat the pushes accepted since."""
         self.counts["servers replaced"] += 1
         self._revived += 1
         if self._revived > _REVIVED:
@@ -191,14 +175,14 @@ class Scheduler:
         try:
             self.cluster.get(self._load(index))
         except Ended:
-            return  # the next call finds out
+            return  # the next call revives it again
         for call in done:
             self.cluster.call(self.shards[index], *call)
 
     def _ask(
         self, index: int, done: Sequence[tuple[Any, ...]], *call: Any, returns: int = 1, asked: Any = None
     ) -> list[Any]:
-        """Call a shard until one answers; references to the answer. `asked`: those of a first call."""
+        """Call a shard until it answers; return references. `asked` are those of a first call."""
         references = asked or self.cluster.call(self.shards[index], *call, returns=returns)
         while True:
             try:
@@ -212,16 +196,7 @@ class Scheduler:
     # ---- synchronous
 
     def fold(self, units: Sequence[Any], seed: int) -> list[Folded]:
-        """Have each unit folded once, and its sums pushed to every shard.
-
-        Args:
-            units: rows of each.
-            seed: of this update.
-
-        Raises:
-            RankError: several workers ended with the same unit.
-            NonFiniteLossError: a gradient is not finite.
-        """
+        """Have each unit folded once, and its sums pushed to every shard."""
         if self._is_torn:
             self.reload()
         self._begin(len(units))
@@ -249,13 +224,13 @@ class Scheduler:
     def _begin(self, units: int) -> None:
         self._round += 1
         self._revived = 0
-        self.failed: int | None = None
+        self.failed: int | None = None  # the unit in which the model or the loss raised an error
         self._todo: deque[int] = deque(range(units))
         self._done: dict[int, tuple[Folded, list[Any]]] = {}
         self._tries: Counter[int] = Counter()
 
     def _hand_out(self, call: Callable[[int], tuple[Any, ...]], bound: int | None = None) -> None:
-        """Give units to workers; with a bound, one each, to those at most so far ahead of the slowest."""
+        """Give units to workers; with a bound, one each, to workers at most so far ahead of the slowest."""
         slowest = min(self.clocks.values())
         for queued in range(_QUEUED if bound is None else 1):
             held = self._held()
@@ -271,11 +246,10 @@ class Scheduler:
                 self._leases[folded] = Lease(worker, self._round, unit, parts, self.cluster.clock())
 
     def _patience(self) -> float:
-        """Seconds after which a unit takes long."""
         return max(_LEAST, _SLOW * median(self._usual))
 
     def _late(self) -> int | None:
-        """A unit that takes long and that no second worker has."""
+        """Return a slow unit that no second worker has."""
         if self._backup and self._usual:
             late = self.cluster.clock() - self._patience()
             held = [one for one in self._leases.values() if one.round == self._round]
@@ -287,7 +261,7 @@ class Scheduler:
         return None
 
     def _returned(self, reference: Any) -> Lease | None:
-        """A worker is done, or has ended; the lease, if its unit is to be counted."""
+        """Handle a worker that finished or ended; return the lease if its unit is to be counted."""
         lease = self._leases.pop(reference)
         is_current = lease.round == self._round
         try:
@@ -320,7 +294,7 @@ class Scheduler:
         return lease
 
     def _again(self, unit: int, said: str) -> None:
-        """A unit was lost: somebody else does it, unless a back-up is at it."""
+        """Queue a lost unit again, unless a back-up runs it."""
         held = any(one.unit == unit and one.round == self._round for one in self._leases.values())
         if unit in self._done or unit in self._todo or held:
             return
@@ -343,7 +317,7 @@ class Scheduler:
         self.counts["bytes pushed"] += folded.sent[index]
 
     def _pushed(self, reference: Any, pushes: dict[Any, tuple[int, int]]) -> dict[Any, tuple[int, int]]:
-        """A shard has answered, or has ended; the pushes still under way."""
+        """Handle a shard's answer or end; return the open pushes."""
         index, unit = pushes.pop(reference)
         try:
             refused = self.cluster.get(reference)
@@ -370,7 +344,7 @@ class Scheduler:
         return pushes
 
     def seal(self, factors: Sequence[float]) -> float:
-        """Divide; the sum of the squares of the whole gradient."""
+        """Divide the sums; return the sum of squares of the whole gradient."""
         units = len(self._done)
         call = "seal", self.version, units, [*factors]
         return sum(self._of_all(call, returns=1)[0])
@@ -378,16 +352,16 @@ class Scheduler:
     def commit(
         self, factors: Sequence[float], scale: float, used: frozenset[int], options: Any
     ) -> list[Array]:
-        """Every shard makes the update, or none; the new parameters of each."""
+        """Make the update on every shard, or on none; return the new parameters of each."""
         call = "commit", self.version, len(self._done), [*factors], scale, used, options
-        self._is_torn = True  # until all have made it
+        self._is_torn = True  # until all shards have made it
         values, snapshots = self._of_all(call, returns=2)
         self.snapshots, self._is_torn = snapshots, False
         self.version += 1
         return values
 
     def _of_all(self, call: tuple[Any, ...], returns: int) -> tuple[list[Any], list[Any]]:
-        """Call all shards at once; those that have ended again, after what they had counted."""
+        """Call all shards at once; repeat the call for those that ended, after their accepted pushes."""
         asked = [self.cluster.call(shard, *call, returns=returns) for shard in self.shards]
         found: list[Any] = []
         for index, one in enumerate(asked):
@@ -402,18 +376,7 @@ class Scheduler:
     def run(
         self, units: Sequence[Sequence[Any]], seed: int, *, rule: RuleName, staleness: int, options: Any
     ) -> tuple[list[Folded], list[Array]]:
-        """Workers go on alone: each pulls, makes an update with every part of a unit, and pushes its way.
-
-        Args:
-            units: the parts of each.
-            seed: of this round.
-            rule: what shards do with a push.
-            staleness: clocks that a worker may be ahead of the slowest.
-            options: of each group of each optimizer.
-
-        Returns:
-            What each unit adds up to; and the parameters of each shard in the end.
-        """
+        """Let each worker pull, make a local update with every part of a unit, and push the difference."""
         if self._is_torn:
             self.reload()
         self._begin(len(units))
@@ -447,6 +410,6 @@ class Scheduler:
             tuple(self._ask(i, self._accepted[i], "snapshot", returns=2)) for i in range(len(self.shards))
         ]
         values = [self.cluster.get(one) for one, _ in self.snapshots]
-        self.version += len(units)  # as every shard
+        self.version += len(units)  # like every shard
         self._is_torn, self._accepted = False, [[] for _ in self.shards]
         return [self._done[unit][0] for unit in range(len(units))], values

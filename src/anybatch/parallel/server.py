@@ -1,4 +1,4 @@
-"""A shard of the parameters on a server: pushes merged in the order of the units, one update, its state"""
+"""A shard of the parameters on a server: merges pushes in the order of the units and makes the update."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from anybatch.parallel.compression import Codec
 from anybatch.parallel.rules import RuleName, make_rule
 
 Array = np.ndarray[Any, np.dtype[Any]]
-State = list[dict[str, Any]]  # of the optimizer, for each piece
+State = list[dict[str, Any]]  # optimizer state of each piece
 
-# Each of them updates an element from the gradient and the state of this element alone.
+# Optimizers that update an element from its own gradient and state only.
 _ELEMENTWISE = (
     "SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split()  # noqa: SIM905 - one line
 )
-_SCALARS = ("step", "eta", "mu", "mu_product")  # in the state of an optimizer: one number per parameter
+_SCALARS = ("step", "eta", "mu", "mu_product")  # optimizer state with one number per parameter
 NOT_FINITE = "NaN or infinity in it"
 COUNTED = "it was counted before"
 
@@ -37,7 +37,7 @@ class Piece:
     at: int  # its first element in the shard
     optimizer: int
     group: int
-    is_matrix: bool  # whether the parameter has more than one dimension
+    is_matrix: bool  # the parameter has more than one dimension
 
     @property
     def there(self) -> slice:
@@ -47,22 +47,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each element of the trained parameters is: one flat vector, cut into shards of equal size.
+    """The position of each trained element: one flat vector, cut into shards of equal size."""
 
-    Attributes:
-        bounds: the first element of each shard, and the end.
-        pieces: of each shard.
-        dtype, sum_dtype: of the parameters, and of gradient sums; names of NumPy.
-        optimizers: their classes.
-        codec: of pushes; None to send them as they are.
-    """
-
-    bounds: tuple[int, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
-    dtype: str
-    sum_dtype: str
+    bounds: tuple[int, ...]  # the first element of each shard, and the end
+    pieces: tuple[tuple[Piece, ...], ...]  # pieces of each shard
+    dtype: str  # dtype of the parameters; a name of NumPy
+    sum_dtype: str  # dtype of the gradient sums
     optimizers: tuple[type[Optimizer], ...]
-    codec: Codec | None = None
+    codec: Codec | None = None  # encodes pushes; None sends them unchanged
 
     @staticmethod
     def of(
@@ -72,12 +64,7 @@ class Layout:
         accumulate: torch.dtype | None,
         codec: Codec | None = None,
     ) -> "Layout":
-        """Cut the trained parameters into shards.
-
-        Raises:
-            OptimizerError: an update of one element depends on others.
-            PlanError: parameters are not all float32 or all float64.
-        """
+        """Cut the parameters into shards; raise if dtypes differ or an optimizer is not elementwise."""
         for one in optimizers:
             if (
                 type(one).__module__.split(".")[:2] != ["torch", "optim"]
@@ -120,7 +107,7 @@ class Layout:
     def flat(
         self, values: Sequence[Tensor | None], shard: int, dtype: str, out: Array | None = None
     ) -> Array:
-        """The elements of a shard from tensors like the parameters; zeros where there is none."""
+        """Return the elements of a shard from tensors like the parameters; zeros for None."""
         if out is None:
             out = np.empty(self.bounds[shard + 1] - self.bounds[shard], dtype)
         whole = torch.from_numpy(out)
@@ -134,18 +121,14 @@ class Layout:
         return out
 
     def encode(self, codec: Codec, rows: Array, shard: int) -> Array:
-        """Elements of a shard, `(rows, elements)`, as bytes."""
+        """Return elements of a shard, `(rows, elements)`, as bytes."""
         like = self._like(shard, str(rows.dtype))
         names = dict(zip(like, self.pieces[shard], strict=True))
-        return np.stack(
-            [
-                codec.encode({name: row[piece.there] for name, piece in names.items()}, like).numpy()
-                for row in torch.from_numpy(rows)
-            ]
-        )
+        parts = [{name: row[piece.there] for name, piece in names.items()} for row in torch.from_numpy(rows)]
+        return np.stack([codec.encode(part, like).numpy() for part in parts])
 
     def decode(self, rows: Array, shard: int, dtype: str) -> Array:
-        """The inverse of `encode`; nothing to do without a codec. Raises ValueError where it is no such."""
+        """Invert `encode`; without a codec return the input. Raise ValueError for other bytes."""
         if self.codec is None:
             return rows
         if rows.dtype != np.uint8 or rows.ndim != 2:
@@ -162,7 +145,7 @@ class Layout:
         return found
 
     def _like(self, shard: int, dtype: str) -> dict[str, Tensor]:
-        """The pieces of a shard as parameters of their own, for a codec, which may send vectors whole."""
+        """Return the pieces of a shard as parameters for a codec, which may send vectors whole."""
         one = torch.empty((), dtype=getattr(torch, dtype))
         sizes = [(piece.is_matrix, piece.stop - piece.start) for piece in self.pieces[shard]]
         return {str(i): one.expand((1, n) if matrix else (n,)) for i, (matrix, n) in enumerate(sizes)}
@@ -172,20 +155,18 @@ class Layout:
         for pieces, part in zip(self.pieces, parts, strict=True):
             for piece in pieces:
                 with torch.no_grad(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # what comes from another process is only to be read
+                    warnings.simplefilter("ignore")  # arrays from another process are read-only
                     values = torch.from_numpy(part[piece.there])
                     target = parameters[piece.parameter]
-                    if target.is_contiguous():
-                        target.view(-1)[piece.start : piece.stop].copy_(values)
-                    else:
-                        whole = target.reshape(-1)
-                        whole[piece.start : piece.stop] = values.to(whole.device)
-                        target.copy_(whole.view(target.shape))
+                    flat = target.reshape(-1)  # a view if contiguous
+                    flat[piece.start : piece.stop].copy_(values)
+                    if not target.is_contiguous():
+                        target.copy_(flat.view(target.shape))
 
     def split(
         self, state: Mapping[nn.Parameter, Any], parameters: Sequence[nn.Parameter], shard: int
     ) -> State:
-        """The state of an optimizer, as a shard has it."""
+        """Return a shard's part of the optimizer state."""
         found: State = []
         for piece in self.pieces[shard]:
             parameter = parameters[piece.parameter]
@@ -200,7 +181,7 @@ class Layout:
         return found
 
     def join(self, states: Sequence[State], parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Any]:
-        """The inverse of `split`."""
+        """Invert `split`."""
         found: dict[nn.Parameter, dict[str, Any]] = {}
         for pieces, state in zip(self.pieces, states, strict=True):
             for piece, values in zip(pieces, state, strict=True):
@@ -208,28 +189,18 @@ class Layout:
                 for name, value in values.items():
                     slots = found.setdefault(parameter, {})
                     if isinstance(value, np.ndarray):
-                        like = torch.empty_like(
-                            parameter, dtype=tensor_of(value[:0]).dtype, requires_grad=False
+                        part = tensor_of(value)
+                        whole = slots.setdefault(
+                            name, part.new_empty(parameter.shape, device=parameter.device)
                         )
-                        whole = slots.setdefault(name, like.contiguous())
-                        whole.view(-1)[piece.start : piece.stop].copy_(tensor_of(value))
+                        whole.view(-1)[piece.start : piece.stop].copy_(part)
                     else:
                         slots[name] = value
         return found
 
 
 class Shard:
-    """Holds part of the parameters, and updates it once per version.
-
-    Every method may be called again with the same arguments: what was counted is not counted again.
-
-    Args:
-        layout: of all parameters.
-        index: which shard this is.
-
-    Attributes:
-        version: updates made, as the scheduler counts them.
-    """
+    """A part of the parameters, updated once per version. A repeated call counts once."""
 
     def __init__(self, layout: Layout, index: int) -> None:
         self._layout, self._index, self._pieces = layout, index, layout.pieces[index]
@@ -248,28 +219,19 @@ class Shard:
         self._gradient: Tensor | None = None
 
     def load(self, version: int, values: Array, state: State) -> None:
-        """Take over parameters and the state of the optimizer; pushes before are forgotten."""
+        """Set parameters and optimizer state, and forget earlier pushes."""
         self._flat.numpy()[...] = values
         self.version, self._given = version, state
         self._optimizers = []
         self._forget()
 
     def begin(self, version: int) -> None:
-        """A round begins: forget the pushes of one that was not finished."""
+        """Begin a round: forget the pushes of an unfinished one."""
         if version == self.version:
             self._forget()
 
     def push(self, version: int, unit: int, part: Array) -> str:
-        """Count the gradient sums of a unit once.
-
-        Args:
-            version: of the parameters that they were computed with.
-            unit: its position in the batch.
-            part: sums, `(terms, elements of this shard)`, or what a codec makes of them.
-
-        Returns:
-            Why it is refused; empty if it is counted.
-        """
+        """Count the gradient sums of a unit, `(terms, elements)` or codec bytes; return why it is refused."""
         if version != self.version:
             return f"version {version} of the parameters, where {self.version} is the newest"
         try:
@@ -289,9 +251,9 @@ class Shard:
             if not (np.isfinite(part.sum()) or np.isfinite(part).all()):
                 return NOT_FINITE
         self._waiting[unit] = part
-        while self._merged in self._waiting:  # in the order of the units, whoever came first
+        while self._merged in self._waiting:  # in the order of the units, not of arrival
             one = self._waiting.pop(self._merged)
-            if self._sum is None:  # in memory of before: that of a new array takes longer than the copy
+            if self._sum is None:  # reused memory: allocation takes longer than the copy
                 self._room = self._sum = self._room if self._room.shape == one.shape else np.empty_like(one)
                 np.copyto(self._sum, one)
             else:
@@ -300,16 +262,7 @@ class Shard:
         return ""
 
     def seal(self, version: int, units: int, factors: Sequence[float]) -> float:
-        """Divide the sums of all units once.
-
-        Args:
-            version: of this round.
-            units: how many there must be.
-            factors: what the sums of each term are multiplied by.
-
-        Returns:
-            The sum of the squares of the gradient.
-        """
+        """Divide the sums of all units, once, by the terms' factors; return the gradient's sum of squares."""
         if self._gradient is None:
             if version != self.version or self._merged != units or self._sum is None:
                 raise RuntimeError(
@@ -331,17 +284,7 @@ class Shard:
         used: frozenset[int],
         options: Sequence[Sequence[Mapping[str, Any]]],
     ) -> tuple[Array, State]:
-        """Make the update.
-
-        Args:
-            version, units, factors: as for `seal`.
-            scale: of clipping, 1 for none.
-            used: parameters that have a gradient.
-            options: of each group of each optimizer.
-
-        Returns:
-            The new parameters, and the new state of the optimizer.
-        """
+        """Make the update with the scaled gradient; return the new parameters and optimizer state."""
         if version + 1 != self.version:
             self.seal(version, units, factors)
             assert self._gradient is not None  # noqa: S101 - `seal` has made it
@@ -358,7 +301,7 @@ class Shard:
         return self.snapshot()
 
     def snapshot(self) -> tuple[Array, State]:
-        """The parameters, and the state of the optimizer."""
+        """Return the parameters and the optimizer state."""
         states: dict[Any, Any] = {p: s for one in self._optimizers if one for p, s in one.state.items()}
         if not self._optimizers:
             return self._flat.numpy(), self._given
@@ -371,15 +314,11 @@ class Shard:
         ]
 
     def pull(self) -> tuple[int, Array]:
-        """The version and the parameters, at any time."""
+        """Return the version and the parameters."""
         return self.version, self._flat.numpy()
 
     def apply(self, pulled: int, part: Array, rule: RuleName, steps: int) -> int:
-        """Add what a worker has done on its own since it pulled a version.
-
-        Returns:
-            How many pushes of others came in between.
-        """
+        """Add a worker's local updates since it pulled a version; return the pushes of others in between."""
         staleness = self.version - pulled
         try:
             pushed = tensor_of(self._layout.decode(part, self._index, self._layout.dtype)).reshape(-1)
@@ -393,20 +332,14 @@ class Shard:
         return staleness
 
     def _made(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> list[Optimizer]:
-        """The optimizers, with these options."""
         if not self._optimizers:
             for index, kind in enumerate(self._layout.optimizers):
-                mine = [
-                    {
-                        "params": [
-                            p
-                            for p, x in zip(self._parameters, self._pieces, strict=True)
-                            if at(x) == (index, j)
-                        ]
-                    }
-                    | dict(group)
-                    for j, group in enumerate(options[index])
-                ]
+                held: list[list[nn.Parameter]] = [[] for _ in options[index]]
+                for piece, parameter in zip(self._pieces, self._parameters, strict=True):
+                    if piece.optimizer == index:
+                        held[piece.group].append(parameter)
+                pairs = zip(held, options[index], strict=True)
+                mine = [{"params": one, **group} for one, group in pairs]
                 make: Any = kind
                 self._optimizers.append(make(mine) if any(one["params"] for one in mine) else None)
             for piece, parameter, values in zip(self._pieces, self._parameters, self._given, strict=True):
@@ -422,18 +355,13 @@ class Shard:
         return [one for one in self._optimizers if one is not None]
 
 
-def at(piece: Piece) -> tuple[int, int]:
-    """The optimizer and the group of a piece."""
-    return piece.optimizer, piece.group
-
-
 def tensor_of(values: Array) -> Tensor:
-    """A tensor in memory of its own: what comes from another process is only to be read."""
+    """Return a tensor in its own memory: arrays from another process are read-only."""
     return torch.from_numpy(np.array(values))
 
 
 def options_of(optimizers: Sequence[Optimizer]) -> list[list[dict[str, Any]]]:
-    """The options of each group of each optimizer."""
+    """Return the options of each group of each optimizer."""
     return [
         [{name: value for name, value in group.items() if name != "params"} for group in one.param_groups]
         for one in optimizers

@@ -1,4 +1,4 @@
-"""A worker of a parameter server: pulls parameters, folds the rows of a unit exactly, returns the sums"""
+"""A worker of a parameter server: pulls parameters, folds the rows of a unit, returns the sums."""
 
 import copy
 import random
@@ -24,28 +24,19 @@ from anybatch.state import Reachable, rng
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """What the rows of a unit add up to, besides the sums of gradients, which go to the shards.
-
-    Attributes:
-        weights, totals: of each term.
-        is_shared: whether the weights are those of all rows, as 1 for a plain sum.
-        coefficients: the factor of each row of the sums in the loss; none where they are divided already.
-        used: positions of the parameters that have a gradient.
-        pulled: the version of each shard that a unit of an asynchronous round began with.
-        steps: local updates.
-        sent: bytes that go to each shard.
-    """
+    """The sums of a unit's rows, besides the gradient sums, which go to the shards."""
 
     weights: dict[str, float]
     totals: dict[str, float]
     rows: int
     cut: tuple[int, ...]
-    is_shared: bool = False
+    is_shared: bool = False  # the weights are those of all rows, such as 1 for a plain sum
+    # the factor of each row of the sums in the loss; empty if they are divided already
     coefficients: dict[str, float] = field(default_factory=dict[str, float])
-    used: frozenset[int] = frozenset()
-    pulled: tuple[int, ...] = ()
-    steps: int = 1
-    sent: tuple[int, ...] = ()
+    used: frozenset[int] = frozenset()  # positions of the parameters that have a gradient
+    pulled: tuple[int, ...] = ()  # asynchronous: the version of each shard at the start of the unit
+    steps: int = 1  # local updates
+    sent: tuple[int, ...] = ()  # bytes to each shard
 
 
 class _Unit(Single):
@@ -55,7 +46,7 @@ class _Unit(Single):
 
 
 def _told(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Errors in the code of the model or the loss say where, and can be sent to the driver."""
+    """Add the traceback to errors of model and loss, and make them sendable to the driver."""
 
     @wraps(method)
     def call(*args: Any) -> Any:
@@ -66,7 +57,7 @@ def _told(method: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             said = f"On a worker:\n{traceback.format_exc()}"
             try:
-                found: Exception = copy.copy(error)  # made anew from its arguments, as a copy that is sent
+                found: Exception = copy.copy(error)  # rebuilt from its arguments, like a pickled one
             except Exception:
                 found = RuntimeError(f"{type(error).__name__}: {error}")
             found.add_note(said)
@@ -76,14 +67,7 @@ def _told(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Worker:
-    """Computes the rows that it is given, with the parameters of one version.
-
-    Args:
-        make: makes a step with a strategy of its own.
-        layout: of the parameters in shards.
-        expected: the driver's `identity`.
-        is_alone: whether it makes updates of its own, for asynchronous rules.
-    """
+    """A worker: computes rows with one version of the parameters. Its identity must equal the driver's."""
 
     def __init__(
         self, make: Callable[[Any], Any], layout: Layout, expected: Mapping[str, str], is_alone: bool
@@ -91,10 +75,10 @@ class Worker:
         self._layout = layout
         self._folded: Folded | None = None
         self._banks: list[list[Tensor | None]] = []
-        self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # what waits is of one shard
+        self._codecs = [copy.deepcopy(layout.codec) for _ in layout.pieces]  # a residual belongs to a shard
         self._version = -1
-        self._room: dict[int, Array] = {}
-        # Raised when there is something to do: who makes the worker does not wait for it.
+        self._room: dict[int, Array] = {}  # sums by shard, reused: allocation takes longer than the copy
+        # Raised at the first call: the driver does not wait for __init__.
         self._failed: Exception | None = None
         try:
             self._step = make("local" if is_alone else _Unit())
@@ -109,18 +93,16 @@ class Worker:
             )
 
     def _task(self) -> Task:
-        """The parts of the step; raises why there is none."""
         if self._failed is not None:
             raise self._failed
         return self._step.task()
 
     def _here(self, rows: Any, task: Task) -> Any:
-        """Tensors on the device of the model; samples are for `collate` to bring there."""
         device = task.parameters[0].device
         return rows if self._step.collate else tree.map_leaves(lambda leaf: leaf.to(device), rows)
 
     def fix(self, settings: Sequence[Mapping[str, Any]], *tensors: Tensor) -> None:
-        """Take over what is not trained, as `settings_of` and `fixed_of` read it from the driver."""
+        """Set the state that is not trained, as returned by `settings_of` and `fixed_of`."""
         try:
             task = self._task()
             for module, given in zip(task.modules, settings, strict=True):
@@ -142,16 +124,9 @@ class Worker:
 
     @_told
     def fold(self, version: int, seed: int, rows: Any, *values: Array) -> tuple[Any, ...]:
-        """Fold the rows of a unit.
+        """Fold the rows of a unit; a repeated unit draws the same random numbers from `seed`.
 
-        Args:
-            version: of the parameters.
-            seed: of what is drawn in the model: a unit done again draws the same.
-            rows: of the unit, as for a step.
-            values: the parameters, shard by shard.
-
-        Returns:
-            A `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
+        Return a `Folded`, and the sums for each shard, `(terms, elements)`; with a codec `(terms, bytes)`.
         """
         task = self._task()
         if version != self._version:
@@ -179,7 +154,6 @@ class Worker:
         )
 
     def _sums(self, terms: Sequence[Sequence[Tensor | None]], shard: int) -> Array:
-        """What goes to a shard, in memory of before: that of a new array takes longer than the copy."""
         first, end = self._layout.bounds[shard : shard + 2]
         out = self._room.get(shard)
         if out is None or len(out) != len(terms):
@@ -190,16 +164,9 @@ class Worker:
 
     @_told
     def run(self, seed: int, parts: Sequence[Any], options: Any, *pulled: Any) -> tuple[Any, ...]:
-        """Make an update of its own with each part of a unit.
+        """Make a local update with each part of a unit; `pulled` alternates version and parameters of shards.
 
-        Args:
-            seed: of what is drawn in the model.
-            parts: rows of each update.
-            options: of each group of each optimizer.
-            pulled: version and parameters of each shard, one after the other.
-
-        Returns:
-            A `Folded`, and how far each shard's parameters have moved, as one term of sums.
+        Return a `Folded`, and the change of each shard's parameters, as one term of sums.
         """
         task = self._task()
         versions, values = pulled[::2], pulled[1::2]
@@ -226,7 +193,6 @@ class Worker:
         return self._pushed(folded, moved)
 
     def _pushed(self, folded: Folded | None, parts: list[Array]) -> tuple[Any, ...]:
-        """What goes to the driver and to each shard, through the codec, if there is one."""
         assert folded is not None  # noqa: S101 - a fold without an error has made it
         for shard, codec in enumerate(self._codecs):
             if codec is not None:
@@ -235,39 +201,36 @@ class Worker:
 
 
 def identity(task: Task) -> dict[str, str]:
-    """A short hash of what workers and driver must have in common."""
+    """Return short hashes that must be equal on workers and driver."""
     found = fingerprint(task, Plan(rows=0, micro_batch=0), None)
     return {part: found[part] for part in ("torch", "model", "loss")}
 
 
 def added(several: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Numbers of the same name, added up."""
+    """Add up numbers of the same name."""
     names = {name: None for one in several for name in one}
     return {name: fsum(one.get(name, 0.0) for one in several) for name in names}
 
 
 def fixed_of(task: Task) -> list[Tensor]:
-    """Tensors that workers read and servers do not update: other parameters, and buffers."""
+    """Return tensors that workers read and servers do not update: other parameters, and buffers."""
     return [*task.others, *[one for module in task.modules for one in module.buffers(recurse=False)]]
 
 
 def settings_of(task: Task) -> list[dict[str, Any]]:
-    """Modes, numbers and strings of each module: they may change between steps."""
+    """Return modes, numbers and strings of each module: they may change between steps."""
     return [
         {name: value for name, value in vars(module).items() if _is_plain(value)} for module in task.modules
     ]
 
 
-class Outside:
-    """Numbers and strings that a model and a loss read outside their modules and arguments.
-
-    Such as globals, variables of closures, and attributes of other objects: workers have those of the start.
-    """
+class OutsideValues:
+    """Globals, closure variables and foreign attributes that model and loss read; workers have copies."""
 
     def __init__(self, task: Task) -> None:
         found = Reachable([task.loss, task.model])
         named = set[str]().union(*[names for _, names in found.scopes])
-        groups = [group for one in task.optimizers for group in one.param_groups]  # are sent, too
+        groups = [group for one in task.optimizers for group in one.param_groups]  # sent to workers
         own = {id(one) for one in (*map(vars, task.modules), *groups)}
         tables = [(one, named) for one in found.containers if isinstance(one, dict) and id(one) not in own]
         self._read = [(one, sorted(names & one.keys())) for one, names in (*found.scopes, *tables)]
@@ -280,7 +243,7 @@ class Outside:
         return [(name, tuple(one) if isinstance(one, list) else one) for name, one in found if _is_plain(one)]
 
     def refuse_changes(self) -> None:
-        """Raises PlanError: something there is another than at the start."""
+        """Raise PlanError if such a value has changed."""
         odd = [now for now, first in zip(self._now(), self._first, strict=False) if now != first]
         if odd:
             raise PlanError(
@@ -299,7 +262,6 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def _seeded(seed: int) -> Generator[None]:
-    """What is drawn inside depends on the seed alone; outside all streams are as before."""
     before = rng.capture_process()
     try:
         torch.manual_seed(seed)

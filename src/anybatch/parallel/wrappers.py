@@ -1,4 +1,4 @@
-"""Which strategy a step uses; models wrapped for several devices: unwrapped, or refused"""
+"""The strategy of a step, by name; models wrapped for several devices are unwrapped or refused."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -15,16 +15,12 @@ from anybatch.parallel.replicate import Replicate
 StrategyName = Literal["auto", "local", "replicate"]
 
 _DDP = "DistributedDataParallel"
-# By name: not every torch has all of them, and who looks should not load them.
+# By name: not every torch has all of them, and looking should not import them.
 _WRAPPERS = (_DDP, "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def choose_strategy(strategy: StrategyName | Strategy, group: Group = None) -> Strategy:
-    """Return the strategy of this name, over these ranks; one that is made already stays.
-
-    Raises:
-        PlanError: neither a name nor a strategy, or "replicate" without other ranks.
-    """
+    """Return a strategy by name, over these ranks, or the given one. Raise PlanError for others."""
     if not isinstance(strategy, str) and hasattr(strategy, "close") and hasattr(strategy, "reduce"):
         return strategy
     if strategy not in get_args(StrategyName):
@@ -40,13 +36,7 @@ def choose_strategy(strategy: StrategyName | Strategy, group: Group = None) -> S
 
 
 def unwrapped(model: nn.Module, strategy: object) -> nn.Module:
-    """Return the module in a DistributedDataParallel, whose own reduction stays idle; other models unchanged.
-
-    With "local" the wrapped model is called: it averages gradients in each micro-batch.
-
-    Raises:
-        PlanError: the wrapper was told something that would not happen, such as a communication hook.
-    """
+    """Return the module in a DistributedDataParallel, without its reduction; refuse hooks and settings."""
     if strategy == "local" or not (isinstance(model, nn.Module) and _wrapper_of(type(model)) == _DDP):
         return model
     if hooks := private.communication_hooks(model):
@@ -71,11 +61,7 @@ def group_of(model: nn.Module) -> Group:
 
 
 def refuse_wrapped(modules: Iterable[nn.Module], strategy: object) -> None:
-    """Refuse wrapped models that exchange gradients or weights on their own.
-
-    Raises:
-        PlanError: a model wrapped in another class than DistributedDataParallel, or a wrapped part of one.
-    """
+    """Raise PlanError for models in other wrappers that exchange gradients, and for wrapped parts."""
     for name in {_wrapper_of(type(module)) for module in modules}:
         if name and not (strategy == "local" and name == _DDP):
             raise PlanError(
@@ -86,11 +72,7 @@ def refuse_wrapped(modules: Iterable[nn.Module], strategy: object) -> None:
 
 
 def refuse_late_group(strategy: Strategy, name: object) -> None:
-    """Refuse a process group that was initialised after a step was made for one process.
-
-    Raises:
-        PlanError: there are several ranks now.
-    """
+    """Raise PlanError if a process group was initialised after a step for one process was made."""
     if not strategy.is_many and name != "local" and ranks() > 1:
         raise PlanError(
             f"Expected a step made after the process group, got a group of {ranks()} ranks that was "
@@ -101,8 +83,5 @@ def refuse_late_group(strategy: Strategy, name: object) -> None:
 
 @lru_cache(maxsize=4096)
 def _wrapper_of(kind: type[nn.Module]) -> str:
-    """The name of torch's wrapper that a class is; empty for others."""
-    for one in kind.__mro__:
-        if one.__name__ in _WRAPPERS and one.__module__.startswith("torch."):
-            return one.__name__
-    return ""
+    found = [one.__name__ for one in kind.__mro__ if one.__module__.startswith("torch.")]
+    return next((name for name in found if name in _WRAPPERS), "")

@@ -1,4 +1,4 @@
-"""What a step with a memory budget remembers: one plan for each shape of its rows."""
+"""A memory budget and the plans made for it, one per shape of rows."""
 
 import hashlib
 from collections.abc import Generator, Hashable, Iterable, Mapping
@@ -18,38 +18,31 @@ from anybatch.planner.report import PlanReport
 from anybatch.planner.search import choose
 from anybatch.planner.shapes import Shape, longest, row_shape
 
-Key = tuple[str, Shape]  # what else a plan is for, and the rows that it is for
+Key = tuple[str, Shape]  # a hash of task and settings, and the shape of the rows
 
-_LONGER = 1.25  # times the sizes of a row: plans for rows up to so much longer serve it, too
+_LONGER = 1.25  # a plan serves rows up to this factor shorter
 
 
 class Budget:
-    """A budget, and the plans made for it. Batches of rows of another shape get a plan of their own.
+    """A memory budget and the plans made for it, one per shape of rows.
 
-    A plan for rows up to 25 % longer is one for shorter rows, too, and one for more rows is one for fewer.
-    Where the result depends on the cut, each shape and number of rows has a plan of its own.
-
-    Args:
-        memory: as for `anybatch.memory.device.parse_memory`.
+    A plan for rows up to 25 % longer, or for more rows, serves shorter or fewer rows, too. If the result
+    depends on the cut, each shape and number of rows has its own plan.
     """
 
     def __init__(self, memory: str | int) -> None:
         parse_memory(memory, find_device("cpu"))
         self.memory = memory
         self.plans: dict[Key, Plan] = {}
-        self.report: PlanReport | None = None  # on the last plan that was made
-        self._measured: dict[str, Measured] = {}  # by kind of rows, settings and what is trained
+        self.report: PlanReport | None = None  # report of the last new plan
+        self._measured: dict[str, Measured] = {}  # by kind of rows, settings and task
         self._last: tuple[Task, Hashable, Measured] | None = None
 
     def plan(self, request: Request, first: Request | None = None) -> Plan:
-        """The plan of a batch: made now, or remembered for rows like these.
+        """Return the plan of a batch, remembered or new; raise BudgetError if nothing fits.
 
-        If `first`, another request about the same batch, can be met, its plan is returned. It is not tried
-        where `request` has been answered before: then there was none.
-
-        Raises:
-            BudgetError: nothing fits.
-            PlanError: a module's shapes are not known yet, or there are sparse gradients.
+        If `first`, another request about the same batch, can be met, return its plan. It is not tried if
+        `request` has been answered before: then `first` had no plan.
         """
         _refuse_lazy(request.task)
         batch = request.batch
@@ -60,7 +53,7 @@ class Budget:
         return self._planned(request, shape)
 
     def measured(self, task: Task, settings: Plan, kind: Hashable) -> Measured:
-        """What is known by readings of rows of this kind, on this task."""
+        """Return the readings for rows of this kind on this task."""
         if self._last is None or self._last[:2] != (task, kind):
             key = f"{kind} {settings.to_json()} {_signature(task)}"
             found = self._measured.get(key)
@@ -72,20 +65,20 @@ class Budget:
         return self._last[2]
 
     def forget(self) -> None:
-        """Plan everything anew."""
+        """Forget all plans."""
         self.plans.clear()
 
     def state(self) -> list[dict[str, Any]]:
-        """The plans made so far, as JSON can hold them."""
+        """Return the plans and readings so far as JSON values."""
         return [
             {"memory": self.memory, "key": key, "shape": shape, "plan": plan.to_json()}
             for (key, shape), plan in self.plans.items()
         ] + [{"memory": self.memory, "key": key, **one.state()} for key, one in self._measured.items()]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Take over what `state` gave: rows like those get the same plans again."""
+        """Load the output of `state`."""
         for one in state:
-            if one["memory"] != self.memory or "key" not in one:  # they may not fit now
+            if one["memory"] != self.memory or "key" not in one:  # plans of another budget may not fit
                 continue
             if "readings" in one:
                 found = self._measured[one["key"]] = Measured(int(one["num_bytes"]), races=False)
@@ -102,7 +95,6 @@ class Budget:
         return plan
 
     def _known(self, request: Request, shape: Shape) -> Plan | None:
-        """The plan that is remembered: of rows like these, or longer, and of as many, or more."""
         key, like = _key(request), request.like
         for (known, other), plan in self.plans.items():
             is_for = other == shape or (not request.depends_on_cut and _serves(other, shape))
@@ -113,7 +105,7 @@ class Budget:
 
 
 def _serves(known: Shape, shape: Shape) -> bool:
-    """Whether rows of this shape are at most as long as those that are known, and not by far shorter."""
+    """Return True if rows of this shape are at most as long as the known ones, and not much shorter."""
     if [(name, len(sizes)) for name, sizes in known] != [(name, len(sizes)) for name, sizes in shape]:
         return False
     pairs = [zip(one, other, strict=True) for (_, one), (_, other) in zip(known, shape, strict=True)]
@@ -121,12 +113,12 @@ def _serves(known: Shape, shape: Shape) -> bool:
 
 
 def find_plan(request: Request, memory: str | int | None, device: str | torch.device | None) -> PlanReport:
-    """Choose a plan for a request on a device, which need not be here, within a budget."""
+    """Choose a plan for a request within a budget, on a device that need not be in this machine."""
     return choose(for_device(request, memory, device))
 
 
 def for_device(request: Request, memory: str | int | None, device: str | torch.device | None) -> Request:
-    """The request with device and budget filled in."""
+    """Return the request with device and budget filled in."""
     _refuse_lazy(request.task)
     target = device_of(request.task) if device is None else find_device(device)
     if memory is None:
@@ -144,20 +136,18 @@ def _refuse_lazy(task: Task) -> None:
 
 
 def _key(request: Request) -> str:
-    # Where the result depends on the cut, for so many rows; else one for more rows is one for fewer.
+    # If the result depends on the cut, a plan holds for one number of rows; otherwise also for fewer.
     rows, task = request.like.rows if request.depends_on_cut else 0, request.task
     settings = replace(request.like, rows=rows, micro_batch=rows).to_json()
-    sized = (
-        bool(request.sizes),
-        bool(task.add_rows),
-    )  # in a window it is free, even where it is not for batches
+    # In a window the size may be chosen even if it is fixed for batches.
+    sized = (bool(request.sizes), bool(task.add_rows))
     return f"{settings} {request.cut_refused} {sized} {_signature(task)}"
 
 
 def _signature(task: Task) -> str:
-    """What else the bytes depend on: what is trained, in which mode, and how optimizers are set."""
+    """Hash trained parameters, modes and optimizer settings, which change the bytes of a step."""
     trained = set(task.parameters)
-    # Which ones, by their places: as many others may need other activations.
+    # Positions, not a count: other parameters may need other activations.
     places = [p in trained for one in task.modules for p in one.parameters(recurse=False)]
     sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters]
     training = "".join(["et"[module.training] for module in task.modules])
@@ -173,7 +163,6 @@ def _signature(task: Task) -> str:
 
 
 def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
-    """Which settings are on, such as momentum: what they are set to costs no bytes."""
     return [
         (name, None if value is None else bool(value))
         for name, value in group.items()
@@ -182,7 +171,7 @@ def _switches(group: Mapping[str, Any]) -> list[tuple[str, bool | None]]:
 
 
 def device_of(task: Task) -> Device:
-    """The device whose memory counts: that of the model."""
+    """Return the device whose memory the budget limits: the model's. Raise PlanError if it has several."""
     found = {device for device in task.devices if device.type != "meta"}
     if len(found) > 1:
         raise PlanError(
@@ -194,7 +183,7 @@ def device_of(task: Task) -> Device:
 
 @contextmanager
 def enforced(memory: str | int, task: Task) -> Generator[None]:
-    """The allocator itself keeps to the budget while a step runs, on CUDA."""
+    """Limit CUDA's allocator to the budget while a step runs."""
     device = device_of(task)
     before = torch.cuda.get_per_process_memory_fraction(device.name)
     share = min(1.0, parse_memory(memory, device) / device.num_bytes)

@@ -1,4 +1,4 @@
-"""What is to be planned, and the candidates: steps that are traced, and their costs at any size."""
+"""Requests for a plan, and the candidates: traced steps, and their costs at any size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,50 +10,48 @@ from anybatch.core import Batch, TraceError, tree
 from anybatch.engine import Plan, Task
 from anybatch.memory import Device, find_device
 from anybatch.planner.cost import KEEP, Costs, Recorded, costs_of
-from anybatch.planner.progress import Progress
+from anybatch.planner.progress import PlanningProgress
 from anybatch.planner.trace import Trace, is_linear_in_rows, trace
 from anybatch.recompute import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """What is to be planned."""
+    """A request for a plan."""
 
-    task: Task  # what a step is carried out on
+    task: Task  # model, loss and optimizers of the step
     batch: Batch  # the logical batch, or a few of its rows
-    like: Plan  # a plan of all rows of the batch with every setting that is not to be chosen
-    budget: int | None = None  # the most bytes alive at any moment; None for as many as there are
-    device: Device = field(default_factory=lambda: find_device("cpu"))  # where the step will run
-    cut_refused: str = ""  # why the batch may not be cut; "" where it may
-    # names of the blocks whose policy may be chosen; none where it is settled in `like`
-    blocks: tuple[str, ...] = ()
-    sizes: tuple[int, ...] = ()  # the only micro-batches there may be; empty where all may be chosen
-    # policies that are not to be chosen, because a block did not run again as it did under them
-    without: tuple[str, ...] = ()
+    like: Plan  # a plan of all rows of the batch with the settings that are fixed
+    budget: int | None = None  # the most bytes alive at any moment; None for no limit
+    device: Device = field(default_factory=lambda: find_device("cpu"))  # the device of the step
+    cut_refused: str = ""  # the reason why the batch may not be cut; "" if it may
+    blocks: tuple[str, ...] = ()  # blocks whose policy may be chosen; empty if `like` fixes them
+    sizes: tuple[int, ...] = ()  # the allowed micro-batch sizes; empty for all
+    without: tuple[str, ...] = ()  # excluded policies: a block's recomputation differed under them
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Policies that blocks may have besides being kept."""
+        """Policies that a block may have, besides "keep"."""
         if not self.blocks:
             return ()
-        # Where the device is the host itself, nothing is gained by moving there.
+        # If the device is the host itself, offload gains nothing.
         known = [one for one in POLICIES if one != "offload" or self.device.link]
         return tuple([one for one in known if one not in self.without])
 
     @property
     def depends_on_cut(self) -> bool:
-        """Whether the result depends on the cut that is chosen: BatchNorm of micro-batches."""
+        """True if the result depends on the chosen cut: BatchNorm of micro-batches."""
         is_chosen = not self.cut_refused and not self.sizes
         return is_chosen and self.like.batch_norm == "micro" and bool(self.task.batch_norms)
 
     @property
     def largest(self) -> int:
-        """Rows of the largest micro-batch: in a window those of one `add`, which finds sums of others."""
+        """Rows of the largest micro-batch; in a window the rows of one `add`."""
         return self.task.add_rows or self.like.rows
 
     @property
     def all_sizes(self) -> list[int]:
-        """Sizes of micro-batches, largest first: one for each number of them up to 8, then ever fewer."""
+        """Sizes of micro-batches, largest first: one per number of micro-batches up to 8, then ever fewer."""
         rows = self.like.rows
         if self.sizes:
             return list(self.sizes)
@@ -68,7 +66,7 @@ class Request:
 
     @property
     def may_disable_foreach(self) -> bool:
-        """Whether an optimizer would update all parameters at once, and could go one by one."""
+        """True if an optimizer would update all parameters at once, and foreach=False is possible."""
         groups = [group for one in self.task.optimizers for group in one.param_groups]
         return any(
             not group.get("fused")
@@ -78,30 +76,23 @@ class Request:
         )
 
     def uniform(self, size: int, policy: str) -> Plan:
-        """A plan of this micro-batch, with all blocks under one policy."""
+        """Return a plan of this micro-batch, with all blocks under one policy."""
         choice = () if policy == KEEP else tuple((block, policy) for block in self.blocks)
         return replace(self.like, micro_batch=size, blocks=choice or self.like.blocks)
 
 
-LOW, HIGH = 2, 5  # rows of the micro-batches that are recorded; a single row may be a case of its own
+LOW, HIGH = 2, 5  # rows of the recorded micro-batches; a single row may run other kernels
 
 
 class Candidates:
-    """The bytes of the plans of one request: traced, or told from a few traced steps.
-
-    Args:
-        request: what is to be planned.
-
-    Attributes:
-        is_composed: whether there are costs of every size; where not, each plan has to be traced by itself.
-    """
+    """The costs of the plans of one request: traced, or (`is_composed`) composed from a few traced steps."""
 
     def __init__(self, request: Request) -> None:
-        self._request, self._progress = request, Progress()
+        self._request, self._progress = request, PlanningProgress()
         self._traces: dict[Plan, Trace] = {}
         self._half = request.like.precision.is_short or _computes_in_half(request.task)
         self._recorded: dict[str, Recorded] = {}  # by policy of all blocks
-        self._spare: Recorded | None = None  # whose optimizers go one by one
+        self._spare: Recorded | None = None  # with foreach=False
         self._costs: dict[tuple[int, bool | None], Costs] = {}  # by size and foreach
         self._idle: frozenset[nn.Parameter] = frozenset()  # parameters that get no gradient
         settled = len(request.sizes) == 1 and not request.blocks
@@ -110,13 +101,13 @@ class Candidates:
         self.add_policies([KEEP])
 
     def costs(self, micro_batch: int, foreach: bool | None = None) -> Costs:
-        """What policies cost at one size, where that is known."""
+        """Return the costs of policies at one size."""
         request, rows, key = self._request, self._request.like.rows, (micro_batch, foreach)
         if foreach is False and self._spare is None:
             try:
                 self._spare = self._record(KEEP, foreach=False)
             except TraceError:
-                self._spare = self._recorded[KEEP]  # which takes no less
+                self._spare = self._recorded[KEEP]  # an upper bound
         if key not in self._costs:
             self._costs[key] = costs_of(
                 self._recorded,
@@ -131,16 +122,16 @@ class Candidates:
         return self._costs[key]
 
     def updates(self, micro_batch: int) -> tuple[bool | None, ...]:
-        """Values of foreach worth a try at one size: the sparing one only where the update takes too much."""
+        """Return the values of foreach to try at one size: False only if the update exceeds the budget."""
         request = self._request
         if request.budget is None or not request.may_disable_foreach:
             return (None,)
         costs = self.costs(micro_batch)
-        taken = costs.alive({})[costs.is_update].max(initial=0.0)  # by then blocks hold nothing
+        taken = costs.alive({})[costs.is_update].max(initial=0.0)  # blocks hold nothing then
         return (None,) if taken <= request.budget else (None, False)
 
     def trace(self, plan: Plan) -> Trace:
-        """One plan as it is, or a TraceError."""
+        """Trace one plan. Raise TraceError if it cannot be traced."""
         if plan not in self._traces:
             self._progress.tell(plan, len(self._traces))
             request = self._request
@@ -150,7 +141,7 @@ class Candidates:
         return self._traces[plan]
 
     def seconds(self, found: Trace) -> float:
-        """Of a traced step, from the work that its marks count."""
+        """Return the seconds of a traced step, from the work that its marks count."""
         last = found.marks[-1]
         return self._request.device.seconds(last.operations, last.flops, last.moved, half=self._half)
 
@@ -160,7 +151,7 @@ class Candidates:
         return tuple([policy for policy in self._request.policies if policy not in self._recorded])
 
     def add_policies(self, policies: Sequence[str]) -> None:
-        """Get to know what policies cost: one trace for each, only if need be."""
+        """Record the costs of policies, with one trace each."""
         try:
             for policy in policies if self.is_composed else ():
                 self._recorded[policy] = self._record(policy)
@@ -190,18 +181,18 @@ class Candidates:
         if kept is not None:
             try:
                 return Recorded((LOW, HIGH), (None, last), self._blocks, kept)
-            except TraceError:  # their bytes are not told by those of the kept step
+            except TraceError:  # the bytes do not follow from the kept step
                 pass
         return Recorded((LOW, HIGH), (self.trace(few).recording, last), self._blocks, kept)
 
 
 def without_single_rows(request: Request) -> Request:
-    """The same with sizes that leave no row alone, if one cannot be run: BatchNorm may refuse it."""
+    """Return the request without sizes that leave a single row, if BatchNorm refuses to run one."""
     like = replace(request.like, rows=1, micro_batch=1)
     try:
         trace(like, request.task, request.batch, device=request.device.kind)
     except ValueError:
-        # The last micro-batch has what is left, of all rows and of those of one `add`.
+        # The last micro-batch has the remainder, of all rows and of the rows of one `add`.
         ends = request.like.rows, request.largest
         left = [size for size in request.all_sizes if all((end % size or size) > 1 for end in ends)]
         return replace(request, sizes=tuple(left))

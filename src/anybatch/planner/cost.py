@@ -15,30 +15,30 @@ from anybatch.core import TraceError
 from anybatch.memory import Device, Recording
 
 KEEP = "keep"
-_EVEN = 1.02  # times the seconds of the fastest choice: as fast, as far as an estimate can tell
+_EVEN = 1.02  # estimates within this factor count as equally fast
 
 Array = NDArray[np.float64]
 
 
-class Place(NamedTuple):
-    """What a stretch of a recording belongs to."""
+class Section(NamedTuple):
+    """The block, phase and micro-batch of a stretch of a recording."""
 
-    block: str  # name of the block; "" for what lies between blocks
+    block: str  # name of the block; "" between blocks
     phase: str
     micro_batch: int
 
 
 class Stretch(NamedTuple):
-    """Consecutive events of one place: from this event to that one, and the work done meanwhile."""
+    """Consecutive events of one place, and the work done in them."""
 
-    place: Place
+    place: Section
     start: int
     stop: int
     work: Array  # operations, FLOPs, bytes moved
 
 
 def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
-    """A recording cut where one block hands over to another, or one phase to the next."""
+    """Cut a recording at each change of block or phase."""
 
     @cache
     def block_of(module: str) -> str:
@@ -49,12 +49,14 @@ def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
     found: list[Stretch] = []
     for mark, following in pairwise((*marks, end)):
         work = np.subtract(following[4:], mark[4:], dtype=float)
-        phase = "backward" if mark.phase == "recompute" else mark.phase  # which is part of it
-        place = Place(block_of(mark.module), phase, -1 if phase in ("start", "update") else mark.micro_batch)
+        phase = "backward" if mark.phase == "recompute" else mark.phase
+        place = Section(
+            block_of(mark.module), phase, -1 if phase in ("start", "update") else mark.micro_batch
+        )
         if found and found[-1].place == place:
             found[-1] = found[-1]._replace(stop=following.event, work=found[-1].work + work)
         elif found and not place.block and not work.any() and found[-1].place[1:] == place[1:]:
-            # What a block's caller lets go after it is the block's.
+            # Storages that a block's caller frees after it belong to the block.
             found[-1] = found[-1]._replace(stop=following.event)
         elif following.event > mark.event or work.any():
             found.append(Stretch(place, mark.event, following.event, work))
@@ -62,7 +64,7 @@ def stretches(recording: Recording, blocks: Sequence[str]) -> list[Stretch]:
 
 
 class _Side:
-    """One recording as arrays: the change in bytes of each event, and whose block its storage is."""
+    """One recording as arrays: the change in bytes of each event, and the block of its storage."""
 
     def __init__(self, recording: Recording, blocks: Sequence[str]) -> None:
         parts = stretches(recording, blocks)
@@ -82,11 +84,11 @@ class _Side:
         owners = np.array([columns[self._owner(at, ends.get(one))] for one, at in begins.items()])
         self.owners, self.columns = owners[storages], len(columns)
 
-    def _at(self, event: int) -> Place:
+    def _at(self, event: int) -> Section:
         return self.places[bisect_right(self.starts, event) - 1]
 
     def _owner(self, begin: int, end: int | None) -> str:
-        """The block that makes a storage; of what is fetched or made between blocks, the one that uses it."""
+        """Return the block that makes a storage; for one made between blocks, the block that uses it."""
         made = self._at(begin)
         if end is not None and (made.phase == "backward" or not made.block):
             used = self._at(end)
@@ -95,7 +97,7 @@ class _Side:
         return made.block
 
     def held(self, changes: Array) -> Array:
-        """At the highest moment of each stretch (rows), the bytes of each block (columns; first of none)."""
+        """Return the bytes of each block (columns; first of none) at the peak of each stretch (rows)."""
         alive = np.concatenate([[0.0], np.cumsum(changes)])
         pairs = zip(self.starts, self.stops, strict=True)
         tops = np.array([start + int(np.argmax(alive[start : stop + 1])) for start, stop in pairs])
@@ -105,13 +107,10 @@ class _Side:
 
 
 class Recorded:
-    """Two recordings of a step of two micro-batches, alike but for their size.
+    """Two recordings of a step of two micro-batches that differ in size only, or a TraceError.
 
-    Without the first one it is told from `like`, the step with all blocks kept: a block that is rebuilt or
-    moved makes storages of the sizes that it makes there. `sizes` are the rows of a micro-batch in each.
-
-    Raises:
-        TraceError: the recordings are not alike.
+    If the first is None, it is derived from `like`, the step with all blocks kept: a block that is recomputed
+    or offloaded makes storages of the same sizes. `sizes` are the rows of a micro-batch in each recording.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class Recorded:
 
     @cached_property
     def told(self) -> dict[int, int]:
-        """The size of a storage in the first recording by its size in the second, where that is one."""
+        """Size of a storage in the first recording by its size in the second, if unique."""
         if not self.is_aligned:
             return {}
         found: dict[int, set[int]] = {}
@@ -155,11 +154,11 @@ class Recorded:
         return {size: next(iter(ones)) for size, ones in found.items() if len(ones) == 1}
 
     def share(self, micro_batch: int) -> float:
-        """How far a size lies from the first towards the second."""
+        """Return the position of a size between the first and the second, as a fraction."""
         return (micro_batch - self._sizes[0]) / (self._sizes[1] - self._sizes[0])
 
     def held(self, micro_batch: int) -> Array:
-        """Bytes at another size, by stretch and block: those of a storage are a line in the rows."""
+        """Return the bytes at another size by stretch and block, linear in the rows of each storage."""
         (low, high), share = self._sides, self.share(micro_batch)
         few, many = self._changes
         if self.is_aligned:
@@ -168,28 +167,28 @@ class Recorded:
         return one + share * (other - one)
 
     def work(self, micro_batch: int) -> Array:
-        """Operations, FLOPs and bytes moved (columns) of each stretch at another size."""
+        """Return operations, FLOPs and bytes moved (columns) of each stretch at another size."""
         few, many = self._works
         return few + self.share(micro_batch) * (many - few)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Costs:
-    """What a step of one size costs whose blocks may each have one of the recorded policies.
+    """Memory and time of a step at one micro-batch size, for any recompute policy per block.
 
-    What a block holds depends on its own policy, nearly: an output may end a little earlier or later where
-    its user has another. So bytes of any choice are sums, and the chosen plan is traced to make sure.
+    The bytes of a block depend on its own policy, nearly: an output may end a little earlier or later if its
+    user has another. So bytes of any choice are sums, and the chosen plan is traced to make sure.
     """
 
     blocks: tuple[str, ...]
-    start: int  # bytes alive at every moment beside those that were recorded
+    start: int  # bytes alive at every moment, added to the recorded ones
     held: Mapping[str, Array]  # by policy: bytes by stretch (rows) and block (columns; first of none)
-    extra: Mapping[str, Array]  # by policy: seconds by block (first of none) beyond those of a kept one
+    extra: Mapping[str, Array]  # by policy: seconds by block (first of none) added to a kept one
     kept_s: float  # seconds of the step with all blocks kept
     is_update: NDArray[np.bool_]  # by stretch
 
     def alive(self, choice: Mapping[str, str]) -> Array:
-        """The most bytes alive in each stretch."""
+        """Return the most bytes alive in each stretch."""
         found = self.start + self.held[KEEP].sum(1)
         for block, policy in choice.items():
             column = self.blocks.index(block) + 1
@@ -197,20 +196,20 @@ class Costs:
         return found
 
     def peak(self, choice: Mapping[str, str]) -> int:
-        """The most bytes alive at any moment; blocks not named are kept."""
+        """Return the most bytes alive at any moment; blocks not named are kept."""
         return round(float(self.alive(choice).max()))
 
     def seconds(self, choice: Mapping[str, str]) -> float:
-        """How long the step takes."""
+        """Return the seconds of the step."""
         extra = [float(self.extra[policy][self.blocks.index(one) + 1]) for one, policy in choice.items()]
         return self.kept_s + sum(extra)
 
     def fastest(self, budget: int) -> dict[str, str] | None:
-        """Policies with which a step fits into the budget; None if none were found.
+        """Return policies with which a step fits into the budget; None if none were found.
 
-        The cheapest seconds per byte freed at the highest moment come first, until the budget holds; then
-        what is not needed is given back, the dearest first. So it is from all blocks under one policy. Of
-        choices that are as fast by estimate, the one with the fewest bytes is taken.
+        The cheapest seconds per byte freed at the peak come first, until the budget holds; then policies that
+        are not needed are reverted, the dearest first. Choices with all blocks under one policy are tried as
+        well. Of choices equally fast by estimate, return the one with the fewest bytes.
         """
         first = next((one for one in self.cheapest_first() if self.peak(one) <= budget), None)
         starts = [one for one in (first, *self._uniform()) if one is not None and self.peak(one) <= budget]
@@ -219,12 +218,12 @@ class Costs:
         return min([one for one in found if self.seconds(one) <= _EVEN * least], key=self.peak, default=None)
 
     def smallest(self) -> dict[str, str]:
-        """The policies with which the peak is least, as far as was found."""
+        """Return the policies of the smallest peak found."""
         tried = [*self._uniform(), *self.cheapest_first()]
         return min(tried, key=lambda choice: (self.peak(choice), self.seconds(choice)))
 
     def cheapest_first(self) -> Iterator[dict[str, str]]:
-        """From the kept step on, each with one more block changed: what frees bytes most cheaply."""
+        """Yield choices ordered by memory saved per second lost, one more block changed each time."""
         choice: dict[str, str] = {}
         alive = self.alive(choice)
         untried = {(block, policy) for block in self.blocks for policy in self.held if policy != KEEP}
@@ -267,16 +266,11 @@ def costs_of(
     start: int,
     update: Recorded | None = None,
 ) -> Costs:
-    """The costs of a batch of so many rows, from recordings by policy, "keep" among them.
-
-    Args:
-        start: bytes beside those that were recorded.
-        update: whose update it has, if it is not the recorded one.
-    """
+    """Return the costs of a batch; `start` bytes are added, and `update` replaces the recorded update."""
     places = recorded[KEEP].places
     numbers = np.array([place.micro_batch for place in places])
     columns = np.array([("", *blocks).index(place.block) for place in places])
-    # The second micro-batch finds gradients; all later ones are like it. An uncut batch has none.
+    # From the second micro-batch on there are gradients. An uncut batch has no such micro-batch.
     later = (rows - micro_batch) / micro_batch
     times, is_there = np.where(numbers > 0, later, 1.0), (numbers <= 0) | (later > 0)
     is_update = np.array([place.phase == "update" for place in places])
@@ -286,13 +280,14 @@ def costs_of(
 
     held: dict[str, Array] = {}
     took: dict[str, Array] = {}
+    seconds: Any = device.seconds  # works on arrays, too
     for policy, one in recorded.items():
         held[policy], work = one.held(micro_batch), one.work(micro_batch)
         if update is not None and update.places == places:
             held[policy][is_update] = update.held(micro_batch)[is_update]
             work[is_update] = update.work(micro_batch)[is_update]
-        took[policy] = _seconds(device, work, half)
-    if "offload" in held and device.link:  # copies run beside what is computed: the slower of both counts
+        took[policy] = np.maximum(0.0, seconds(*work.T, half=half))
+    if "offload" in held and device.link:  # copies overlap with computation: the slower counts
         freed = np.maximum(0.0, (held[KEEP] - held["offload"]).max(0))
         for phase in ("forward", "backward"):
             at = np.array([place.phase == phase and bool(place.block) for place in places])
@@ -307,8 +302,3 @@ def costs_of(
         kept_s=float((kept * times).sum()),
         is_update=is_update[is_there],
     )
-
-
-def _seconds(device: Device, work: Any, half: bool) -> Array:
-    took: Any = device.seconds(work[:, 0], work[:, 1], work[:, 2], half=half)
-    return np.maximum(0.0, took)

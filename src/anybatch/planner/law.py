@@ -9,27 +9,20 @@ from torch import Tensor
 
 Size = tuple[int, int]  # rows of a micro-batch, and the length of a row: numbers in it
 
-_ROUNDS = 4  # of reweighting
-_PER_COLUMN = 0.003  # what another term must gain in the mean relative error
+_ROUNDS = 4  # rounds of reweighting
+_PER_COLUMN = 0.003  # price of a term, in the mean relative error
 _SURE, _PER_DOUBLING, _MOST_MISFIT = 0.01, 0.04, 0.15
 
 
 class Law:
-    """Bytes of micro-batches: k0 + k1 n + k2 m + k3 m n + k4 m n^2 for m rows of length n, all k >= 0.
+    """A model of bytes: k0 + k1 n + k2 m + k3 m n + k4 m n^2 for m rows of length n, all k >= 0.
 
     The coefficients have the least absolute relative errors over the readings, found by iteratively
     reweighted least squares (Schlossmacher 1973, "An iterative technique for absolute deviations curve
-    fitting"). Of all subsets of terms the one with the least error is taken, with a small price per term. A
-    size that has been read is predicted by its readings: the largest, or of three and more the second
-    largest, because libraries allocate some buffers only once. A size that took more than a larger one runs
-    other kernels, as a single row often does. It is left out of the fit and predicted by itself.
-
-    Example:
-        >>> law = Law()
-        >>> law.add((2, 10), 2_000)
-        >>> law.add((4, 10), 3_000)
-        >>> round(law((8, 10)), -2)
-        5000.0
+    fitting"). Of all subsets of terms take the one with the least error plus a small price per term. A size
+    that was read is predicted by its readings: the largest, or of three and more the second largest, because
+    libraries allocate some buffers only once. A size that used more than a larger one runs other kernels, as
+    a single row often does; it is left out of the fit and predicted by itself.
     """
 
     def __init__(self, readings: Iterable[tuple[Size, Sequence[float]]] = ()) -> None:
@@ -37,13 +30,13 @@ class Law:
         self._fitted: tuple[Tensor, float, dict[int, float]] | None = None
 
     def add(self, size: Size, num_bytes: float) -> None:
-        """A micro-batch of this size took so many bytes."""
+        """Add a reading: the bytes that a micro-batch of this size used."""
         self.readings.setdefault(size, []).append(max(1.0, float(num_bytes)))
         self._fitted = None
 
     @property
     def largest(self) -> int:
-        """Rows times length of the largest size that was read; 0 where nothing was."""
+        """Rows times length of the largest size that was read; 0 without readings."""
         return max((rows * length for rows, length in self.readings), default=0)
 
     @property
@@ -52,23 +45,23 @@ class Law:
         return {length for _, length in self.readings}
 
     def __call__(self, size: Size) -> float:
-        """The bytes expected of a size."""
+        """Return the bytes expected of a size."""
         if size in self.readings:
             return _typical(self.readings[size])
         rows, length = size
         least = min(m for m, _ in self.readings)
-        if rows < least:  # what does not depend on rows is not known well enough to promise less
+        if rows < least:  # the constant part is not known well enough to predict less
             return self((least, length))
         terms, _, odd = self._fit()
         if rows in odd:
             return odd[rows] * length
         expected = float(_columns([size])[0] @ terms)
         known = self.lengths
-        # The power of the length is not known yet: attention takes its square.
+        # The power of the length is not known yet: attention needs its square.
         return expected * length / max(known) if len(known) < 3 and length > max(known) else expected
 
     def bound(self, size: Size) -> float:
-        """The bytes to allow for: more, the further a size is from what was read."""
+        """Return the bytes to allow for: more, the further a size is from the readings."""
         if size in self.readings:
             return self(size) * (1 + _SURE)
         doublings = math.log2(max(1.0, size[0] * size[1] / self.largest))
@@ -76,7 +69,7 @@ class Law:
         return self(size) * (1 + _SURE + misfit + _PER_DOUBLING * doublings)
 
     def _fit(self) -> tuple[Tensor, float, dict[int, float]]:
-        """Coefficients, the relative error that nine in ten readings stay below, and bytes of odd sizes."""
+        """Return coefficients, the 90 % quantile of relative errors, and bytes per length of odd sizes."""
         if self._fitted is None:
             points = [(size, _typical(found)) for size, found in self.readings.items()]
             odd = {
@@ -100,7 +93,7 @@ def _columns(sizes: Sequence[Size]) -> Tensor:
 
 def _fitted(points: Sequence[tuple[Size, float]]) -> tuple[Tensor, float]:
     sizes, found = [size for size, _ in points], [value for _, value in points]
-    # The product is always there; the others only where the readings can tell them apart.
+    # The product is always a term; the others only if the readings can tell them apart.
     rows, lengths = len({m for m, _ in sizes}), len({n for _, n in sizes})
     usable = [3] + [0] * (rows > 1) + [4] * (lengths > 1) + [2] * (lengths > 1 and len(points) > 3)
     usable += [1] * (lengths > 2 and len(points) > 4)

@@ -1,4 +1,4 @@
-"""Cuts within a budget by readings: what micro-batches were seen to take, and how fast they were."""
+"""Cuts within a budget chosen from readings: memory and speed of earlier micro-batches."""
 
 import math
 import statistics
@@ -15,70 +15,57 @@ from anybatch.core import Batch, BatchError, Micro, SampleBatch, cut_sizes, tree
 from anybatch.core import torch_private as private
 from anybatch.engine import Reader, Task
 from anybatch.losses import WholeBatch
-from anybatch.memory import Reading
+from anybatch.memory import MemoryReading
 from anybatch.planner.law import Law, Size
 from anybatch.planner.shapes import longest
 from anybatch.planner.trace import is_one_pass
 
-FROZEN = 3  # steps after which the cut of a model that draws random numbers stays
-_EARLY = 8  # steps in which micro-batches are read or raced; later in every power of two
+FROZEN = 3  # steps after which a model that draws random numbers keeps its cut
+_EARLY = 8  # steps in which micro-batches are read or raced; later at every power of two
 _PER_SIZE = 3  # readings of one size
-_LOOKS = 3  # that may fail, as with a batch that is wrong
-_LENGTHS = 8  # that are read when they first come
-_BEYOND = 1.05  # times the largest size, from which on a larger one is read
-_GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # how much larger than what was read; less near the budget
-_PROPORTION = 0.25  # of the room, that rows may take if nothing of what was read is shared by all
-_PER_EVENT = 2_600  # bytes that a reading itself takes for each allocation
-_TOO_DEAR = 0.03  # of the room, by which a reading may go beyond it
-_PAIRS, _GAIN, _HALVINGS = 3, 0.97, 2  # of a race
+_LOOKS = 3  # looks without a reading, as with a wrong batch, before readings are given up
+_LENGTHS = 8  # lengths that are read when they first come
+_BEYOND = 1.05  # a size this factor larger than all readings is read
+_GROWTH, _NEAR, _NEAR_GROWTH = 4, 0.6, 2  # largest growth beyond the readings; less near the budget
+_PROPORTION = 0.25  # share of the room that rows may use if their bytes are proportional to rows
+_PER_EVENT = 2_600  # bytes that a reading itself uses per allocation
+_TOO_DEAR = 0.03  # share of the room by which a reading may exceed it
+_PAIRS, _GAIN, _HALVINGS = 3, 0.97, 2  # a race: comparisons, least gain, most halvings
 
 
 class Measured(Reader):
-    """The largest even cut within a budget, by a law of bytes that is read from real micro-batches.
+    """The largest even cut within a budget, by a law of bytes fitted to real micro-batches.
 
-    The readings of the few rows that are compared before the first cut start the law. In the first steps,
-    and rarely afterwards, a micro-batch is read again, so that the law improves.
-
-    With `races` half of the micro-batch is tried beside it within the same steps. It is taken if it is at
-    least 3 % faster. Settled after 8 steps. Where the forward draws random numbers nothing is raced, and the
-    cut stays as it is from the third step on.
-
-    Args:
-        num_bytes: the budget.
-        races: whether smaller micro-batches than fit may be tried for speed.
-
-    Attributes:
-        refused: why the batch must not be cut; empty where it may.
-        is_refused: whether readings cannot tell, so that the step has to be traced.
-        is_wanted: whether micro-batches of the next step are to be read or timed.
-        is_random: whether the forward was seen to draw random numbers.
-        gradients: bytes of the sums of gradients.
-        ran: rows times length of the largest micro-batch that was run.
-        events: allocations in the last reading.
-        is_exact: whether readings saw all bytes; else an allowance is added.
+    The law starts with readings of the few rows that are compared before the first cut. In the first steps,
+    and rarely afterwards, a micro-batch is read again. With `races`, half of the micro-batch is tried in the
+    same steps and taken if it is at least 3 % faster, for at most 8 steps. If the forward draws random
+    numbers, nothing is raced, and the cut stays the same from the third step on.
     """
 
     def __init__(self, num_bytes: int, *, races: bool) -> None:
         self.num_bytes = num_bytes
         self.law = Law()
-        self.whole: dict[Size, float] = {}  # bytes above what is there without gradients, of uncut batches
-        self.update = 0.0  # bytes that the update takes for a moment
-        self.gradients = self.steps = self.level = 0
-        self.is_exact = True
-        self.is_random = self.is_looking = False
+        self.whole: dict[Size, float] = {}  # bytes of uncut batches, gradients included
+        self.update = 0.0  # temporary bytes of the update
+        self.gradients = self.steps = self.level = 0  # bytes of gradient sums; halvings won by races
+        self.is_exact = True  # readings saw all bytes; otherwise an allowance is added
+        self.is_random = self.is_looking = False  # the forward draws random numbers
         self.is_settled = not races
-        self.refused = ""
-        self.is_refused = self.is_wanted = False
+        self.refused = ""  # the reason why the batch must not be cut
+        self.is_refused = False  # readings are impossible, so the step has to be traced
+        self.is_wanted = False  # micro-batches of the next step are to be read or timed
         self._looks = 0
         self._static: tuple[Task | None, int, int] = None, 0, 0
         self._ratios: list[float] = []
         self._alone: tuple[int, float] | None = None  # length, and seconds per row of an uncut step
         self._trial: tuple[int, int] | None = None  # rows that are raced in this step, and half of them
         self._times: list[tuple[Size, float]] = []
-        self._index = 0  # of the micro-batch in this step
+        self._index = 0  # index of the micro-batch in this step
         self._has_read = self._is_uncut = False
-        self.events = self.ran = self._room = 0
-        self._reading: Reading | None = None
+        self.events = 0  # allocations in the last reading
+        self.ran = 0  # rows times length of the largest micro-batch so far
+        self._room = 0
+        self._reading: MemoryReading | None = None
         self._now: Size = (0, 0)
         self._own = self._held = 0
         self._began = 0.0
@@ -87,7 +74,7 @@ class Measured(Reader):
 
     @contextmanager
     def looking(self, static: int, length: int) -> Generator[Callable[[int], bool]]:
-        """While a few rows are read; gives whether so many rows of this length fit, as far as is known."""
+        """Read a few rows inside; yield a function that tells if so many rows of this length fit."""
         self.is_looking = True
         try:
             yield (
@@ -102,27 +89,22 @@ class Measured(Reader):
             self.is_refused = not self.law.readings and self._looks >= _LOOKS
 
     def static_bytes(self, task: Task, batch: Batch) -> int:
-        """Bytes that are there throughout a step, without gradients."""
+        """Return the bytes alive throughout a step, without its gradient sums."""
         states = sum(len(one.state) for one in task.optimizers)
         if self._static[:2] != (task, states) or self.steps < FROZEN:
             self._static = task, states, _static_bytes(task)
         found = [p.grad for p in task.everyone if p.grad is not None and p.grad.layout is torch.strided]
-        # Gradients that are there are kept, and added to the step's.
+        # Existing gradients are kept and added to the step's, hence twice.
         return self._static[2] + sum(one.nbytes for one in (*getattr(batch, "leaves", ()), *found, *found))
-
-    # The choice
 
     def sizes(
         self, rows: int, length: int, static: int, *, only: int | None = None, in_window: bool = False
     ) -> tuple[int, ...]:
-        """Rows of each micro-batch of a batch; none where not even the smallest is known to fit.
+        """Return the rows of each micro-batch of a batch; empty if not even the smallest is known to fit.
 
-        Args:
-            rows: of the batch.
-            length: numbers in a row.
-            static: bytes that are there throughout, without gradients.
-            only: the one size there may be.
-            in_window: the rows stay together if they are expected to fit, however many they are.
+        `length` is the numbers in a row, `static` the bytes alive throughout without gradient sums, `only`
+        the one allowed size. In a window the rows stay together if they are expected to fit, without limit on
+        growth.
         """
         self._trial, self._index, self._has_read, self._times = None, 0, False, []
         if not self.law.readings:
@@ -158,11 +140,11 @@ class Measured(Reader):
 
     def _fits(self, size: Size, room: float) -> bool:
         if self.whole.get(size, float("inf")) <= room + self.gradients:
-            return True  # uncut, so gradients come as activations go
+            return True  # uncut: gradients are made while activations are freed
         return self.law.bound(size) <= room
 
     def _raced(self, rows: int, top: int) -> tuple[int, ...]:
-        """The largest micro-batches and halves in one step; in turn where the batch is a single one."""
+        """Race the largest micro-batch against its half: in one step, or in turn if the batch is uncut."""
         half = -(-top // 2)
         if half == top:
             return even(rows, -(-rows // top))
@@ -188,7 +170,7 @@ class Measured(Reader):
         return size not in self.law.readings and (is_longer or size[0] * size[1] > _BEYOND * self.law.largest)
 
     def finish(self, *, is_random: bool) -> None:
-        """A step is over."""
+        """End a step: judge a race, and settle after the first steps."""
         self.steps, self.is_random = self.steps + 1, self.is_random or is_random
         if self._trial is not None:
             self._judge(*self._trial)
@@ -213,29 +195,26 @@ class Measured(Reader):
             self._sizes.clear()
 
     def _seconds_per_row(self, rows: int) -> float | None:
-        times = self._times[1:] if len(self._times) > 2 else self._times  # the first one makes the gradients
+        times = self._times[1:] if len(self._times) > 2 else self._times  # the first makes the gradients
         return min([seconds / size[0] for size, seconds in times if size[0] == rows], default=None)
 
-    # The readings
-
     def begin(self, micro: Micro, held: int) -> None:
-        """Begin to read, or to take the time."""
+        """Start a reading, or a timing."""
         leaves = _leaves(micro.rows)
         self._now = len(micro.indices), _length(leaves)
         self.gradients, self._held = max(self.gradients, held), held
         self._own = sum(one.nbytes for one in leaves if one.untyped_storage().nbytes() == one.nbytes)
         if self._wants_reading(held):
-            self._reading = Reading.begin(self.devices)
+            self._reading = MemoryReading.begin(self.devices)
         self._began = perf_counter()
 
     def _wants_reading(self, held: int) -> bool:
         if self.is_looking:
             return held > 0 and len(self.law.readings.get(self._now, ())) < 2
-        # A reading takes memory, too.
         is_dear = self.law.bound(self._now) + self.events * _PER_EVENT > (1 + _TOO_DEAR) * self._room
         if self._has_read or is_dear:
             return False
-        if not held:  # a batch that goes through uncut; of others the first one has no gradients yet
+        if not held:  # an uncut batch, or the first micro-batch, which has no gradient sums yet
             return self._is_uncut and self._now not in self.whole
         if self._is_new(self._now):
             return True
@@ -244,12 +223,12 @@ class Measured(Reader):
         )
 
     def forward_done(self) -> None:
-        """The graph is there."""
+        """Mark the end of the forward: the graph is complete."""
         if self._reading is not None:
             self._reading.mark()
 
     def done(self) -> None:
-        """Add what was read to the law."""
+        """Add the reading to the law."""
         reading, self._reading = self._reading, None
         seconds = perf_counter() - self._began
         self._index += 1
@@ -273,42 +252,40 @@ class Measured(Reader):
         self._sizes.clear()
 
     def begin_update(self) -> None:
-        """State that the first update makes is no passing memory."""
+        """Read the update, except the first, which makes optimizer state."""
         if 0 < self.steps <= 2 and not self._is_frozen:
-            self._reading = Reading.begin(self.devices)
+            self._reading = MemoryReading.begin(self.devices)
 
     def update_done(self) -> None:
-        """Keep what the update takes for a moment."""
+        """Keep the temporary bytes of the update."""
         if self._reading is not None:
             found, self._reading = self._reading.end(), None
             self.update = max(self.update, found[0] if found else 0)
             self._sizes.clear()
 
     def close(self) -> None:
-        """Drop a reading that has begun."""
+        """Drop an open reading."""
         if self._reading is not None:
             self._reading.close()
             self._reading = None
 
     @property
     def note(self) -> str:
-        """What the cut is based on, for a report."""
+        """The basis of the cut, for a report."""
         count = sum(map(len, self.law.readings.values())) + len(self.whole)
         allowed = "" if self.is_exact else ", with an allowance for what readings cannot see here"
         faster = f"; 1/{2**self.level} of what fits was faster" if self.level else ""
         return f"cut by memory that was read in {count} runs of micro-batches{allowed}{faster}"
 
-    # Checkpoints
-
     def state(self) -> dict[str, Any]:
-        """What was read and settled, as JSON can hold it."""
+        """Return readings and settings as JSON values."""
         return {
             "readings": [[*size, found] for size, found in self.law.readings.items()],
             "whole": [[*size, found] for size, found in self.whole.items()],
         } | {name: getattr(self, name) for name in _PLAIN}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` gave."""
+        """Load the output of `state`."""
         self.law = Law(((rows, length), found) for rows, length, found in state["readings"])
         self.whole = {(rows, length): found for rows, length, found in state["whole"]}
         for name in _PLAIN:
@@ -331,12 +308,7 @@ _PLAIN = (
 
 
 def even(rows: int, parts: int) -> tuple[int, ...]:
-    """Sizes of so many parts that differ by one row at most, the larger first.
-
-    Example:
-        >>> even(10, 4)
-        (3, 3, 2, 2)
-    """
+    """Return the sizes of so many parts that differ by at most one row, the larger first."""
     size, more = divmod(rows, min(rows, parts))
     return (size + 1,) * more + (size,) * (min(rows, parts) - more)
 
@@ -346,8 +318,7 @@ def _largest_first(rows: int) -> list[int]:
 
 
 def _leaves(rows: Any) -> Sequence[Tensor]:
-    """The tensors of some rows; none where `collate` returns what is no nest of tensors."""
-    try:
+    try:  # `collate` may return other objects
         return tree.flatten(rows).leaves
     except BatchError:
         return ()
@@ -358,7 +329,7 @@ def _length(leaves: Sequence[Tensor]) -> int:
 
 
 def length_of(batch: Batch) -> int:
-    """Numbers in one row of a batch; of samples, in one of the longest."""
+    """Return the numbers in one row of a batch; for samples, in the longest row."""
     if isinstance(batch, SampleBatch):
         with suppress(BatchError):
             return max(1, sum(math.prod(sizes) for _, sizes in longest(batch)))
@@ -366,14 +337,13 @@ def length_of(batch: Batch) -> int:
 
 
 def may_be_read(task: Task) -> bool:
-    """Return True if readings of micro-batches tell what a step takes; sums of sparse gradients grow."""
+    """Return True if readings of micro-batches suffice to predict the memory of a step."""
     unread = any(isinstance(one, LazyModuleMixin) or getattr(one, "sparse", False) for one in task.modules)
     is_read = isinstance(task.loss, WholeBatch) or is_one_pass(task.loss, task.model)
     return is_read and not unread and len(task.devices) == 1
 
 
 def _static_bytes(task: Task) -> int:
-    """Parameters, buffers and optimizers' state on the device of the model: each storage once."""
     held: list[Any] = [*task.everyone, *task.masters.tensors]
     for module in task.modules:
         held += [*private.buffers_of(module).values()]

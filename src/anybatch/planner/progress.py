@@ -1,4 +1,4 @@
-"""What planning is doing, on standard error, where it takes long."""
+"""The progress of a long planning, on standard error."""
 
 import sys
 import time
@@ -11,19 +11,15 @@ _SILENT_S = 2.0
 _EVERY_S = 1.0
 
 
-class Progress:
-    """Tells of one planning: nothing in its first two seconds, then a line a second at most.
-
-    Args:
-        clock: seconds, from any start.
-    """
+class PlanningProgress:
+    """The progress of one planning: silent for two seconds, then at most one line a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began, self._next_s = clock(), _SILENT_S
 
     def tell(self, plan: Plan, traced: int) -> None:
-        """Before a plan is traced, with the number of those that have been."""
+        """Print a line, if due, before a plan is traced; `traced` plans are done."""
         passed = self._clock() - self._began
         if passed >= self._next_s:
             self._next_s = passed + _EVERY_S

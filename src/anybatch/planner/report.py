@@ -1,4 +1,4 @@
-"""What planning answers: the plan, its bytes and seconds, the next best ones; or why nothing fits."""
+"""The result of planning: a plan, its bytes and seconds and the next best ones; or an error."""
 
 import json
 from collections.abc import Sequence
@@ -25,13 +25,13 @@ from anybatch.recompute import find_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One plan, and what it costs."""
+    """One plan and its costs."""
 
-    plan: Plan  # what would be carried out
+    plan: Plan
     peak: int  # the most bytes alive at any moment
-    seconds: float  # of one update
-    source: str  # where the bytes are from: "composed" of other steps, or "predicted"
-    ledger: Ledger | None = None  # where the bytes go, if this very plan was looked at
+    seconds: float  # seconds of one update
+    source: str  # source of the bytes: "composed" from other steps, or "predicted" by a trace
+    ledger: Ledger | None = None  # the bytes by owner, if this plan was traced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +39,13 @@ class PlanReport:
     """The fastest plan within the budget.
 
     Attributes:
-        plan: what will be carried out.
-        ledger: its bytes by owner and moment, as predicted for this very plan.
-        seconds: of one update, estimated from the device's figures.
-        budget: in bytes; None where none was given.
-        device: what was planned for.
+        plan: the plan of the step.
+        ledger: bytes by owner and moment, predicted for this plan.
+        seconds: seconds of one update, estimated from the device's figures.
+        budget: the budget in bytes; None if none was given.
+        device: the device that was planned for.
         options: the next best plans, fastest first.
-        notes: what the reader should know.
+        notes: remarks for the reader.
 
     Example:
         >>> import torch
@@ -80,7 +80,11 @@ class PlanReport:
         return self.ledger.peak
 
     def to_json(self) -> str:
-        """The report as one JSON object; `Plan.from_json` and `Ledger.from_json` read its parts."""
+        """Return the report as one JSON object.
+
+        Returns:
+            A JSON text; `Plan.from_json` and `Ledger.from_json` read its parts.
+        """
         names = ("peak", "seconds", "budget", "device")
         values: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
@@ -98,11 +102,10 @@ class PlanReport:
         return "\n\n".join("\n".join(map(_line, section)) for section in self._sections())
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
         return html_table([row for section in self._sections() for row in section])
 
     def _sections(self) -> list[list[tuple[str, str]]]:
-        """What text and table show: names, and what is to be said of each."""
+        """Return the rows shared by the text and HTML representations."""
         budget = "" if self.budget is None else f" of {format_bytes(self.budget)}"
         peak = f"{format_bytes(self.peak)}{budget} on {self.device}, {self.ledger.source}"
         lines = [line.partition(" ") for line in str(self.plan).splitlines()]
@@ -140,12 +143,12 @@ def _table(options: Sequence[Option]) -> list[str]:
     return lines
 
 
-_LITTLE = 0.01  # of the peak: what frees less is not worth a choice that changes the result
+_LITTLE = 0.01  # share of the peak; advice that frees less is left out
 _LONGEST = 300  # characters of the message
 
 
 def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_refused: str) -> BudgetError:
-    """The error that says why nothing fits, and names as many of the largest holders as there is room for."""
+    """Return the error that nothing fits; it names as many of the largest holders as there is room for."""
     near = "" if least.source == "predicted" else "about "
     told = (
         f"Expected a plan within {format_bytes(budget)}, got none. The smallest budget for "
@@ -167,7 +170,7 @@ def refusal(least: Option, budget: int, batch_norms: Sequence[BatchNorm], cut_re
 def _ways_out(
     ledger: Ledger | None, batch_norms: Sequence[BatchNorm], cut_refused: str, precision: Precision
 ) -> list[str]:
-    """What would free bytes but changes the result, and so is the caller's to choose."""
+    """Return changes that free bytes but change the result, so that they are the caller's choice."""
     held, little = (ledger.at_peak, _LITTLE * ledger.peak) if ledger else ({}, 0.0)
     ways: list[str] = []
     if cut_refused:
@@ -184,13 +187,13 @@ def _ways_out(
 
 
 def single_rows(task: Task, batch: Batch, settings: Plan) -> Ledger | None:
-    """Where the bytes of a step of single rows go, every block rebuilt; None where nobody knows."""
+    """Predict the bytes of a step of single rows, all blocks recomputed; None if it cannot be traced."""
     every = tuple((name, "recompute") for name in find_blocks(task.model))
     plan = replace(settings, rows=batch.rows, micro_batch=1, cut=(), blocks=settings.blocks or every)
     try:
         return trace(plan, task, batch).ledger
     except Exception as error:
-        # It is asked for where memory is short, so it may run out here, too.
+        # Memory may run out here, too.
         if isinstance(error, PlanError) or ran_out_of_memory(error):
             return None
         raise

@@ -1,4 +1,4 @@
-"""The fastest Plan within a budget of bytes, or why there is none."""
+"""The search for the fastest plan within a budget."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,33 +9,26 @@ from anybatch.planner.cost import KEEP, Costs
 from anybatch.planner.report import Option, PlanReport, refusal
 
 SHOWN = 6  # options in a report
-EVEN = 1.1  # times the fastest estimate: what no estimate tells apart
-SUMS = 1.5  # times the bytes of an uncut step: what sums beside its gradients add at most
-TRIES = 3  # traces of plans that were composed to fit, before another size is taken
-TRACED = 3  # sizes that are traced by themselves, where each has to be
-OFF = 0.005  # of the bytes: what a line in the rows may be wrong by before it is given up
+EVEN = 1.1  # estimates within this factor of the fastest count as equal
+SUMS = 1.5  # upper bound on the memory added by separate gradient sums, relative to an uncut step
+TRIES = 3  # traces of plans composed to fit, before another size is taken
+TRACED = 3  # sizes traced by themselves if nothing can be composed
+OFF = 0.005  # relative error at which the composition, linear in rows, is given up
 RERUN = ("selective", "recompute")
 
 
 def choose(request: Request) -> PlanReport:
-    """Answer a request.
-
-    At every size of the micro-batch, blocks free bytes where that costs the fewest seconds per byte. The
-    plan that is chosen is traced as it is, and the next one taken if it is over the budget.
-    """
+    """Return the fastest plan of a request, verified by a trace; raise BudgetError if none fits."""
     return _Search(without_single_rows(request) if request.depends_on_cut else request).best()
 
 
 class _Search:
-    """Finds the options of one request, sorts them and traces the best."""
-
     def __init__(self, request: Request) -> None:
         self._request = request
         self._candidates = Candidates(request)
         self._limit = 2**62 if request.budget is None else request.budget
 
     def best(self) -> PlanReport:
-        """The fastest that fits, made sure of."""
         options = self._options()
         for index, option in enumerate(options):
             verified = self._verified(option)
@@ -43,9 +36,9 @@ class _Search:
             composed = option.source == "composed"
             is_plain = not option.plan.blocks and option.plan.is_cut
             if composed and is_plain and abs(verified.peak - option.peak) > OFF * verified.peak:
-                self._candidates.is_composed = False  # bytes are no straight line in the rows
+                self._candidates.is_composed = False  # bytes are not linear in the rows
                 return self.best()
-            # Perhaps more has to be rebuilt; or less, where it was composed too high.
+            # More may have to be recomputed; or less, if the composition was too high.
             is_loose = self._request.blocks and option.plan.blocks and verified.peak < option.peak
             if composed and (verified.peak > self._limit or is_loose):
                 verified = self._fitted(verified) or verified
@@ -57,15 +50,14 @@ class _Search:
         raise refusal(least, self._limit, self._request.task.batch_norms, self._request.cut_refused)
 
     def _options(self) -> list[Option]:
-        """Plans that should fit, fastest first."""
         candidates = self._candidates
         found = self._composed_options() if candidates.is_composed else []
-        for policies in (("offload",), RERUN):  # moving is the cheaper to record, and to carry out
+        for policies in (("offload",), RERUN):  # offload is cheaper to record, and to run
             left = [one for one in policies if one in candidates.unrecorded]
             if not (candidates.is_composed and left):
                 continue
             least = min(candidates.costs(size).kept_s for size in self._request.all_sizes)
-            if not any(one.seconds <= EVEN * least for one in found):  # else no policy is faster by far
+            if not any(one.seconds <= EVEN * least for one in found):  # otherwise no policy is much faster
                 candidates.add_policies(left)
                 found = self._composed_options() if candidates.is_composed else []
         if not candidates.is_composed:
@@ -76,7 +68,7 @@ class _Search:
         found: list[Option] = []
         for size in self._request.all_sizes:
             wrong = 0
-            # Whose loss has another form, or which an `add` need not cut; and which is likeliest.
+            # The uncut batch, or one `add`: its loss may have another form, and it is the likeliest.
             if size == self._request.largest:
                 whole = self._option(self._candidates.costs(size), size, {})
                 if whole.peak <= SUMS * self._limit:
@@ -105,10 +97,10 @@ class _Search:
         return Option(plan=plan, peak=costs.peak(choice), seconds=costs.seconds(choice), source="composed")
 
     def _traced_options(self) -> list[Option]:
-        """The largest sizes that fit, each traced by itself, all blocks under one policy."""
+        """Return the largest sizes that fit, each traced by itself, all blocks under one policy."""
         sizes = self._request.all_sizes
         for policy in (KEEP, *reversed(self._request.policies)):
-            # More rows take more bytes: halving the list finds the border. Uncut is a case of its own.
+            # More rows use more bytes: bisect. The uncut batch is tried separately.
             low, high = 1, len(sizes)
             while low < high:
                 middle = (low + high) // 2
@@ -131,15 +123,14 @@ class _Search:
         return option
 
     def _verified(self, option: Option) -> Option:
-        """The same option with the bytes of a trace of exactly this plan."""
         found = self._candidates.trace(option.plan)
         seconds = option.seconds or self._candidates.seconds(found)
         return replace(option, peak=found.peak, seconds=seconds, source="predicted", ledger=found.ledger)
 
     def _fitted(self, found: Option) -> Option | None:
-        """The fastest at the same size that fits, the budget moved by what the composition is off by."""
+        """Return the fastest option of the same size that fits, corrected by the error of the composition."""
         size, foreach = found.plan.micro_batch, found.plan.foreach
-        choice = dict(found.plan.blocks) if self._request.blocks else {}  # else all recordings have them
+        choice = dict(found.plan.blocks) if self._request.blocks else {}  # otherwise in all recordings
         wrong = found.peak - self._candidates.costs(size, foreach).peak(choice)
         tried = {found.plan}
         for _ in range(TRIES):
@@ -154,15 +145,14 @@ class _Search:
         return None
 
     def _least(self) -> Option:
-        """What takes fewest bytes."""
         self._candidates.add_policies(self._candidates.unrecorded)
         sizes = self._request.all_sizes[::-1]
         tried = [self._least_at(sizes[0])]
-        for size in sizes[1:]:  # each micro-batch leaves a few bytes, so a row at a time may take more
+        for size in sizes[1:]:  # each micro-batch leaves a few bytes, so single rows may use more
             tried.append(self._least_at(size))
             if tried[-1].peak >= tried[-2].peak:
                 break
-        # Uncut there are no sums beside the gradients, which is seldom what decides.
+        # An uncut batch has no separate gradient sums, which rarely decides.
         tried.append(self._least_at(sizes[-1], most=SUMS * tried[0].peak))
         fitting = [option for option in tried if option.peak <= self._limit]
         return min(fitting or tried, key=lambda option: option.seconds if fitting else option.peak)
@@ -190,12 +180,10 @@ class _Search:
 
 
 def _ordered(options: list[Option], kind: str) -> list[Option]:
-    """Fastest first. On the host, of those that no estimate can tell apart, the smallest first.
-
-    What is too large for the allocator to keep there comes in fresh pages each time.
-    """
+    """Sort fastest first; on the host, options equally fast by estimate smallest first."""
     found = sorted(options, key=lambda option: (option.seconds, -option.plan.micro_batch))
     if kind != "cpu" or not found:
         return found
+    # Allocations too large for the host's allocator to keep come in fresh pages each time.
     even = [one for one in found if one.seconds <= EVEN * found[0].seconds]
     return sorted(even, key=lambda option: option.peak) + [one for one in found if one not in even]

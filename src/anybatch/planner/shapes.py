@@ -1,23 +1,23 @@
-"""Shapes of rows: what one looks like, and the longest of many."""
+"""Shapes of rows, and the longest of many."""
 
 from anybatch.core import BatchError, SampleBatch, tree
 from anybatch.state import rng
 
-Shape = tuple[tuple[str, tuple[int, ...]], ...]  # of one row: dtype and sizes of each leaf
+Shape = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and sizes of each leaf of a row
 
-COLLATED_AT_ONCE = 8  # rows, when only their shapes are wanted
+COLLATED_AT_ONCE = 8  # rows collated together if only shapes are needed
 
 
 def row_shape(value: object) -> Shape:
-    """What a row of these nested tensors looks like."""
+    """Return dtype and sizes of each leaf of one row."""
     return tuple([(str(leaf.dtype), tuple(leaf.shape[1:])) for leaf in tree.flatten(value).leaves])
 
 
 def longest(batch: SampleBatch) -> Shape:
-    """The largest size of each axis over all samples, collated a few at a time and dropped at once."""
+    """Return the largest size of each axis over all samples, collated a few at a time."""
     random = rng.capture_process()
     try:
-        shapes = [*map(row_shape, batch.cut(COLLATED_AT_ONCE))]  # which drops each before the next is made
+        shapes = [*map(row_shape, batch.cut(COLLATED_AT_ONCE))]  # each is freed before the next is made
     finally:
         rng.restore_process(random)
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""Runs a step on fake tensors: every byte of it, and no memory."""
+"""A step run on fake tensors: all of its bytes, without memory."""
 
 import threading
 from collections.abc import Iterable, Sequence, Set
@@ -36,7 +36,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 
 def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
-    """Rows of the micro-batches that are run: of many alike the first, one between and the last."""
+    """Return the rows of the micro-batches to run: of many alike the first, a middle one and the last."""
     needed = 4 if plan.compensated else 3
     if plan.cut or plan.micro_batches <= needed or not is_one_pass(loss, model):
         return plan.sizes
@@ -44,19 +44,19 @@ def run_sizes(plan: Plan, loss: Loss, model: nn.Module) -> tuple[int, ...]:
 
 
 def is_one_pass(loss: Loss, model: nn.Module) -> bool:
-    """Whether nothing but a few bytes is held of every micro-batch."""
-    if isinstance(loss, ModelTerms):  # a router's scores are held of all rows
+    """Return True if a finished micro-batch keeps almost no memory (no first pass)."""
+    if isinstance(loss, ModelTerms):  # a router loss keeps scores of all rows
         return not (homes(model) and wants_router_loss(model))
     return isinstance(loss, SummedLoss | Terms)
 
 
 def is_linear_in_rows(loss: Loss, model: nn.Module) -> bool:
-    """Whether bytes are a straight line in rows: not where rows meet in the loss, nor in recurrent layers."""
+    """Return True if bytes are linear in rows: rows do not meet in the loss, no recurrent layers."""
     return is_one_pass(loss, model) and not any(isinstance(one, nn.RNNBase) for one in model.modules())
 
 
 def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch, list[Tensor]]:
-    """A batch of fakes, and its leaves as far as they are there from the start."""
+    """Return a batch of fakes, and its leaves that exist from the start."""
     if batch.whole is None:
         return _collated(batch, traced), []
     nest = tree.flatten(batch.whole)
@@ -65,15 +65,15 @@ def fake_batch(batch: Batch, rows: int, traced: int, loss: Loss) -> tuple[Batch,
     full = TensorBatch(nest.build(iter(leaves)))
     if traced == rows:
         return full, leaves
-    # Torch's losses count their weights on the whole batch; what others count must be of the rows that run.
+    # Losses of torch take weights from the whole batch; others must count only the rows that run.
     return _Head(full, traced) if isinstance(loss, SummedLoss) else full.only(range(traced)), leaves
 
 
 def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
-    """A fake like a leaf of the batch, with another number of rows in storage that lies row after row."""
+    """Return a fake like a leaf of the batch, with another number of rows, stored row after row."""
     step, *inner = leaf.stride()
     storage, host = leaf.untyped_storage(), "cpu" if leaf.is_meta else leaf.device
-    if step < max(inner, default=1):  # rows are not what lies furthest apart
+    if step < max(inner, default=1):  # the axis of rows is not the outermost in memory
         fake = torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device=host)
     else:
         base = bases.get(id(storage))
@@ -85,7 +85,7 @@ def _of_rows(leaf: Tensor, rows: int, bases: dict[int, Tensor]) -> Tensor:
 
 
 class _Head(TensorBatch):
-    """The first rows of a batch, which is there as a whole all the same."""
+    """The first rows of a batch; `whole` is still the whole batch."""
 
     __slots__ = ()
 
@@ -95,7 +95,7 @@ class _Head(TensorBatch):
 
 
 def _collated(batch: Batch, rows: int) -> Batch:
-    """Samples whose micro-batches are made one by one, as `collate` makes them, but of fakes."""
+    """Return samples whose micro-batches are collated one by one, into fakes."""
     head = batch.only(range(min(batch.rows, rows)))
     nest = tree.flatten(next(head.cut(head.rows)))
 
@@ -109,20 +109,19 @@ def _collated(batch: Batch, rows: int) -> Batch:
     return SampleBatch([batch.given[row % batch.rows] for row in range(rows)], collate)
 
 
-_LATE = 1000.0  # steps made
-CUDA_GRANULE = 512  # bytes that CUDA's caching allocator rounds every size up to
+_LATE = 1000.0  # the step count set by `advance`
+CUDA_GRANULE = 512  # bytes; CUDA's caching allocator rounds sizes up to multiples of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """All bytes of one step, event by event."""
+    """The bytes of one step, event by event."""
 
-    plan: Plan  # what was carried out
-    recording: Recording  # what the meter saw
-    device: str  # what the bytes are for
-    granule: int  # what the device's allocator rounds sizes up to, in bytes
-    # parameters of the optimizers that got no gradient, and so have no state
-    idle: frozenset[nn.Parameter] = frozenset()
+    plan: Plan
+    recording: Recording
+    device: str
+    granule: int  # bytes; the device's allocator rounds sizes up to multiples of it
+    idle: frozenset[nn.Parameter] = frozenset()  # parameters without gradient, so without state
 
     @property
     def marks(self) -> tuple[Mark, ...]:
@@ -148,26 +147,27 @@ def trace(
     device: torch.device | str | None = None,
     idle: Set[nn.Parameter] = frozenset(),
 ) -> Trace:
-    """Run one step on fake tensors, with the optimizer's state as it is from the second step on.
+    """Run one step on fake tensors, with the optimizer's state of the second step; restore everything.
 
     Of many micro-batches of one size only the first, one in the middle and the last are run, if each calls
-    the model as often. All is as before afterwards. A branch on values goes one way: see `FakeMode`.
-
-    A device that is not there is approximated: sizes are rounded up as its allocator does, optimizers update
-    all parameters at once (foreach) where they would there, and the kernels are the CPU's.
+    the model as often. A device of another machine is approximated: sizes are rounded up as its allocator
+    does, optimizers update all parameters at once (foreach) as they would there, and the kernels are the
+    CPU's.
 
     Raises:
-        TraceError: it cannot be run without values, for instance because shapes depend on them.
+        TraceError: the step needs values, for instance because shapes depend on them.
         PlanError: there are sparse gradients.
     """
     target = device_of(task, device)
     sizes = run_sizes(plan, task.loss, task.model)
     reduced = replace(plan, rows=sum(sizes)) if len(sizes) < plan.micro_batches else plan
     parameters = [*task.parameters, *task.others]
+    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
+    roots = [task.model, task.loss, *task.modules, *task.optimizers, *collate]
     with (
-        _ONE_AT_A_TIME,  # what is left of a trace is taken from whatever holds it, in all threads
-        private.disable_current_modes(),  # a meter around this sees nothing of it
-        undisturbed(parameters, roots_of(task, batch)) as snapshot,
+        _ONE_AT_A_TIME,  # `drop_left_fakes` acts on all threads
+        private.disable_current_modes(),  # hides the trace from a meter around it
+        undisturbed(parameters, roots) as snapshot,
         dense_only(parameters),
     ):
         modules = list(dict.fromkeys((*task.modules, *snapshot.modules)))
@@ -175,11 +175,11 @@ def trace(
         known = task.effects.buffers
         recording, found, wrongly = run(reduced, idle=idle)
         if reduced is not plan and (not recording.forwards or recording.forwards % len(sizes)):
-            reduced = plan  # none of them stands for others
+            reduced = plan  # micro-batches differ
             snapshot.put_back()
             recording, found, wrongly = run(plan, idle=idle)
         if wrongly or task.effects.buffers != known:
-            snapshot.put_back()  # what the first run has kept would count in the second
+            snapshot.put_back()  # tensors kept by the first run would count in the second
             recording, found, _ = run(reduced, idle=found)
         snapshot.put_back()
         drop_left_fakes()
@@ -204,10 +204,7 @@ def run_on_fakes(
     modules: Sequence[nn.Module],
     idle: Set[nn.Parameter],
 ) -> tuple[Recording, frozenset[nn.Parameter], bool]:
-    """What was seen, who got no gradient, and whether state was made for any of those.
-
-    `rows` is the logical batch's, the plan has those that are run; `idle` parameters have no state.
-    """
+    """Return (recording, parameters without gradient, True if optimizer state was made for one of them)."""
     mode = FakeMode()
     with replaced_by_fakes(mode, modules, task.optimizers) as fakes:
         fake = faked(task, fakes)
@@ -215,7 +212,7 @@ def run_on_fakes(
         own = [one for slots in task.state.buffers for one in slots.values() if one is not None]
         buffers = [(one, fakes.of(one), private.version(fakes.of(one))) for one in own if not is_lazy(one)]
         lacks = {fakes.of(parameter) for parameter in idle}
-        del fakes  # and with it what a forward may replace
+        del fakes  # frees tensors that a forward may replace
         updated: set[Tensor] = set()
         with mode.explained(), mode:
             logical, leaves = fake_batch(batch, rows, plan.rows, task.loss)
@@ -235,7 +232,7 @@ def run_on_fakes(
             for one in task.optimizers:
                 one.register_step_pre_hook(partial(_note_updated, updated))
             with meter:
-                # A window notes the state once more, when it is opened.
+                # Opening a window takes another snapshot.
                 opened = snapshot(fake, logical) if task.add_rows else None
                 carry_out(plan, fake, logical)
                 del opened
@@ -256,37 +253,26 @@ def _note_updated(updated: set[Tensor], optimizer: Optimizer, args: object, kwar
     updated.update(p for p in owned([optimizer]) if p.grad is not None)
 
 
-def roots_of(task: Task, batch: Batch) -> list[object]:
-    """All from where a step may reach something."""
-    collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
-    return [task.model, task.loss, *task.modules, *task.optimizers, *collate]
-
-
 def device_of(task: Task, device: torch.device | str | None) -> torch.device:
-    """The device asked for; the model's where none is."""
+    """Return the device asked for; the model's if None."""
     if device is not None:
         return torch.device(device)
     return next((one for one in task.devices if one.type != "meta"), torch.device("cpu"))
 
 
-def _known(task: Task, buffers: Iterable[Tensor], parameters: Iterable[Tensor]) -> Effects:
-    """A step that looks, and knows already what forwards change."""
-    effects = Effects()
-    effects.changes(buffers)
-    effects.writes(parameters)
-    effects.begin(task.modules)
-    return effects
-
-
 def faked(task: Task, fakes: Fakes) -> Task:
-    """The same task on fake tensors; nobody listens to it."""
+    """Return the task on fake tensors, without observers."""
 
     def of(parameters: Iterable[Tensor]) -> list[Any]:
         return [fakes.of(parameter) for parameter in parameters]
 
+    effects = Effects()  # with the changes known so far
+    effects.changes(of(task.effects.buffers))
+    effects.writes(of(task.effects.parameters))
+    effects.begin(task.modules)
     return replace(
         task.aside(observers=()),
-        effects=_known(task, of(task.effects.buffers), of(task.effects.parameters)),
+        effects=effects,
         loss=fakes.within(task.loss),
         parameters=of(task.parameters),
         others=of(task.others),
@@ -295,13 +281,12 @@ def faked(task: Task, fakes: Fakes) -> Task:
 
 
 def loss_module_of(task: Task) -> nn.Module:
-    """The modules of the loss that the model does not hold."""
+    """Return the modules of the loss that are not part of the model."""
     own = set(task.model.modules())
     return nn.ModuleList([module for module in task.modules if module not in own])
 
 
 def _set_foreach(task: Task, device: torch.device) -> None:
-    """On CUDA optimizers choose foreach by themselves, which they do not for tensors that are elsewhere."""
     for optimizer in task.optimizers if device.type == "cuda" else ():
         for group in optimizer.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
@@ -309,7 +294,7 @@ def _set_foreach(task: Task, device: torch.device) -> None:
 
 
 def advance(task: Task) -> None:
-    """As after many steps: some optimizers, such as RAdam, take less memory in their first ones."""
+    """Set step counts to a late step: some optimizers, such as RAdam, use less memory in early ones."""
     for optimizer in task.optimizers:
         for slots in optimizer.state.values():
             step = slots.get("step")
@@ -324,7 +309,7 @@ def _takes_sparse(optimizer: Optimizer) -> bool:
 
 
 def make_state(task: Task, idle: Set[Tensor]) -> set[Tensor]:
-    """What the first update of each optimizer makes, if it was not made yet; for whom it was made."""
+    """Make the state of the first update, if it is missing; return the parameters it was made for."""
     made: set[Tensor] = set()
     for optimizer in task.optimizers:
         trained = [p for p in owned([optimizer]) if p.requires_grad and p not in idle]

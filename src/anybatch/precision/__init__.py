@@ -1,4 +1,4 @@
-"""Precisions: dtypes, the loss scale, float32 weights behind short ones, casts."""
+"""Precisions: dtypes, the loss scale, float32 master weights, casts."""
 
 from anybatch.precision.apply import Working, at_work
 from anybatch.precision.loss_scale import FIRST_SCALE, LossScale

@@ -1,4 +1,4 @@
-"""A model whose weights are stored short: cast where values enter and leave, parts of it left in float32."""
+"""A precision applied to a model and its optimizers: 16-bit weights, casts, float32 parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from anybatch.batchnorm import BatchNorm
 from anybatch.core import SHORT_DTYPES, PlanError
 from anybatch.core import torch_private as private
-from anybatch.precision.casting import Around, Outside, Within, cast_of, lengthened
+from anybatch.precision.casting import AutocastOff, Inner, Outer, cast_of, lengthened
 from anybatch.precision.loss_scale import LossScale
 from anybatch.precision.master_weights import Masters, lengthen, lengthen_states
 from anybatch.precision.policy import Precision, find_precision
@@ -20,7 +20,7 @@ from anybatch.precision.policy import Precision, find_precision
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Working:
-    """A precision at work on a model: the float32 weights behind short ones, and the loss scale."""
+    """A precision at work on a model: the float32 master weights, and the loss scale."""
 
     precision: Precision
     masters: Masters
@@ -28,10 +28,7 @@ class Working:
 
 
 def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[Optimizer]) -> Working:
-    """Bring a model into a precision, see `lower`, and optimizers with it.
-
-    Their 16-bit state of weights that they will update in float32 becomes float32, now and when it is loaded.
-    """
+    """Apply a precision to a model, see `lower`; convert 16-bit state of its optimizers to float32."""
     chosen, known = find_precision(precision), list(optimizers)
     trained = [p for one in known for g in one.param_groups for p in g["params"]]
     short = {parameter for parameter in trained if parameter.dtype in SHORT_DTYPES}
@@ -44,28 +41,13 @@ def at_work(model: nn.Module, precision: str | Precision, optimizers: Iterable[O
 
 
 def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter]) -> Masters:
-    """Bring a model into a precision, in place.
+    """Apply a precision to a model, in place, and return the master weights of the `trained` parameters.
 
-    Weights and buffers are stored short, except in parts that stay in float32. The model still takes and
-    gives what it did before, for every caller: its `forward` casts what enters to the short dtype and what
-    leaves to float32. Under autocast only the `forward` of parts that stay in float32 is changed.
-
-    The model may be part of another that was lowered, or hold one. The last call decides. Only the outermost
-    model that runs in a thread casts (after `outer.compile()` the inner ones do, too; `torch.compile(outer)`
-    is safe).
-
-    Args:
-        model: changed in place.
-        precision: what is asked for.
-        trained: parameters of the optimizers, whose float32 weights are kept.
-
-    Returns:
-        The float32 weights behind those that are stored short.
-
-    Raises:
-        PlanError: a pattern that no module matches, a weight shared by parts of two precisions, weights
-            without a shape that are to be stored short, or weights that an earlier call has stored short
-            where this one stores none; nothing is changed.
+    Weights and buffers are stored in 16 bits, except in float32 parts. Inputs and outputs of the model keep
+    their dtypes: its `forward` casts inputs to the 16-bit dtype and outputs to float32. Under autocast only
+    the `forward` of float32 parts is wrapped. The model may be part of another lowered model, or contain one;
+    the last call decides. Only the outermost model that runs in a thread casts (after `outer.compile()` the
+    inner ones do, too; `torch.compile(outer)` is safe). A PlanError leaves the model unchanged.
     """
     dtype = precision.storage
     masters = Masters(is_needed=dtype is not None)
@@ -81,12 +63,12 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
     called = dict.fromkeys(one for module in kept for one in _called(module))
     if dtype is None:
         for module in called:
-            if not isinstance(module, BatchNorm):  # autocast knows it
-                Outside(module).put_on()
+            if not isinstance(module, BatchNorm):  # autocast handles it
+                AutocastOff(module).put_on()
         return masters
     for module in model.modules():
         cast = cast_of(module)
-        if module not in called and isinstance(cast, Within):
+        if module not in called and isinstance(cast, Inner):
             cast.take_off()
     for module in inside:
         for parameter in module.parameters(recurse=False):
@@ -98,14 +80,13 @@ def lower(model: nn.Module, precision: Precision, trained: Iterable[nn.Parameter
         like = _first(model, dtype)
         if like is not None:
             for module in called:
-                Within(module, like).put_on()
+                Inner(module, like).put_on()
     return masters
 
 
 def _store(
     model: nn.Module, short: list[nn.Module], dtype: torch.dtype, masters: Masters, trained: set[nn.Parameter]
 ) -> None:
-    """Store the weights and buffers of some modules short, and cast where the model begins."""
     for parameter in dict.fromkeys(p for module in short for p in module.parameters(recurse=False)):
         if parameter in trained and parameter.is_floating_point():
             masters.shorten(parameter, dtype)
@@ -117,10 +98,10 @@ def _store(
                 private.buffers_of(module)[name] = buffer.to(dtype)
         if isinstance(module, nn.RNNBase):
             module.flatten_parameters()
-        if module is model or isinstance(cast_of(module), Around):
+        if module is model or isinstance(cast_of(module), Outer):
             like = _first(module, dtype)
             if like is not None:
-                Around(module, like).put_on()
+                Outer(module, like).put_on()
 
 
 def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
@@ -128,7 +109,6 @@ def _first(module: nn.Module, dtype: torch.dtype) -> nn.Parameter | None:
 
 
 def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
-    """The outermost modules that stay in float32."""
     matched: dict[str, bool] = dict.fromkeys(precision.keep_float32, False)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -147,7 +127,7 @@ def _kept(model: nn.Module, precision: Precision) -> list[nn.Module]:
 
 
 def _stays(module: nn.Module, precision: Precision) -> bool:
-    """Whether a short dtype would freeze its running statistics, or spoil its rotary angles."""
+    # 16 bits would freeze running statistics and spoil rotary angles.
     keeps = isinstance(module, private.InstanceNorm) and module.track_running_stats
     own = [name for name, _ in module.named_buffers(recurse=False)]
     turns = any(map(_is_frequency, own)) and not any(True for _ in module.parameters())
@@ -155,20 +135,20 @@ def _stays(module: nn.Module, precision: Precision) -> bool:
 
 
 def _is_frequency(name: str) -> bool:
-    """Whether a buffer holds the frequencies of a rotary embedding: in 8 bits its angles would be wrong."""
+    # Frequencies of a rotary embedding: bfloat16 has 8 significant bits, too few for its angles.
     return name.endswith("inv_freq")
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """The module; or what it holds where it has no forward, as a ModuleList."""
+    """Return the module, or its children if it has no forward, as a ModuleList."""
     if getattr(module.forward, "__func__", None) is not nn.Module.forward:
         return [module]
     return [one for child in module.children() for one in _called(child)]
 
 
 def _refuse_stored_short(model: nn.Module, trained: set[nn.Parameter]) -> None:
-    """Only a model with a cast was stored short by a step; a caller's own short weights may stay."""
-    lowered = [module for module in model.modules() if isinstance(cast_of(module), Around)]
+    # Only a wrapped model was stored in 16 bits by a step; 16-bit weights of the caller may stay.
+    lowered = [module for module in model.modules() if isinstance(cast_of(module), Outer)]
     short = {p.dtype for module in lowered for p in module.parameters() if p in trained} & {*SHORT_DTYPES}
     if short:
         raise PlanError(

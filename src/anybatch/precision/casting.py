@@ -1,4 +1,4 @@
-"""Forwards of a model in two precisions: cast where values enter and leave it, and parts of it in float32."""
+"""Wrappers of modules' forwards that cast between 16 bits and float32."""
 
 import inspect
 import threading
@@ -15,8 +15,8 @@ from anybatch.core import SHORT_DTYPES, is_recomputing, mould, parts
 from anybatch.core import torch_private as private
 
 
-class Cast:
-    """A forward in the place of a module's own, which it calls. A module has at most one."""
+class Wrapper:
+    """A callable installed as `module.forward`, at most one per module; it calls the own forward."""
 
     def __init__(self, module: nn.Module) -> None:
         earlier = cast_of(module)
@@ -24,11 +24,11 @@ class Cast:
         self._own: Any = vars(module).get("forward") if earlier is None else earlier._own
 
     def put_on(self) -> None:
-        """Let the module have it."""
+        """Install the wrapper."""
         vars(self._module)["forward"] = self
 
     def take_off(self) -> None:
-        """Let the module have its own forward."""
+        """Restore the module's own forward."""
         if self._own is None:
             vars(self._module).pop("forward", None)
         else:
@@ -40,55 +40,55 @@ class Cast:
 
     @property
     def _forward(self) -> Callable[..., Any]:
-        # Looked up each time: a copy of a module that holds a bound method cannot be pickled.
+        # Not stored: a copy of a module that holds a bound method cannot be pickled.
         return self._own or partial(type(self._module).forward, self._module)
 
 
-def cast_of(module: nn.Module) -> Cast | None:
-    """The cast that a module has."""
+def cast_of(module: nn.Module) -> Wrapper | None:
+    """Return the wrapper installed on a module, or None."""
     found = vars(module).get("forward")
-    return found if isinstance(found, Cast) else None
+    return found if isinstance(found, Wrapper) else None
 
 
-class _Nest(threading.local):
-    """What runs in this thread: the innermost model stored short, and what its last float32 part gave."""
+class _Running(threading.local):
+    """The innermost running 16-bit model of this thread, and the outputs of its last float32 part."""
 
     def __init__(self) -> None:
-        self.around: Around | None = None
+        self.around: Outer | None = None
         self.last: list[tuple[Tensor, int, Tensor]] = []
 
 
-_NEST = _Nest()
+_RUNNING = _Running()
 
 
-class Around(Cast):
-    """Of a model that is stored short: what enters is cast to its dtype, what leaves to float32.
+class Outer(Wrapper):
+    """The wrapper of a 16-bit model: casts inputs to its dtype and outputs to float32.
 
-    Only of the outermost such model that runs; one inside of it takes and gives what is short. What the
-    model returns exactly as its last float32 part gave it is not rounded. `like` is one of its weights.
+    Only the outermost running model casts; models inside take and return 16 bits. An output that is exactly
+    an output of the last float32 part is not rounded. `like` is one of the 16-bit weights.
     """
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
         super().__init__(module)
         self.like = like
-        self._outer: Around | None = None  # the model that it was inside of when last called
+        self._outer: Outer | None = None  # the model around it in the last call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model."""
-        outer = _NEST.around
-        if torch.compiler.is_compiling():  # nothing may be remembered there
+        """Run the forward of the model."""
+        outer = _RUNNING.around
+        if torch.compiler.is_compiling():  # no state allowed
             return self._run(outer, [], args, kwargs)
         if is_recomputing() and outer is None:
             outer = self._outer
-        self._outer, before, _NEST.around = outer, _NEST.around, self
+        self._outer, before, _RUNNING.around = outer, _RUNNING.around, self
         try:
-            return self._run(outer, _NEST.last, args, kwargs)
+            return self._run(outer, _RUNNING.last, args, kwargs)
         finally:
-            _NEST.around = before
+            _RUNNING.around = before
             if before is None:
-                _NEST.last.clear()
+                _RUNNING.last.clear()
 
-    def _run(self, outer: "Around | None", last: list[tuple[Tensor, int, Tensor]], *given: Any) -> Any:
+    def _run(self, outer: "Outer | None", last: list[tuple[Tensor, int, Tensor]], *given: Any) -> Any:
         inwards = self._inwards if outer is None else partial(_as_short_as, self.like)
         args, kwargs = mapped(given, inwards)
         return mapped(self._forward(*args, **kwargs), partial(_outwards, outer, last))
@@ -97,12 +97,11 @@ class Around(Cast):
         return value.to(self.like.dtype) if value.is_floating_point() else value
 
 
-def _outwards(outer: Around | None, last: list[tuple[Tensor, int, Tensor]], value: Tensor) -> Tensor:
-    """What leaves a model: as short as the one around it, or in float32."""
+def _outwards(outer: Outer | None, last: list[tuple[Tensor, int, Tensor]], value: Tensor) -> Tensor:
     if outer is not None:
         return _as_short_as(outer.like, value)
     for short, version, full in last:
-        # torch's reentrant checkpoint gives a tensor its graph afterwards. Inference tensors have no version.
+        # torch's reentrant checkpoint adds the graph afterwards. Inference tensors have no version.
         is_it = (
             short is value and full.requires_grad == value.requires_grad and version == private.version(value)
         )
@@ -111,19 +110,19 @@ def _outwards(outer: Around | None, last: list[tuple[Tensor, int, Tensor]], valu
     return lengthened(value)
 
 
-class Within(Cast):
-    """Of a part that stays in float32 inside a model whose weights, such as `like`, are stored short."""
+class Inner(Wrapper):
+    """The wrapper of a float32 module in a 16-bit model: casts inputs to float32, outputs to 16 bits."""
 
     def __init__(self, module: nn.Module, like: nn.Parameter) -> None:
         super().__init__(module)
         self.like = like
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the part."""
+        """Run the forward of the module."""
         args, kwargs = mapped((args, kwargs), lengthened)
-        is_remembered = not torch.compiler.is_compiling() and _NEST.around is not None
+        is_remembered = not torch.compiler.is_compiling() and _RUNNING.around is not None
         if is_remembered:
-            _NEST.last.clear()
+            _RUNNING.last.clear()
         return mapped(self._forward(*args, **kwargs), partial(self._outwards, is_remembered))
 
     def _outwards(self, is_remembered: bool, value: Tensor) -> Tensor:
@@ -131,15 +130,15 @@ class Within(Cast):
             return value
         short = value.to(self.like.dtype)
         if is_remembered:
-            _NEST.last.append((short, private.version(short), value))
+            _RUNNING.last.append((short, private.version(short), value))
         return short
 
 
-class Outside(Cast):
-    """Of a part that stays in float32 under autocast, which is off inside of it."""
+class AutocastOff(Wrapper):
+    """The wrapper of a float32 module under autocast: disables autocast and casts inputs to float32."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the part."""
+        """Run the forward of the module."""
         kinds = {p.device.type for p in self._module.parameters()} or {"cpu", "cuda"}
         found = [kind for kind in kinds if torch.is_autocast_enabled(kind)]
         if not found:
@@ -156,12 +155,12 @@ def _as_short_as(like: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def lengthened(value: Tensor) -> Tensor:
-    """In float32 what is short."""
+    """Return a 16-bit tensor in float32, others unchanged."""
     return value.float() if value.dtype in SHORT_DTYPES else value
 
 
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with its tensors changed; what holds none stays the object it is."""
+    """Return the same nest with its tensors changed; parts without tensors stay the same objects."""
     if isinstance(value, Tensor):
         return change(value)
     found = parts(value)

@@ -1,4 +1,4 @@
-"""The loss scale: keeps small float16 gradients from vanishing, and gives way where large ones overflow."""
+"""The loss scale: keeps small float16 gradients from vanishing, and is halved on overflow."""
 
 import copy
 import math
@@ -6,30 +6,15 @@ from typing import Any
 
 from anybatch.precision.policy import Precision
 
-FIRST_SCALE = 2.0**16  # where a dynamic scale begins
+FIRST_SCALE = 2.0**16  # first value of a dynamic scale
 MOST = 2.0**24  # float32 sums of scaled losses stay finite
-PATIENCE = 2_000  # updates without overflow, after which it is doubled
+PATIENCE = 2_000  # updates without overflow before it is doubled
 
 
 class LossScale:
-    """What the loss is multiplied by before backward, and gradients are divided by as they are added.
+    """The factor of the loss before backward, a power of two; gradients are divided by it as they are added.
 
-    Always a power of two, so neither changes a digit. Sums hold gradients without scale, so a new scale
-    leaves them as they are.
-
-    Args:
-        precision: says whether it is fixed, or follows the gradients.
-
-    Attributes:
-        value: the scale at hand.
-
-    Example:
-        >>> scale = LossScale(Precision(compute="float16", loss_scale=4.0))
-        >>> scale.give_way(), scale.value, scale.give_way(), scale.give_way()
-        (True, 2.0, True, False)
-        >>> scale.begin()
-        >>> scale.value
-        4.0
+    Gradient sums hold unscaled gradients, so they stay valid when `value`, the current scale, changes.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """
@@ -39,14 +24,14 @@ class LossScale:
         self.is_dynamic = setting == "dynamic"
         self._fixed = FIRST_SCALE if self.is_dynamic else float(setting or 1.0)
         self.value = self._fixed
-        self._clean = 0  # updates since it last gave way or grew
+        self._clean = 0  # updates since it last changed
 
     def begin(self, limit: float = math.inf) -> None:
-        """The next micro-batch: a fixed scale is what it was set to again, or at most the limit."""
+        """Begin a micro-batch: restore a fixed scale; keep the scale at or below the limit."""
         self.value = min(self.value if self.is_dynamic else self._fixed, limit)
 
     def give_way(self) -> bool:
-        """Halve it after an overflow; False where it is 1, so that nothing is left to give."""
+        """Halve the scale after an overflow; return False if it is 1 already."""
         if self.value <= 1.0:
             return False
         self.value /= 2
@@ -54,7 +39,7 @@ class LossScale:
         return True
 
     def updated(self) -> None:
-        """An update was made: after many without overflow a dynamic scale is doubled."""
+        """Count an update: after many without overflow a dynamic scale is doubled."""
         if not self.is_dynamic:
             return
         self._clean += 1
@@ -63,13 +48,13 @@ class LossScale:
             self.value = min(2 * self.value, MOST)
 
     def copy(self) -> "LossScale":
-        """One that stands where this one does, for steps that do not count."""
+        """Return a copy, for steps that do not count."""
         return copy.copy(self)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """Return the state for a checkpoint."""
         return {"value": self.value, "clean": self._clean}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Load the output of `state`."""
         self.value, self._clean = float(state["value"]), int(state["clean"])

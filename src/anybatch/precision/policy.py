@@ -1,4 +1,4 @@
-"""Precision: dtypes to store, compute, accumulate and reduce in, and the loss scale, by name or by hand."""
+"""Precision: dtypes to store, compute, accumulate and reduce in, and the loss scale."""
 
 import dataclasses
 import math
@@ -13,35 +13,35 @@ from anybatch.core import PlanError
 
 Short = Literal["bfloat16", "float16"]
 _SHORT, _COMPUTE = get_args(Short), (*get_args(Short), "float32", "tf32")
-#: What a step may do with a micro-batch whose loss or gradient is not finite, even without a loss scale.
+#: Policies for a micro-batch whose loss or gradient is not finite, even without a loss scale.
 NonFinitePolicy = Literal["raise", "drop", "skip"]
 NON_FINITE_POLICIES = get_args(NonFinitePolicy)
-#: The precisions that have a name.
+#: Names of precisions.
 PrecisionName = Literal["float32", "tf32", "bf16-mixed", "fp16-mixed", "bf16-true", "fp16-true"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """The dtypes of a step. By default those of the model: nothing is changed.
+    """The dtypes of a step. The default changes nothing.
 
-    Attributes:
-        store: dtype of the weights and of what flows between modules, "bfloat16" or "float16"; None to leave
-            them as they are. A float32 copy of each trained weight, the *weight backup*, is what the
-            optimizer updates and what checkpoints hold.
+    Args:
+        store: dtype of the weights and of values between modules, "bfloat16" or "float16"; None to leave
+            them. A float32 copy of each trained weight, the *master weight*, is updated by the optimizer and
+            saved in checkpoints.
         compute: dtype of matrix products and convolutions: "bfloat16" or "float16" for torch's autocast,
-            "tf32" for float32 with a shorter mantissa on the GPUs that have it; None for that of the weights.
+            "tf32" for float32 with a shorter mantissa on GPUs that have it; None for the dtype of the
+            weights.
         accumulate: dtype of gradient sums; None for float32, or the weight's if that is wider.
-        reduce: dtype in which sums are exchanged between ranks; None for that of the sums.
-        keep_float32: modules that stay in float32, with all that is in them: patterns of their names as in
-            `fnmatch`, or names of their classes. BatchNorm stays in any case, and InstanceNorm with running
-            statistics where weights are stored short: these move in steps too small for a short dtype. So do
-            rotary embeddings there, whose angles would be wrong: buffers named `inv_freq`, and modules that
-            hold one and no parameters.
-        loss_scale: what the loss is multiplied by in backward, so that small gradients do not vanish in
-            float16: a power of two, "dynamic" to begin at 65,536 and follow the gradients, None for 1.
+        reduce: dtype in which ranks exchange sums; None for the dtype of the sums.
+        keep_float32: modules that stay in float32 with all their parts: patterns of names as in `fnmatch`, or
+            names of classes. BatchNorm always stays. With 16-bit weights so do InstanceNorm with running
+            statistics (updates too small for 16 bits), and rotary embeddings (buffers named `inv_freq`, and
+            modules that hold one and no parameters).
+        loss_scale: factor of the loss in backward, so that small gradients do not vanish in float16: a power
+            of two, "dynamic" to begin at 65,536 and adapt, None for 1.
 
     Raises:
-        PlanError: a value that cannot be carried out, or two that do not go together.
+        PlanError: an invalid value, or two values that exclude each other.
 
     Example:
         >>> find_precision("fp16-mixed").loss_scale
@@ -82,12 +82,12 @@ class Precision:
 
     @property
     def is_short(self) -> bool:
-        """Whether anything is stored or computed in 16 bits."""
+        """True if weights are stored or values computed in 16 bits."""
         return self.store is not None or self.is_mixed
 
     @property
     def is_mixed(self) -> bool:
-        """Whether torch's autocast chooses the dtype of each operation."""
+        """True if torch's autocast chooses the dtype of each operation."""
         return self.store is None and self.compute in _SHORT
 
     @property
@@ -97,21 +97,25 @@ class Precision:
 
     @property
     def bytes_per_weight(self) -> int:
-        """Bytes held for each trained float32 weight, without gradient and optimizer state."""
+        """Bytes per trained float32 weight, without gradient and optimizer state."""
         return 4 if self.store is None else 6
 
     def computing(self, kinds: Iterable[str]) -> AbstractContextManager[Any]:
-        """What holds while the model and the loss are evaluated, but not in backward.
+        """Return the context for forward and loss, but not for backward: autocast, or nothing.
 
         Args:
-            kinds: of the devices that compute, as in "cpu" or "cuda".
+            kinds: types of the devices that compute, such as "cpu" or "cuda".
+
+        Returns:
+            A context manager.
         """
         return self._autocast(kinds) if self.is_mixed else _NOTHING
 
     def arithmetic(self) -> AbstractContextManager[Any]:
-        """What holds throughout a step: matrix products are summed in float32 where they are short.
+        """Return the context for a whole step: TF32, or float32 sums in 16-bit matrix products.
 
-        The switches are torch's own, and those found are put back.
+        Returns:
+            A context manager that sets torch's global switches and restores them.
 
         Example:
             >>> with find_precision("bf16-true").arithmetic():
@@ -123,7 +127,11 @@ class Precision:
         return _switched(_FULL_SUMS) if self.is_short else _NOTHING
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; `Precision(**values)` reads it."""
+        """Return the fields as JSON values.
+
+        Returns:
+            A dict; `Precision(**values)` reads it.
+        """
         return dataclasses.asdict(self) | {"keep_float32": list(self.keep_float32)}
 
     def __str__(self) -> str:
@@ -159,7 +167,7 @@ _TF32 = (
 
 @contextmanager
 def _switched(settings: tuple[tuple[Any, str, object], ...]) -> Generator[None]:
-    # Older torch has fewer. What is so already is left alone: it may be inherited, or say more than a bool.
+    # Older torch has fewer. A value that is right already is left: it may be inherited, or more than a bool.
     changed: list[tuple[Any, str, Any]] = []
     try:
         for holder, name, wanted in settings:
@@ -204,12 +212,7 @@ NAMED: Mapping[PrecisionName, Precision] = {
 
 
 def find_precision(precision: "str | Precision | None") -> Precision:
-    """A precision by its name; None is "float32". An unknown name raises a PlanError.
-
-    Example:
-        >>> find_precision("bf16-true").store
-        'bfloat16'
-    """
+    """Return a precision by name; None is "float32". Raise PlanError for an unknown name."""
     if isinstance(precision, Precision):
         return precision
     name: Any = "float32" if precision is None else precision
@@ -222,7 +225,7 @@ def find_precision(precision: "str | Precision | None") -> Precision:
 
 
 def check_non_finite(policy: object) -> None:
-    """Refuse with a PlanError what is none of `NON_FINITE_POLICIES`."""
+    """Raise a PlanError unless the value is one of `NON_FINITE_POLICIES`."""
     if policy not in NON_FINITE_POLICIES:
         raise PlanError(
             f'Expected non_finite to be one of {NON_FINITE_POLICIES}, got {policy!r}. "raise" stops and '
