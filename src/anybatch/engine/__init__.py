@@ -15,7 +15,7 @@ from anybatch.engine.update import (
     owned,
     step_optimizers,
 )
-from anybatch.engine.window import Window, carry_out, snapshot
+from anybatch.engine.window import Source, Window, carry_out, snapshot
 
 __all__ = [
     "Agreed",
@@ -29,6 +29,7 @@ __all__ = [
     "Reader",
     "Signature",
     "Single",
+    "Source",
     "Strategy",
     "Sums",
     "Task",

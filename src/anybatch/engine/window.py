@@ -7,14 +7,13 @@ from itertools import repeat
 from operator import attrgetter, is_not
 from time import perf_counter
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 
 from anybatch.core import (
     AnybatchError,
     Batch,
-    BatchError,
     LossError,
     MicroBatchDone,
     NonFinite,
@@ -56,37 +55,15 @@ class Ended(NamedTuple):
     size: Tensor  # the same, on its device
 
 
-class Source(Protocol):
-    """The part of a step that a window asks about each `add`."""
+class Source(NamedTuple):
+    """The step that opens a window: it decides about each `add`."""
 
-    def admit(self, micro: Any) -> Batch:
-        """Check the rows of a micro-batch."""
-        ...
-
-    def plan(self, batch: Batch, *, is_first: bool) -> Plan:
-        """Return how the rows of an `add` are cut."""
-        ...
-
-    def enforced(self) -> AbstractContextManager[None]:
-        """Return a context in which the device keeps to the budget."""
-        ...
-
-    def learn(self, batch: Batch, plan: Plan, part: Part) -> None:
-        """Learn from an `add` that went through."""
-        ...
-
-    def end(self, window: "Window") -> StepReport:
-        """Update, or hand the gradient over."""
-        ...
-
-    def closed(self) -> None:
-        """Note that the window is over."""
-        ...
-
-    @property
-    def loss(self) -> object:
-        """The loss as the caller gave it."""
-        ...
+    loss: object  # as the caller gave it
+    # (micro, is_first) -> the rows, their plan, and a context in which the device keeps to the budget
+    prepare: Callable[[Any, bool], tuple[Batch, Plan, AbstractContextManager[None]]]
+    learn: Callable[[Batch, Plan, Sums], None]
+    end: Callable[["Window"], StepReport]  # update, or hand the gradient over
+    closed: Callable[[], None]
 
 
 class Window:
@@ -410,15 +387,9 @@ class Window:
         assert source is not None  # noqa: S101 - only a step opens a window
         self._refuse_gradients()
         self._refuse_unfrozen()
-        batch = source.admit(micro)
-        if not batch.rows:
-            raise BatchError(
-                f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
-                "closes its window all the same."
-            )
+        batch, plan, enforced = source.prepare(micro, not self._rows)
         if self._skipped is None:
-            plan = source.plan(batch, is_first=not self._rows)
-            with source.enforced(), context(plan, task):
+            with enforced, context(plan, task):
                 part = self.fold(plan, batch, Tried())
             if self._skipped is None:
                 try:
@@ -426,7 +397,7 @@ class Window:
                 except BaseException as error:  # some sums may hold it and others not
                     self.discard(error)
                     raise
-                source.learn(batch, plan, part)
+                source.learn(batch, plan, part.sums)
         self._rows += batch.rows
         self._seconds += perf_counter() - began
 

@@ -23,7 +23,7 @@ from anybatch.core import (
     cut_sizes,
     format_bytes,
 )
-from anybatch.engine import Plan, Task, check_micro_batch
+from anybatch.engine import Plan, Sums, Task, check_micro_batch
 from anybatch.losses import WholeBatch
 from anybatch.planner import (
     Budget,
@@ -163,6 +163,12 @@ class Planning:
         as_asked = self.budget is None and not in_window
         wanted = self._size(batch.rows) if as_asked else self._wanted
         self.limits.learn(batch.like, wanted, largest=plan.micro_batch, failed=failed)
+
+    def learn_add(self, batch: Batch, plan: Plan, sums: Sums) -> None:
+        """Learn from an `add` of a window that went through."""
+        largest = max(sums.rows)
+        done = plan if largest == plan.micro_batch else replace(plan, micro_batch=largest)
+        self.learn(batch, done, failed=sums.too_large(), in_window=True)
 
     def explain(self) -> tuple[str, Mapping[str, int]]:
         """What the last plan within a budget is based on, in words, and its bytes by owner where traced."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from anybatch.batchnorm import BatchNormChoice, warn_of_untrained
 from anybatch.core import (
+    Batch,
+    BatchError,
     BlockError,
     Collate,
     Listener,
@@ -27,6 +30,7 @@ from anybatch.engine import (
     Plan,
     Progress,
     Signature,
+    Source,
     Strategy,
     Sums,
     Task,
@@ -54,7 +58,6 @@ from anybatch.state import Effects
 from anybatch.step.decide import Guard, Planning, whole_number
 from anybatch.step.length import Order, check_order, ordered
 from anybatch.step.remote import Remote
-from anybatch.step.window import Adds
 
 
 class Step:
@@ -329,12 +332,37 @@ class Step:
             )
         try:
             task = self._begun()
-            window = Window(task, self.planning.settings, source=Adds(self, task))
+            source = Source(
+                self.loss,
+                partial(self._prepare_add, task),
+                self.planning.learn_add,
+                self.end,
+                lambda: vars(self).update(open_window=None),
+            )
+            window = Window(task, self.planning.settings, source=source)
             opened = vars(self)["open_window"] = window.open(state)
         except BaseException as error:
             self.strategy.abandon(error)
             raise
         return opened
+
+    def _prepare_add(
+        self, task: Task, micro: Any, is_first: bool
+    ) -> tuple[Batch, Plan, AbstractContextManager[None]]:
+        batch, guard = admit(micro, task, self.collate), self.guard
+        if not batch.rows:
+            raise BatchError(
+                f"Expected rows in a window's add, got {batch.rows}. Leave the add out: a rank without rows "
+                "closes its window all the same."
+            )
+        if not is_first or self.strategy.is_many:
+            guard.refuse_meetings(task)
+        plan = self.planning.of_window(task, batch, guard)
+        if plan.is_cut:
+            guard.refuse_meetings(task)
+        if plan.is_cut or not is_first:
+            guard.look(task, batch, plan, plan.micro_batch)
+        return batch, plan, self.planning.enforced(task)
 
     @property
     def loss_module(self) -> nn.Module:
