@@ -53,7 +53,8 @@ class RayCluster:
                 pass  # started by the ParameterServer of another step
             elif address is None:
                 cpus = max(4, os.cpu_count() or 1)
-                ray.init("local", include_dashboard=False, _node_ip_address=_LOCAL, num_cpus=cpus, **quiet)
+                quiet |= {"include_dashboard": False, "_node_ip_address": _LOCAL, "num_cpus": cpus}
+                ray.init(address="local", **quiet)
             else:
                 _reach(address)
                 ray.init(address=address, **quiet)
