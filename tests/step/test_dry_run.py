@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +11,31 @@ from torch import Tensor, nn
 
 import anybatch as ab
 from anybatch.core.errors import PlanError
+from anybatch.engine import Observer
 from anybatch.precision.policy import find_precision
 from anybatch.step import dry_run
 from anybatch.testing import relative_error
 from tests.snapshots import same, same_as_before
 
 FLOAT32 = find_precision("float32")
+
+
+class Seen(Observer):
+    """Calls a function with each gradient of each micro-batch."""
+
+    wants_micro = True
+
+    def __init__(self, see: Callable[[Tensor], object]) -> None:
+        self.see = see
+
+    def micro(self, micro: Any, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+        for several in gradients.values():
+            for gradient in several:
+                self.see(gradient.detach())
+
+
+def show(step: ab.Step, batch: Any, see: Callable[[Tensor], object], **options: Any) -> None:
+    dry_run.show(step, batch, Seen(see), **{"scale": 1.0} | options)
 
 
 class Busy(nn.Module):
@@ -54,9 +74,9 @@ def test_nothing_is_changed(precision: str, micro_batch: int | None) -> None:
         parameter.grad = torch.ones_like(parameter)
     own = copy.deepcopy([*batch, model.generator.get_state(), vars(step.effects)])
     with same_as_before(step):
-        dry_run.show_gradients(step, batch, seen.append, precision=step.precision, scale=4.0)
+        show(step, batch, seen.append, precision=step.precision, scale=4.0)
     with same_as_before(step), pytest.raises(ZeroDivisionError):
-        dry_run.show_gradients(step, batch, lambda seen: 1 // 0, precision=FLOAT32)
+        show(step, batch, lambda seen: 1 // 0, precision=FLOAT32)
     assert len(seen) == (3 if micro_batch else 1) * 6
     assert same(own, [*batch, model.generator.get_state(), vars(step.effects)])
 
@@ -71,7 +91,7 @@ def test_an_open_window_goes_on(precision: str) -> None:
         window = step.window()
         window.add(tuple(part[:4] for part in batch))
         if is_watched:
-            dry_run.show_gradients(step, batch, lambda seen: None, precision=step.precision, scale=8.0)
+            show(step, batch, lambda seen: None, precision=step.precision, scale=8.0)
         window.add(tuple(part[4:] for part in batch))
         window.close()
         return [p.detach().clone() for p in step.model.parameters()]
@@ -106,7 +126,7 @@ def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
     batch = rows_of(5, dtype=torch.float64)
     step = make(model, loss, micro_batch=2)
     seen: list[Tensor] = []
-    dry_run.show_gradients(step, batch, lambda g: seen.append(g.clone()), precision=FLOAT32, scale=2.0**10)
+    show(step, batch, lambda g: seen.append(g.clone()), precision=FLOAT32, scale=2.0**10)
     parameters = list(model.parameters())
     assert len(seen) == 3 * len(parameters)
     sums = [sum(g for g in seen if g.shape == p.shape) / 2**10 for p in parameters]
@@ -117,7 +137,7 @@ def test_what_is_shown_adds_up_to_the_gradient(loss: object) -> None:
     for total, gradient in zip(sums, recorded, strict=True):
         assert relative_error(total, gradient) < 1e-12
     late: list[Tensor] = []  # weights that only a forward knows: term by term
-    dry_run.show_gradients(make(model, two_terms, micro_batch=2), batch, late.append, precision=FLOAT32)
+    show(make(model, two_terms, micro_batch=2), batch, late.append, precision=FLOAT32)
     assert len(late) == 2 * 3 * len(parameters)
 
 
@@ -131,15 +151,15 @@ def test_samples_are_not_written_to_and_what_is_not_finite_is_shown() -> None:
 
     step = make(Busy(), batch_norm="frozen", micro_batch=1, collate=collate)
     seen: list[bool] = []
-    dry_run.show_gradients(step, samples, lambda g: seen.append(bool(g.isfinite().all())), precision=FLOAT32)
+    show(step, samples, lambda g: seen.append(bool(g.isfinite().all())), precision=FLOAT32)
     assert [all(seen[start : start + 6]) for start in range(0, 24, 6)] == [False, True, True, True]
     assert same([one.nan_to_num() for one in samples], [one.nan_to_num() for one in untouched])
 
 
 def test_a_cut_where_rows_meet_and_another_scale_are_refused() -> None:
     step = make(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
-    dry_run.show_gradients(step, rows_of(4), lambda seen: None, precision=FLOAT32)
+    show(step, rows_of(4), lambda seen: None, precision=FLOAT32)
     with pytest.raises(PlanError, match="BatchNorm"):
-        dry_run.show_gradients(step, rows_of(4), lambda seen: None, precision=FLOAT32, micro_batch=2)
+        show(step, rows_of(4), lambda seen: None, precision=FLOAT32, micro_batch=2)
     with pytest.raises(PlanError, match="power of two"):
-        dry_run.show_gradients(step, rows_of(4), print, precision=FLOAT32, scale=3.0)
+        show(step, rows_of(4), print, precision=FLOAT32, scale=3.0)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.core import PlanError
+from anybatch.core import Micro, PlanError
+from anybatch.engine import Observer
 from anybatch.observe.figure import checked, new_figure, save
 from anybatch.precision import Precision, PrecisionName, find_precision
 from anybatch.step import dry_run
@@ -115,17 +116,24 @@ def gradient_exponents(
             "Make a step of that precision, on a copy of the model."
         )
     tally = _ExponentCounter()
-    dry_run.show_gradients(step, batch, tally.see, precision=chosen, scale=scale, micro_batch=micro_batch)
-    return tally.record(scale, str(chosen))
+    dry_run.show(step, batch, tally, precision=chosen, scale=scale, micro_batch=micro_batch)
+    return tally.result(scale, str(chosen))
 
 
-class _ExponentCounter:
+class _ExponentCounter(Observer):
+    wants_micro = True
+
     def __init__(self) -> None:
         self._counts = torch.zeros(_MOST - _LEAST + 1, dtype=torch.int64)
         self._fates = {dtype: torch.zeros(4, dtype=torch.int64) for dtype in DTYPES}
         self._zeros = self._not_finite = 0
 
-    def see(self, gradient: Tensor) -> None:
+    def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
+        for several in gradients.values():
+            for gradient in several:
+                self._count(gradient.detach())
+
+    def _count(self, gradient: Tensor) -> None:
         """Count the numbers of a tensor; missing entries of a sparse tensor are not counted."""
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         values = torch.view_as_real(values) if values.is_complex() else values
@@ -140,7 +148,7 @@ class _ExponentCounter:
         for dtype, fates in self._fates.items():
             fates += _fates(values, getattr(torch, dtype))
 
-    def record(self, scale: float, precision: str) -> Exponents:
+    def result(self, scale: float, precision: str) -> Exponents:
         return Exponents(
             counts={_LEAST + index: count for index, count in enumerate(self._counts.tolist()) if count},
             zeros=self._zeros,

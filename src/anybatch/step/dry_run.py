@@ -1,112 +1,65 @@
-"""Show the gradients of a batch without an update: everything is put back."""
+"""Dry run: show the gradients of a batch to an observer, without an update; everything is put back."""
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
-from anybatch.core import Batch, Micro, SampleBatch
+from anybatch.core import Batch, SampleBatch
 from anybatch.engine import Observer, Task, admit, carry_out
 from anybatch.precision import LossScale, Precision
 from anybatch.state import Effects, ObjectState
 
-See = Callable[[Tensor], object]
-
 
 def reached_by(task: Task, batch: Batch) -> ObjectState:
-    """All that a run reaches; the task's own parameters and buffers are put back otherwise."""
+    """Note all that a run reaches, but for the task's parameters and buffers, which a step puts back."""
     collate = (batch.collate,) if isinstance(batch, SampleBatch) else ()
     known = [p for module in task.modules for p in (*module.parameters(), *module.buffers())]
     return ObjectState([task.model, task.loss, *task.modules, *collate], but_for=known)
 
 
-class _Shown(Observer):
-    """Calls a function with each gradient of each micro-batch."""
-
-    wants_micro = True
-
-    def __init__(self, see: See) -> None:
-        self._see = see
-
-    def micro(self, micro: Micro, gradients: Mapping[str, Sequence[Tensor]], scale: float) -> None:
-        for several in gradients.values():
-            for gradient in several:
-                self._see(gradient.detach())
-
-
-def show_gradients(
+def show(
     step: Any,
     batch: Any,
-    see: See,
+    observer: Observer,
     *,
-    precision: Precision,
-    scale: float = 1.0,
+    precision: Precision | None = None,
+    scale: float | None = None,
     micro_batch: int | None = None,
 ) -> None:
-    """Send a batch through a step's model and loss, and show each gradient before it is added to the others.
+    """Show the gradients of a whole batch to an observer; values that are not finite are shown, too.
 
-    They are parts of the gradient of the whole batch's loss. What is not finite is shown, too. No update is
-    made: model, buffers, gradients, optimizers, random streams and what else a forward reaches are as before,
-    and a window that is open goes on.
+    Model, buffers, gradients, optimizers, random streams and what else a forward reaches are as before, and a
+    window that is open goes on.
 
     Args:
         step: an `anybatch.Step`.
         batch: as for the step; its tensors are copied, because a model may write to them.
-        see: called with the gradient of a parameter, once for each micro-batch and for each term of the loss
-            whose divisor is not known beforehand; in the parameter's dtype, times the scale.
-        precision: in which is computed; the weights stay stored as they are.
-        scale: what the loss is multiplied by, a power of two.
-        micro_batch: rows that go through together; None for the step's own, or all where it has none.
+        observer: sees what the observers of a step see before the update.
+        precision: the dtypes to compute in, in micro-batches of a fixed size; the weights stay stored as they
+            are. None to do as the step would, which then learns what fits.
+        scale: the loss scale, a power of two. None for that of the step.
+        micro_batch: with a precision, rows per micro-batch. None for the step's own, or all rows.
 
     Raises:
         BatchError: the batch cannot be cut, or is not where the model is.
         PlanError: rows meet in the model, so the batch must not be cut, or the scale is no power of two.
     """
-    fixed = LossScale(Precision(loss_scale=scale))
-    effects = Effects()
-    task = replace(
-        step.task().alone(),
-        scale=fixed,
-        effects=effects,
-        schedulers=(),
-        listeners=(),
-        observers=(_Shown(see),),
-    )
-    effects.begin(task.modules)
-    logical = admit(batch, task, step.collate).copied()
-    size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
-    settings = step.planning.settings
-    plan = replace(settings, rows=logical.rows, micro_batch=size, precision=precision)
-    if plan.is_cut:
-        step.guard.refuse_meetings(task)
-    noted = reached_by(task, logical)
-    try:
-        carry_out(plan, task, logical, is_dry=True)
-    finally:
-        noted.put_back()
-
-
-def show(step: Any, batch: Any, observer: Observer) -> None:
-    """Show the gradient of a whole batch to an observer, cut as the step would cut it; nothing is changed.
-
-    Args:
-        step: an `anybatch.Step` made for this alone: it learns what fits.
-        batch: as for the step; its tensors are copied.
-        observer: sees what a step's observers see before the update. What is not finite is shown, too.
-
-    Raises:
-        AnybatchError: as from a step.
-    """
-    effects = Effects()
-    task = replace(step.task().alone(), effects=effects, schedulers=(), listeners=(), observers=(observer,))
-    effects.begin(task.modules)
+    task = step.task().alone()
+    fixed = task.scale if scale is None else LossScale(Precision(loss_scale=scale))
+    changes: dict[str, Any] = {"effects": Effects(), "schedulers": (), "listeners": ()}
+    task = running = replace(task, scale=fixed, observers=(observer,), **changes)
+    task.effects.begin(task.modules)
     logical = admit(batch, task, step.collate).copied()
     noted = reached_by(task, logical)
     try:
-        plan, running = step.planning.of(task, logical, step.guard)
+        if precision is None:
+            plan, running = step.planning.of(task, logical, step.guard)
+        else:
+            size = min(logical.rows, micro_batch or step.micro_batch or logical.rows)
+            plan = replace(step.planning.settings, rows=logical.rows, micro_batch=size, precision=precision)
         if plan.is_cut:
-            step.guard.before_cut(task, logical, plan, plan.micro_batch)
+            step.guard.refuse_meetings(task)
+        if plan.is_cut and precision is None:
+            step.guard.look(task, logical, plan, plan.micro_batch)
         with step.planning.enforced(task):
             carry_out(plan, running, logical, is_dry=True)
     finally:
