@@ -70,9 +70,9 @@ def test_replay_repeats_the_streams(capture: Callable[[], Any]) -> None:
     "draw", [lambda: torch.rand(1), random.random, np.random.rand], ids=["torch", "python", "numpy"]
 )
 def test_whether_a_stream_has_moved(draw: Callable[[], object]) -> None:
-    state = rng.capture_process()
-    assert not rng.has_moved(state)
+    state = rng.capture(rng.of_process())
+    assert rng.is_same(state, rng.capture(rng.of_process()))
     draw()
-    assert rng.has_moved(state)
-    rng.restore_process(state)
-    assert not rng.has_moved(state)
+    assert not rng.is_same(state, rng.capture(rng.of_process()))
+    rng.restore(state)
+    assert rng.is_same(state, rng.capture(rng.of_process()))

@@ -1,7 +1,6 @@
 """Random draws replayed: in every cut each row gets the numbers that the whole batch drew for it."""
 
 import math
-import random
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from anybatch.check.rows import Axis, Part, find_axis, select, take
-from anybatch.core import numpy_random
 from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
 
 Place = tuple[str, bytes]  # a stream and where it stands
@@ -47,15 +45,9 @@ class Draws(SeenDraws):
         super().__init__()
         self._seed, self._without_dropout, self._is_wide = seed, without_dropout, is_wide
         self._deadline = math.inf
-        before = rng.capture_process()
-        # Not the seed itself, which a model may set too, and then would seem to go on where the pass began.
-        seed = rng.derive_seed(seed, "check")
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if (numpy := numpy_random()) is not None:
-            numpy.seed(seed % 2**32)
-        self._start = rng.capture_process()
-        rng.restore_process(before)
+        with rng.preserved():
+            rng.seed_process(rng.derive_seed(seed, "check"))  # a model may set `seed` itself
+            self._start = rng.capture(rng.of_process())
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
@@ -65,7 +57,7 @@ class Draws(SeenDraws):
 
     def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
         """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
-        rng.restore_process(self._start)
+        rng.restore(self._start)
         if state is not None:
             rng.restore(state)
         self._part = part

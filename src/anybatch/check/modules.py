@@ -14,7 +14,7 @@ from anybatch.check.draws import OutOfTime
 from anybatch.check.finding import WAYS_OUT, Finding, module_finding
 from anybatch.check.passes import Bench, Call, Key
 from anybatch.check.rows import Axis, Part, agree, find_axis, select, take
-from anybatch.core import numpy_random
+from anybatch.state import rng
 
 ROW_BY_ROW = (
     "draws random numbers for one row after the other ({} times for {} rows, {} for half of them). They "
@@ -158,9 +158,11 @@ class ModuleTest:
         with self._fresh(tested.call) as (_, run):
             for rows in (self.total, self.total // 2):
                 part = Part(tuple(range(rows)), self.total)
-                before = _other_streams()
+                before = rng.capture(rng.of_process())
                 run(_select_all(tested.call.inputs, tested.inputs, part), part)
-                sources |= {name for name, state in _other_streams().items() if before.get(name) != state}
+                now = rng.capture(rng.of_process())
+                moved = [one for one in rng.of_process() if not rng.is_same(before, now, of=(one,))]
+                sources |= {"Python's random" if one is random else "NumPy" for one in moved}
                 counts.append(self.bench.draws.count)
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
@@ -199,13 +201,6 @@ class ModuleTest:
             before = run(tested.call.inputs, self._whole)
             after = run(_select_all(tested.call.inputs, tested.inputs, turned), turned)
         return self._are_same(_select_all(before, tested.outputs, turned), after, turned)
-
-
-def _other_streams() -> dict[str, str]:
-    """Where the streams stand that are not torch's."""
-    numpy = numpy_random()
-    found = {"Python's random": str(random.getstate())}
-    return found if numpy is None else found | {"NumPy": str(numpy.get_state()[1:4])}
 
 
 def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Part) -> list[Tensor]:

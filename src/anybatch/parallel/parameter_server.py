@@ -212,9 +212,8 @@ class ParameterServer(Single):
         scheduler = self._prepared(task, settings, remote)
         # From the driver's stream, which stays as it is: what else is drawn is as without servers. The
         # parameters make it another one in each update.
-        state = torch.get_rng_state()
-        seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
-        torch.set_rng_state(state)
+        with rng.preserved():
+            seed = rng.derive_seed(int(torch.randint(2**62, ())), sum(one for _, one in self._known))
         sizes = _ranges(batch.rows, self._units)
         options, learning_rate = options_of(task.optimizers), task.learning_rate()
         try:

@@ -1,6 +1,5 @@
 """A block's forward, run again in backward from the state it began in, and compared with the first run."""
 
-import random
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -12,33 +11,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import AnybatchError, BlockError, PlanError, numpy_random, recomputing, tensors_in
+from anybatch.core import AnybatchError, BlockError, PlanError, recomputing, tensors_in
 from anybatch.core import torch_private as private
-from anybatch.state import Contents, Reachable, ways
+from anybatch.state import Contents, Reachable, rng
 
 _ADVICE = (
     "Look for a generator of its own, state that its forward changes, and values read from an object that "
     "others change too; or leave this block out of `recompute`."
 )
-
-
-class Draws:
-    """Where random streams stand: torch's on each device in use, Python's, NumPy's, and those given."""
-
-    def __init__(self, generators: Sequence[Any]) -> None:
-        cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        known = map(ways, (torch.default_generator, *cuda, *generators))
-        self._noted = [(put, read()) for read, put in known]
-        self._python = random.getstate()
-        self._numpy = None if (numpy := numpy_random()) is None else numpy.get_state()
-
-    def restore(self) -> None:
-        """Put the streams back to where they stood."""
-        for put, state in self._noted:
-            put(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            numpy_random().set_state(self._numpy)
 
 
 class State:
@@ -49,14 +29,17 @@ class State:
     """
 
     def __init__(self, inside: Reachable) -> None:
-        self._draws = Draws(inside.generators)
         self._inside = inside
+        self._random = self._streams()
         self._tables = Contents(_tables(inside))
         self._parameters = Contents(map(private.parameters_of, inside.modules))
         self._slots = [(slots, slots.copy()) for slots in map(private.buffers_of, inside.modules) if slots]
         buffers = [one for _, slots in self._slots for one in slots.values() if one is not None]
         self._copies = {buffer: buffer.detach().clone() for buffer in buffers if _is_noted(buffer)}
         self._versions = {buffer: private.version(buffer) for buffer in self._copies}
+
+    def _streams(self) -> rng.RandomState:
+        return rng.capture((*rng.of_process(), *self._inside.generators))
 
     def keep_what_changed(self) -> None:
         """After the forward: drop what it cannot have changed."""
@@ -77,11 +60,11 @@ class State:
                 )
         # Copies are put into the slots: to autograd the buffers themselves stay unwritten.
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
-        draws, modules = Draws(self._inside.generators), self._inside.modules
+        random, modules = self._streams(), self._inside.modules
         parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
         now = Contents([*_tables(self._inside), *parameters, *buffers])
         try:
-            self._draws.restore()
+            rng.restore(self._random)
             self._tables.put_back()
             self._parameters.put_back()
             for slots, before in self._slots:
@@ -90,7 +73,7 @@ class State:
             yield
         finally:
             now.put_back()
-            draws.restore()
+            rng.restore(random)
 
 
 class Call:

@@ -1,6 +1,5 @@
 """Python objects that a run may change: found from some roots, noted and put back."""
 
-import random
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 
 from anybatch.core import all_loaded, loaded
 from anybatch.core import torch_private as private
+from anybatch.state import rng
 
 MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # of a container that is looked into: longer ones are data
 MOST_BYTES = 1 << 20  # of a tensor that is copied
@@ -71,7 +71,7 @@ class ObjectState:
         self.modules: tuple[nn.Module, ...] = tuple(found.modules)
         self._undo: list[Callable[[], object]] = [Contents(found.containers).put_back]
         self._undo += [partial(_put_cell_back, cell, *_held_by(cell)) for cell in found.cells]
-        self._undo += [partial(put, read()) for read, put in map(ways, found.generators)]
+        self._undo += [partial(put, read()) for read, put in map(rng.ways, found.generators)]
         tensors = [one for one in found.values if isinstance(one, Tensor)]
         self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
         caches = {id(one): one for one in (*found.caches, *_known_caches())}
@@ -141,16 +141,16 @@ class Reachable:
                 self._open.append(value)
 
     def _visit(self, value: Any) -> None:
-        kind = type(value)  # what a proxy says of itself would run code of its own
+        kind, numpy = type(value), loaded("numpy")  # `isinstance` would run a proxy's own code
         if issubclass(kind, type | ModuleType):
             return
         if issubclass(kind, Tensor):
             self._tensor(value)
         elif kind is FunctionType or kind in _PARTS:
             self._code(value, kind)
-        elif is_generator(kind):
+        elif rng.is_generator(kind):
             self.generators.append(value)
-        elif issubclass(kind, _of_numpy("ndarray")):
+        elif numpy is not None and issubclass(kind, numpy.ndarray):
             self.values.append(value)
         else:
             if issubclass(kind, dict | list | deque | set):
@@ -238,33 +238,6 @@ class Contents:
         for container, content in self._noted:
             if not holds(container, content):
                 fill(container, content)
-
-
-def ways(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    """How to read where a generator stands, and how to set it."""
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    if hasattr(generator, "bit_generator"):
-        bits = generator.bit_generator
-        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
-    return generator.get_state, generator.set_state
-
-
-def is_generator(kind: type) -> bool:
-    """Whether it is a class of random generators: torch's, NumPy's or Python's."""
-    if issubclass(kind, random.Random):
-        return not issubclass(kind, random.SystemRandom)
-    return issubclass(
-        kind, (torch.Generator, *_of_numpy("random.Generator"), *_of_numpy("random.RandomState"))
-    )
-
-
-def _of_numpy(name: str) -> tuple[type, ...]:
-    """A class of NumPy, if it is loaded."""
-    found: Any = loaded("numpy")
-    for part in name.split(".") if found is not None else ():
-        found = getattr(found, part)
-    return () if found is None else (found,)
 
 
 def _top(module: object) -> str:

@@ -1,6 +1,5 @@
 """What a forward may change, noted and put back: buffers, modes, attributes, gradients and random streams."""
 
-import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import loaded, numpy_random, ran_out_of_memory
+from anybatch.core import ran_out_of_memory
 from anybatch.core import torch_private as private
 from anybatch.state import rng
-from anybatch.state.objects import fill, holds, is_generator, ways
-
-#: How to read where a stream stands, and how to set it.
-Stream = tuple[Callable[[], Any], Callable[[Any], object]]
+from anybatch.state.objects import fill, holds
 
 FIRST, EVERY = 3, 64  # looking steps: so many at first, then one of so many
 
@@ -43,7 +39,7 @@ class ModuleState:
             for name, value in own.items()
             if name not in _OF_MODULES and isinstance(value, kinds)
         ]
-        self.streams = held(modules)
+        self.generators = _generators_of(modules)
 
     def containers(self) -> list[Any]:
         """Lists, dicts and sets that are attributes now."""
@@ -141,10 +137,9 @@ class Snapshot:
     ) -> None:
         effects = effects or _NO_EFFECTS
         self._state, self._effects, self._draws = state, effects, draws
-        self._random = rng.capture()
-        process = of_process() if draws or effects.draws_process or effects.is_looking else ()
-        streams = (*state.streams, *process)
-        self._streams = [(stream, stream[0]()) for stream in streams] if streams else []
+        process = rng.of_process() if draws or effects.draws_process or effects.is_looking else ()
+        self._generators = (*state.generators, *process)
+        self._random = rng.capture(self._generators)
         self._attributes = _Attributes(state)
         self._copies: dict[Tensor, Tensor] = {}
         if any(state.buffers) or effects.parameters:
@@ -154,7 +149,9 @@ class Snapshot:
         self._tensors = state.tensors()
         self._versions = private.versions((*rows, *parameters, *self._tensors))
         # What is noted of each micro-batch besides.
-        self._notes = draws or effects.is_looking or effects.draws or bool(self._streams or effects.buffers)
+        self._notes = (
+            draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
+        )
         self._notes = self._notes or effects.attributes or bool(effects.parameters)
         self._micro: _Micro | None = None
 
@@ -163,28 +160,21 @@ class Snapshot:
         if self._notes:
             self._micro = None  # lets the copies go that were made before the last one
             effects = self._effects
-            is_random = self._draws or effects.is_looking or effects.draws
             attributes, placed = None, []
             if effects.attributes or effects.is_looking:
                 attributes = _Attributes(self._state)
                 placed = [one for one in self._state.buffers_now() if one not in self._copies]
-            self._micro = _Micro(
-                rng.capture() if is_random else None,
-                [(stream, stream[0]()) for stream, _ in self._streams],
-                _copied((*effects.buffers, *effects.parameters, *placed)),
-                attributes,
-            )
+            copies = _copied((*effects.buffers, *effects.parameters, *placed))
+            self._micro = _Micro(rng.capture(self._generators), copies, attributes)
 
     def look(self) -> None:
         """In a looking step, after a micro-batch: what its forward has changed is noted from now on."""
         effects, micro = self._effects, self._micro
         if not effects.is_looking or micro is None:
             return
-        if micro.random is not None and not rng.is_same(micro.random, rng.capture()):
-            effects.draws = True
-        process = of_process()
-        if any(read() != state for (read, put), state in micro.streams if (read, put) in process):
-            effects.draws_process = True
+        now = rng.capture(self._generators)
+        effects.draws |= not rng.is_same(micro.random, now)
+        effects.draws_process |= not rng.is_same(micro.random, now, of=rng.of_process())
         self._learn({*effects.buffers, *effects.parameters}, micro.attributes or self._attributes)
         effects.writes(self.written())
 
@@ -224,12 +214,11 @@ class Snapshot:
         """Put back what was noted of the micro-batch; whether everything is as it was before it."""
         micro = self._micro
         if micro is not None:
-            _put_streams_back(micro.random, micro.streams)
+            rng.restore(micro.random)
             _put_values_back(micro.copies)
             if micro.attributes is not None:
                 micro.attributes.put_back()
-        is_noted = micro is not None and micro.random is not None
-        if not is_noted and not rng.is_same(self._random, rng.capture()):  # it was taken to draw nothing
+        elif not rng.is_same(self._random, rng.capture()):  # no draws were expected
             self._effects.draws = True
             return False
         known = () if micro is None else micro.copies
@@ -239,7 +228,7 @@ class Snapshot:
     def put_back(self) -> None:
         """Put everything back as it was before the step; first what takes no memory."""
         self.put_gradients_back()
-        _put_streams_back(self._random, self._streams)
+        rng.restore(self._random)
         self.put_modules_back()
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
@@ -298,8 +287,7 @@ class _Attributes:
 class _Micro:
     """What was noted before the micro-batch at hand."""
 
-    random: rng.RandomState | None
-    streams: list[tuple[Stream, Any]]
+    random: rng.RandomState
     copies: dict[Tensor, Tensor]
     attributes: _Attributes | None
 
@@ -327,13 +315,6 @@ def _put_values_back(copies: Mapping[Tensor, Tensor]) -> None:
                 tensor.copy_(value)
 
 
-def _put_streams_back(state: rng.RandomState | None, streams: Iterable[tuple[Stream, Any]]) -> None:
-    if state is not None:
-        rng.restore(state)
-    for (_, put), value in streams:
-        put(value)
-
-
 def _is_same(one: Tensor, other: Tensor) -> bool:
     try:
         return torch.equal(one, other)
@@ -343,14 +324,9 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-def of_process() -> tuple[Stream, ...]:
-    """Python's and, where it is loaded, NumPy's."""
-    return (_PYTHON, _NUMPY) if numpy_random() is not None else (_PYTHON,)
-
-
-def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
-    """The generators of torch, NumPy and Python that modules hold, also in lists, tuples and dicts."""
-    found: list[Stream] = []
+def _generators_of(modules: Sequence[nn.Module]) -> tuple[Any, ...]:
+    """Return the generators that are attributes of modules, also in lists, tuples and dicts."""
+    found: list[Any] = []
     for module in modules:
         for name, value in vars(module).items():
             if name in _OF_MODULES or type(value) in _PLAIN:
@@ -358,26 +334,12 @@ def held(modules: Sequence[nn.Module]) -> tuple[Stream, ...]:
             if isinstance(value, dict):
                 value = [*cast("dict[Any, Any]", value).values()]
             inner = cast("list[Any]", value) if isinstance(value, list | tuple) else [value]
-            found += [ways(one) for one in inner if type(one) not in _PLAIN and is_generator(type(one))]
+            found += [one for one in inner if type(one) not in _PLAIN and rng.is_generator(type(one))]
     return tuple(found)
 
 
-def _numpy_state() -> tuple[Any, ...]:
-    """With the keys as bytes, so that two states can be compared."""
-    name, keys, *rest = numpy_random().get_state()
-    return name, keys.tobytes(), *rest
-
-
-def _set_numpy_state(state: tuple[Any, ...]) -> None:
-    name, keys, *rest = state
-    numpy = loaded("numpy")
-    numpy.random.set_state((name, numpy.frombuffer(keys, dtype="uint32"), *rest))
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, Tensor})
-_PYTHON: Stream = (random.getstate, random.setstate)
-_NUMPY: Stream = (_numpy_state, _set_numpy_state)
 
 
 @contextmanager
@@ -390,14 +352,12 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
     everything = Snapshot(
         ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]
     )
-    process = rng.capture_process()  # all, because collating may draw from Python's or NumPy's
     try:
-        for module in modules:
-            module.training = False
-        with torch.no_grad():
+        with rng.preserved(), torch.no_grad():  # collating may draw from Python's or NumPy's
+            for module in modules:
+                module.training = False
             yield
     finally:
         everything.put_back()
-        rng.restore_process(process)
         # Older torch keeps what autocast cast without graph, and uses it where a gradient is wanted.
         torch.clear_autocast_cache()

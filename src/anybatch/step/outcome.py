@@ -1,7 +1,6 @@
 """A few rows carried out in one split: their loss, gradient and buffers, compared with another split"""
 
 import math
-import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -69,8 +68,6 @@ class Outcome(Observer):
         like = replace(plan, rows=few.rows, micro_batch=max(cut.sizes), cut=cut.sizes, non_finite="raise")
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self.buffers: dict[str, float] = {}
-        self._streams = [(read, pickle.dumps(read())) for read, _ in own.state.streams]
-        self._has_drawn = False
         try:
             with torch.enable_grad(), plain_kernels(), self._watch:
                 if is_watched:
@@ -81,7 +78,7 @@ class Outcome(Observer):
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(cut.sizes)} rows to fit, got none left. Take fewer.")
         draws = self._draws.unreplayed or effects.draws or effects.draws_process
-        self.is_random = bool(draws or self._has_drawn)
+        self.is_random = bool(draws)
         self.is_quiet = self._draws.is_quiet
         self.dtypes = self._draws.dtypes | {p.dtype for p in task.parameters} | _short_of_devices(task, plan)
         self.rows = few.rows
@@ -94,7 +91,6 @@ class Outcome(Observer):
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep what shows a difference, in little memory."""
         self._draws.is_watching = False
-        self._has_drawn = any(pickle.dumps(read()) != found for read, found in self._streams)
         now = _versions(self._model)
         self.moved = next((name for name, one in now.items() if self._versions.get(name) != one), "")
         held = dict(self._model.named_buffers())
