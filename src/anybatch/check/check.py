@@ -228,7 +228,7 @@ def _compare_cuts(
     rows = range(len(whole.part.rows))
     if reference.error is not None:
         raise reference.error
-    if not reference.weighed:
+    if not reference.is_weighed:
         raise BatchError(
             f"Expected rows that count, got {len(rows)} whose weight is 0 (all of them are masked). "
             "Hand over a batch with valid targets."

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
-import torch
-
 from anybatch.check.finding import WAYS_OUT, Finding, listed
-from anybatch.check.passes import Bench, Call, Calls, PassResult, State, norm
+from anybatch.check.passes import Bench, Call, Calls, Pass, State
 from anybatch.check.rows import Cut, Part, agree, is_close
 from anybatch.losses import Terms
-from anybatch.step import limit_of
+from anybatch.step import distance, limit_of
 
 PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
 # A smaller gradient may be rounding of numbers that cancel inside of the model, as in a perfect fit.
@@ -24,7 +22,7 @@ class Verdict:
     """One cut held against what it should be."""
 
     cut: Cut  # the rows and how they are parted
-    result: PassResult  # what came of it
+    result: Pass  # what came of it
     error: float  # of the gradient, relative
     loss_error: float  # of the loss, relative
     words: str  # what the cut is called
@@ -59,14 +57,13 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
 class Comparison:
     """Compares passes on a bench with a reference, the pass over all rows uncut."""
 
-    def __init__(self, *, bench: Bench, whole: Cut, reference: PassResult) -> None:
+    def __init__(self, *, bench: Bench, whole: Cut, reference: Pass) -> None:
         self.bench, self.whole, self.reference = bench, whole, reference
 
     @property
     def limit(self) -> float:
         """What counts as rounding in these passes."""
-        dtypes = {parameter.dtype for parameter in self.bench.subject.named.values()}
-        return limit_of(dtypes | self.bench.draws.dtypes, len(self.whole.part.rows))
+        return limit_of(self.reference.dtypes, len(self.whole.part.rows))
 
     @property
     def outermost(self) -> list[Call]:
@@ -77,59 +74,34 @@ class Comparison:
         """The same rows in micro-batches of a size."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
 
-    def compare(self, cut: Cut, reference: PassResult, words: str = "") -> Verdict:
-        """Any cut, held against any reference."""
+    def compare(self, cut: Cut, reference: Pass, words: str = "") -> Verdict:
+        """Compare any cut with any reference."""
         result = self.bench.run(cut)
         words = words or cut.words
         if result.error is not None or reference.error is not None:
             return Verdict(cut=cut, result=result, error=math.inf, loss_error=math.inf, words=words)
-        error, loss_error = self._errors(result, reference, (0.0, 0.0))
-        size, largest = norm(reference.gradients.values()), result.largest
-        is_plain = error > PLAIN and 0 < largest < 10 * size
-        if max(error, loss_error) > self.limit and not is_plain:
-            # A trained model's gradient is small because those of its rows cancel: their size is what rounds.
-            error, loss_error = self._errors(result, reference, self._scale)
-        if max(error, loss_error) <= self.limit and not reference.bare:
-            result = replace(result, calls=Calls())  # nobody will ask for them, and they are large
-        return Verdict(cut=cut, result=result, error=error, loss_error=loss_error, words=words)
-
-    def _errors(
-        self, result: PassResult, wanted: PassResult, least: tuple[float, float]
-    ) -> tuple[float, float]:
-        size = max(norm(wanted.gradients.values()), least[0])
-        names = sorted(result.gradients.keys() | wanted.gradients.keys())
-        none = torch.zeros(())
-        apart = norm(result.gradients.get(name, none) - wanted.gradients.get(name, none) for name in names)
-        loss_size = max(abs(wanted.loss), wanted.scale, least[1])
-        loss_apart = abs(result.loss - wanted.loss)
-        if math.isnan(result.loss) and math.isnan(wanted.loss):
-            loss_apart = 0.0
-        return _ratio(apart, size), _ratio(loss_apart, loss_size)
+        far = distance(reference, result)
+        is_plain = far.gradient > PLAIN and 0 < result.largest < 10 * reference.size
+        if max(far.gradient, far.loss) > self.limit and not is_plain:
+            far = distance(reference, result, *self._halves)
+        if max(far.gradient, far.loss) <= self.limit and not reference.bare:
+            result.calls = Calls()  # no longer needed, and large
+        return Verdict(cut=cut, result=result, error=far.gradient, loss_error=far.loss, words=words)
 
     @cached_property
     def doubt(self) -> str:
-        """Says so where the gradient of all rows, and that of either half, is next to nothing."""
-        tiny = min(self.limit, _TINY)
-        size = norm(self.reference.gradients.values())
-        if size >= tiny or max(size, self._scale[0]) >= tiny:
+        """The remark that the gradient of all rows, and that of either half, is next to nothing; or ""."""
+        tiny, size = min(self.limit, _TINY), self.reference.size
+        if size >= tiny or any(half.size >= tiny for half in self._halves):
             return ""
         return f"the gradient of these rows is so small (norm {size:.1g}) that it may be rounding"
 
     @cached_property
-    def _scale(self) -> tuple[float, float]:
-        """The size of gradient and loss of either half of the rows."""
+    def _halves(self) -> list[Pass]:
         rows = range(len(self.whole.part.rows))
         middle = len(rows) // 2
         halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
-        sound = [half for half in halves if half.error is None and half.weighed]
-        size = max((norm(half.gradients.values()) for half in sound), default=0.0)
-        return size, max((half.scale for half in sound), default=0.0)
-
-
-def _ratio(difference: float, size: float) -> float:
-    if not math.isfinite(difference):
-        return math.inf
-    return difference / size if size else (math.inf if difference else 0.0)
+        return [half for half in halves if half.error is None and half.is_weighed]
 
 
 # ---- outputs of the model, row by row

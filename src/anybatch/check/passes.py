@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -16,10 +16,9 @@ from anybatch.check.finding import culprit_of
 from anybatch.check.rows import Cut, Part, is_close, shorten
 from anybatch.core import Batch, Event, Micro, Padding, StepReport, Total
 from anybatch.core import torch_private as private
-from anybatch.engine import Observer, carry_out
 from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
-from anybatch.step import Step
+from anybatch.step import Outcome, Step
 
 Places = tuple[int, int]  # of a padded row, and valid ones of it
 _NAME = "loss"  # of a term that comes without one
@@ -150,12 +149,12 @@ def tensors(value: Any) -> list[Tensor]:
 
 
 # By `module (Class)` and the attribute's dotted name: its value, and whether it is in the state dict.
-State = Mapping[tuple[str, str], tuple[Tensor, bool]]
+State = dict[tuple[str, str], tuple[Tensor, bool]]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
     """What a model and its loss hold but for parameters and containers; the loss's under `loss.`."""
-    found: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+    found = State()
     known: set[nn.Module] = set()
     for root, prefix in ((model, ""), (loss, "loss.")):
         saved = set(root.state_dict())
@@ -179,24 +178,6 @@ def _is_plain(value: object) -> bool:
 # ---- passes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PassResult:
-    """What a pass came to."""
-
-    loss: float = math.nan  # of all its rows
-    gradients: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])  # by the parameter's name
-    weighed: bool = True  # False where no row had weight
-    scale: float = 0.0  # what its terms come to without their signs: an error of the loss is held against it
-    # norm of the gradient where it was largest on the way, 0 where nobody knows: its rounding
-    largest: float = 0.0
-    calls: Calls = field(default_factory=Calls)  # of its modules
-    state: State = field(default_factory=dict[tuple[str, str], tuple[Tensor, bool]])  # that it left behind
-    unreplayed: int = 0  # random draws of its last micro-batch that are not replayed
-    # terms of which the loss returned means that have lost their denominators
-    bare: frozenset[str] = frozenset()
-    error: Exception | None = None  # why the pass did not come to its end, if it did not
-
-
 class Recorder(Optimizer):
     """An optimizer that changes nothing and keeps the gradients it is given."""
 
@@ -206,7 +187,7 @@ class Recorder(Optimizer):
         super().__init__(list(self._named.values()), {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As it is: torch's own function would load its compiler first, which takes a second."""
+        """Add a group; torch's own function would first load its compiler, which takes a second."""
         self.param_groups.append(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore
@@ -215,6 +196,51 @@ class Recorder(Optimizer):
         self.gradients = {
             name: (g.to_dense() if g.is_sparse else g).clone() for name, g in found.items() if g is not None
         }
+
+
+class Pass(Outcome):
+    """One pass over some rows in one split, with the calls of modules and the state that it leaves.
+
+    Attributes:
+        error: the exception that ended the pass; None if it came to its end.
+        calls: calls of modules.
+        state: values that model and loss hold afterwards.
+        unreplayed: random draws of the last micro-batch that were not replayed.
+        bare: terms for which the loss returned means without their denominators.
+        largest: norm of the gradient where it was largest on the way; its rounding is relative to that.
+    """
+
+    def __init__(self, bench: "Bench", cut: Cut, batch: Batch, model: nn.Module, loss: Any) -> None:
+        self.error: Exception | None = None
+        self.calls, self.state, self._norms = Calls(), State(), list[float]()
+        self._bench, self._held = bench, (model, module_of(loss))
+        self.calls.watch(model)
+        watched: Any = _WatchedBatch(batch, cut.part, bench.draws, self.calls)
+        sizes = tuple([len(part.rows) for part in cut.parts])
+        try:
+            step = Step(
+                model, loss, Recorder(bench.subject.named), batch_norm=bench.batch_norm, strategy="local"
+            )
+            super().__init__(step.task(), watched, step.plan(batch.rows), sizes, bench.draws, is_dry=False)
+        except Exception as error:  # the user's code may raise anything
+            self.error = error
+        finally:
+            bench.draws.is_watching = True
+            del self._held
+        self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
+        # The sum may be divided only at the end.
+        grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
+        self.largest = 0.0 if self.error else grown * self.size
+
+    def told(self, event: Event) -> None:
+        """Note the size of the sums."""
+        if not isinstance(event, StepReport):
+            self._norms.append(norm(p.grad for p in self._bench.subject.named.values() if p.grad is not None))
+
+    def update(self, gradients: Mapping[str, Tensor]) -> None:
+        """Keep the gradient and the state."""
+        super().update(gradients)
+        self.state = state_of(*self._held)
 
 
 class _WatchedBatch:
@@ -260,65 +286,15 @@ class Bench:
         finally:
             torch.set_default_dtype(default)
 
-    def run(self, cut: Cut) -> PassResult:
+    def run(self, cut: Cut) -> Pass:
         """Make a pass."""
         batch = cut.batch(self.subject.dtype)
-        calls = Calls()
         with self.fresh() as (model, loss):
-            calls.watch(model)
-            recorder = Recorder(self.subject.named)
-            watched: Any = _WatchedBatch(batch, cut.part, self.draws, calls)
-            sizes: list[float] = []
-
-            def measure(event: Event) -> None:
-                if not isinstance(event, StepReport):
-                    sizes.append(norm(p.grad for p in self.subject.named.values() if p.grad is not None))
-
-            try:
-                step = Step(
-                    model,
-                    loss,
-                    recorder,
-                    micro_batch=cut.micro_batch,
-                    batch_norm=self.batch_norm,
-                    listeners=[measure],
-                    observers=[_Finished(self.draws)],
-                    strategy="local",
-                )
-                report = carry_out(step.plan(batch.rows), step.task(), watched)
-            except Exception as error:  # the user's code may raise anything
-                return PassResult(error=error, calls=calls)
-            finally:
-                self.draws.is_watching = True
-        used = [name for name, weight in report.weights.items() if weight]
-        scale = math.fsum(abs(step.coefficients.get(name, 1.0) * report.terms[name]) for name in used)
-        return PassResult(
-            loss=report.loss,
-            gradients=recorder.gradients,
-            weighed=report.updated,
-            scale=scale,
-            # The sum may have been divided only at the end.
-            largest=max(sizes) / sizes[-1] * norm(recorder.gradients.values()) if sizes[-1] else 0.0,
-            calls=calls,
-            state=state_of(model, module_of(loss)),
-            unreplayed=self.draws.unreplayed,
-            bare=bare_terms(loss),
-        )
-
-
-class _Finished(Observer):
-    """From here on a step looks at what it has, with a flag in float32 that no result depends on."""
-
-    def __init__(self, draws: Draws) -> None:
-        self._draws = draws
-
-    def update(self, gradients: Mapping[str, Tensor]) -> None:
-        """All is computed."""
-        self._draws.is_watching = False
+            return Pass(self, cut, batch, model, loss)
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
-    """The 2-norm of all entries."""
+    """Return the 2-norm of all entries."""
     dense = [value.detach().to_dense() if value.is_sparse else value.detach() for value in tensors]
     return math.hypot(*[torch.linalg.vector_norm(value).item() for value in dense])
 

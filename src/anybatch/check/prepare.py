@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 
 from anybatch.check.copies import Copied, named_parameters
 from anybatch.check.draws import Draws, OutOfTime
-from anybatch.check.passes import Bench, PassResult
+from anybatch.check.passes import Bench, Pass
 from anybatch.check.rows import Cut, Part, rows_of, subset
 from anybatch.core import BatchError, Collate, PlanError, SampleBatch, TensorBatch, tree
 from anybatch.step import choose_rows
@@ -35,7 +35,7 @@ class Prepared:
     # the same as the caller gave them, where `collate` makes the tensors of each micro-batch
     samples: Cut | None
     notes: tuple[str, ...]  # what the caller should know
-    probed: PassResult | None = None  # the pass over the same rows, if it has been made
+    probed: Pass | None = None  # the pass over the same rows, if it has been made
 
     def without_dropout(self) -> "Prepared":
         """The same with dropout switched off."""
@@ -111,7 +111,7 @@ class _Found:
 
     bench: Bench  # on which a pass over these rows is the first
     cut: Cut  # the rows
-    result: PassResult  # the pass
+    result: Pass  # the pass
     seconds: float  # how long it took
     notes: tuple[str, ...]  # what the caller should know
 

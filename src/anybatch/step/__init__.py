@@ -3,14 +3,17 @@
 from anybatch.step import dry_run, foresee
 from anybatch.step.choose_rows import choose_rows
 from anybatch.step.foresee import plan
+from anybatch.step.outcome import Outcome, distance
 from anybatch.step.step import Step
 from anybatch.step.tolerance import limit_of, relative_error, tolerance
 from anybatch.step.window import Window
 
 __all__ = [
+    "Outcome",
     "Step",
     "Window",
     "choose_rows",
+    "distance",
     "dry_run",
     "foresee",
     "limit_of",

@@ -14,7 +14,7 @@ from anybatch.losses import ModelTerms, Terms, WholeBatch, read_afresh
 from anybatch.state import rng
 from anybatch.step.choose_rows import choose_rows
 from anybatch.step.dry_run import reached_by
-from anybatch.step.outcome import Difference, Outcome, Split, differ, only_rows, outcome_of
+from anybatch.step.outcome import Difference, Looked, Split, differ, only_rows, outcome_of
 
 ROWS = 8
 LEAST = 3  # rows of which two parts of several can be made
@@ -146,7 +146,7 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
             raise whole
     if isinstance(whole, Exception):
         return _failed(few, first, whole)
-    if not any(whole.report.weights.values()):
+    if not whole.is_weighed:
         return Doubt("no row that was looked at has weight")
     told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
     for cut in others:
@@ -178,7 +178,7 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
             doubt, is_small = Doubt(f"{compared}: more than rounding in {found.dtype}", lasts=True), True
             continue  # another split may show more
         kept = outcome_of(task, padded, plan, cut) if few is not padded else None
-        if isinstance(kept, Outcome) and not differ(whole, kept):
+        if isinstance(kept, Looked) and not differ(whole, kept):
             raise LossError(
                 f"Expected the same loss and gradient from {_name(task)} with less padding, got "
                 f"{found.words} for {few.rows} rows padded and trimmed. {_PADDING}"
@@ -196,7 +196,7 @@ def _failed(few: Batch, cut: "Split", error: Exception) -> Doubt:
     return Doubt(f"{few.rows} rows as {cut} gave {type(error).__name__}: {said}")
 
 
-Compared = tuple["Split", "Outcome"]
+Compared = tuple["Split", "Looked"]
 
 
 def _confirmed(
@@ -208,9 +208,9 @@ def _confirmed(
     places = range(few.rows // 2), range(few.rows // 2, few.rows)
     halves = [only_rows(task, few, half) for half in places]
     alone = [outcome_of(own, half, plan, Split(_sizes(half.rows, [most]))) for own, half in halves]
-    if not all(isinstance(each, Outcome) and not differ(whole, each) for each in again):
+    if not all(isinstance(each, Looked) and not differ(whole, each) for each in again):
         return Doubt("the same rows give another loss or gradient the second time", lasts=True)
-    return differ(whole, other[1], *[each for each in alone if isinstance(each, Outcome)])
+    return differ(whole, other[1], *[each for each in alone if isinstance(each, Looked)])
 
 
 def _refuse_weights(task: Task, few: Batch, plan: Plan, one: Compared, other: Compared) -> None:
@@ -223,7 +223,7 @@ def _refuse_weights(task: Task, few: Batch, plan: Plan, one: Compared, other: Co
     again = [outcome_of(task, few.padded(), plan, first) for _ in range(_AGAIN)]
     half = outcome_of(task, few.only(range(few.rows // 2)), plan, Split((few.rows // 2,)))
     for name in sorted(names):
-        reports = [each.report for each in (*again, half) if isinstance(each, Outcome)]
+        reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
         if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
             continue  # they are drawn
         values = [each.terms.get(name, 0.0) for each in (*reports, parts.report)]
@@ -262,9 +262,9 @@ _PADDING = (
 )
 
 
-def _refuse_failed_trim(task: Task, error: Exception, kept: "Outcome | Exception") -> None:
+def _refuse_failed_trim(task: Task, error: Exception, kept: "Looked | Exception") -> None:
     """Refuse a model that fails on shorter rows, and not on the same ones as they came."""
-    if isinstance(kept, Outcome):
+    if isinstance(kept, Looked):
         said = (str(error).splitlines() or [""])[0]
         raise LossError(
             f"Expected {_name(task)} to take rows without their padding, got {type(error).__name__}: {said} "

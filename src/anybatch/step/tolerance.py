@@ -20,9 +20,15 @@ _ROUNDINGS = {torch.float64: 2**12, torch.float32: 2**7, torch.float16: 2**4, to
 _SLACK = {torch.float64: 16, torch.float32: 16}
 
 
+def shortest_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the floating dtype with the shortest mantissa; float32 if there is none."""
+    found = set(dtypes)
+    return next((dtype for dtype in reversed(_ROUNDINGS) if dtype in found), torch.float32)
+
+
 def limit_of(dtypes: Iterable[torch.dtype], rows: int) -> float:
     """Return the relative error that may be rounding, by the shortest dtype that was computed in."""
-    shortest = next((dtype for dtype in reversed(_ROUNDINGS) if dtype in set(dtypes)), torch.float32)
+    shortest = shortest_of(dtypes)
     return tolerance(shortest, rows) * _SLACK.get(shortest, 1)
 
 
