@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from anybatch.check.passes import Bench, Call
 from anybatch.check.rows import Cut, Part, take
 from anybatch.core import torch_private as private
-from anybatch.core import tree
 from anybatch.losses import resolve
 
 
@@ -25,7 +24,7 @@ class Evaluation:
     weights: Mapping[str, float]  # by the term's name
     # by the term's name, gradients of the sum with respect to the model's outputs
     gradients: Mapping[str, Sequence[Tensor]]
-    leaves: Sequence[Tensor]  # the tensors of the micro-batch
+    micro: Any  # the micro-batch
     unreplayed: int  # random draws that were not replayed
 
     def mean(self, name: str) -> float:
@@ -53,7 +52,7 @@ def evaluate(
                         sums={name: value.item() for name, value in terms.sums.items()},
                         weights={name: float(weight) for name, weight in terms.weigh().items()},
                         gradients={name: stub.gradients(value) for name, value in terms.sums.items()},
-                        leaves=tree.flatten(micro).leaves,
+                        micro=micro,
                     )
                 )
     return found
