@@ -1,4 +1,4 @@
-"""The self-test: does every split give the same result on your model, loss and rows, and if not, why."""
+"""`ab.check`: compare splits with the whole batch on a few rows, and name the cause of a difference"""
 
 import json
 import math
@@ -72,7 +72,7 @@ class CheckReport:
         return f"CheckReport({'exact' if self.exact else found}, error {self.error:.2g}, {self.rows} rows)"
 
     def to_json(self) -> str:
-        """One JSON object; what is infinite is null."""
+        """Return one JSON object; infinite numbers are null."""
         values = asdict(self)
         values |= {name: None for name in ("error", "loss_error") if not math.isfinite(values[name])}
         return json.dumps(values)
@@ -82,11 +82,10 @@ class CheckReport:
         return "\n".join([head, *[one if one.startswith("note: ") else _indented(one) for one in rest]])
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
+        """Return a table for notebooks."""
         return html_table(self._rows())
 
     def _rows(self) -> list[tuple[str, str]]:
-        """What text and table show: names, and what is to be said of each."""
         cuts = " and ".join(filter(None, (", ".join(self.cuts[:-1]), self.cuts[-1])))
         errors = f"gradient error {self.error:.2g}, loss error {self.loss_error:.2g}, {self.dtype}"
         notes = [("note", note) for note in self.notes]
@@ -115,7 +114,7 @@ def check(
     batch_norm: BatchNormChoice | None = None,
     seed: int = 0,
 ) -> CheckReport:
-    """Test on a few rows whether a step gives the same result for every split, and name the cause if not.
+    """Test on a few rows that every split gives the same result, and name the cause if one does not.
 
     The test runs on a copy of the model, in float64 if the model can. It compares a step on all rows at once
     with steps on the same rows in several splits. Random numbers are replayed, so that dropout gives each row
@@ -209,7 +208,7 @@ def check(
 
 
 def refuse_without_data(model: nn.Module, loss: object) -> None:
-    """Refuse what has shapes only: there is nothing to compare."""
+    """Raise PlanError if model or loss have tensors on the meta device, without values to compare."""
     held = [one for one in (model, loss) if isinstance(one, nn.Module)]
     named = [pair for one in held for pair in (*one.named_parameters(), *one.named_buffers())]
     empty = [name for name, tensor in named if tensor.is_meta]
@@ -259,7 +258,7 @@ def _differ(comparison: Comparison, verdicts: Sequence[Verdict]) -> bool:
 def _try_padding(
     comparison: Comparison, prepared: Prepared, verdicts: Sequence[Verdict], loss_name: str
 ) -> tuple[list[Verdict], list[Finding]]:
-    """The same cut with as little padding as its rows need: as `collate` makes it, or cut off."""
+    """Compare a split with the same one with less padding: as `collate` makes it, or trimmed."""
     sound = [verdict for verdict in verdicts if verdict.result.error is None and verdict.cut.part.is_whole]
     if not sound or comparison.doubt or prepared.whole.collate is not None:
         return [], []
@@ -299,7 +298,7 @@ CLOSER = 1e-6  # how exactly sums of float32 add up, if they do
 def explain(
     comparison: Comparison, verdicts: Sequence[Verdict], loss_name: str, *, deadline: float = math.inf
 ) -> list[Finding]:
-    """Where split and whole part."""
+    """Return the findings that explain why a split differs from the whole batch."""
     worst = worst_of(comparison, verdicts)
     parts, outermost = worst.cut.parts, comparison.outermost
     is_sound = rows_agree(comparison, comparison.reference.calls, worst.result.calls, parts)
@@ -360,7 +359,7 @@ def _terms(
 
 
 def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
-    """A finding for each BatchNorm that takes its statistics from the rows at hand."""
+    """Return a finding for each BatchNorm that uses the statistics of the micro-batch."""
     if comparison.bench.batch_norm == "frozen":
         return []
     with comparison.bench.fresh() as (model, _):
@@ -370,7 +369,7 @@ def _batch_norms(comparison: Comparison, what: str) -> list[Finding]:
 
 
 def agrees_without_dropout(comparison: Comparison, verdicts: Sequence[Verdict], deadline: float) -> bool:
-    """Whether rows agree only once dropout is off, as where a model sorts rows and puts them back."""
+    """Return True if rows agree only with dropout off, as in a model that sorts its rows."""
     draws, worst = comparison.bench.draws, worst_of(comparison, verdicts)
     if draws.has_packed:
         return True
@@ -396,7 +395,7 @@ def explain_padding(
     *,
     is_left: bool = False,
 ) -> Finding:
-    """Which module, or else the loss, looks at padded places."""
+    """Return a finding on the module, or the loss, that depends on padded places."""
     long_calls = comparison.bench.run(padded.cut).calls
     short_calls = comparison.bench.run(short.cut).calls
     tolerance = 10 * comparison.limit

@@ -1,4 +1,4 @@
-"""Cuts compared with the whole batch: the error of each, the model's outputs row by row, and its state."""
+"""Splits compared with the whole batch: errors, the model's outputs row by row, and its state"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ _TINY = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Verdict:
-    """One cut held against what it should be."""
+    """A split and its errors relative to a reference."""
 
     cut: Cut  # the rows and how they are parted
     result: Pass  # what came of it
@@ -28,18 +28,18 @@ class Verdict:
     words: str  # what the cut is called
 
     def holds(self, limit: float) -> bool:
-        """Whether both errors are rounding."""
+        """Return True if both errors are at most the limit."""
         return self.error <= limit and self.loss_error <= limit
 
 
 def worst_of(comparison: "Comparison", verdicts: Sequence[Verdict]) -> Verdict:
-    """The first cut that differs, most gladly one that came to its end."""
+    """Return the first split that differs, if possible one that did not fail."""
     differing = [verdict for verdict in verdicts if not verdict.holds(comparison.limit)] or list(verdicts)
     return next((verdict for verdict in differing if verdict.result.error is None), differing[0])
 
 
 def name_of(loss: object) -> str:
-    """What a loss is called."""
+    """Return the name of a loss."""
     held: Any = loss.function if isinstance(loss, Terms) else loss
     held = cast("partial[Any]", held).func if isinstance(held, partial) else held
     name = getattr(held, "__qualname__", type(held).__qualname__)
@@ -47,7 +47,7 @@ def name_of(loss: object) -> str:
 
 
 def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
-    """Sizes of micro-batches: the caller's, two that leave a short one at the end, and 1."""
+    """Return sizes of micro-batches: the caller's, two that leave a smaller last one, and 1."""
     ragged = [size for size in range(2, rows) if rows % size]
     near = [min(ragged, key=lambda size: abs(size - share * rows)) for share in (3 / 8, 5 / 8) if ragged]
     own = [micro_batch] if micro_batch is not None and micro_batch < rows else []
@@ -55,14 +55,14 @@ def cut_sizes_to_try(rows: int, micro_batch: int | None) -> list[int]:
 
 
 class Comparison:
-    """Compares passes on a bench with a reference, the pass over all rows uncut."""
+    """Passes in several splits, compared with a reference: the pass over all rows uncut."""
 
     def __init__(self, *, bench: Bench, whole: Cut, reference: Pass) -> None:
         self.bench, self.whole, self.reference = bench, whole, reference
 
     @property
     def limit(self) -> float:
-        """What counts as rounding in these passes."""
+        """The largest relative error that counts as rounding."""
         return limit_of(self.reference.dtypes, len(self.whole.part.rows))
 
     @property
@@ -71,11 +71,11 @@ class Comparison:
         return self.reference.calls.parts.get(self.whole.part, [])
 
     def cut_by(self, micro_batch: int) -> Verdict:
-        """The same rows in micro-batches of a size."""
+        """Compare micro-batches of a size with the reference."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
 
     def compare(self, cut: Cut, reference: Pass, words: str = "") -> Verdict:
-        """Compare any cut with any reference."""
+        """Compare any split with any reference."""
         result = self.bench.run(cut)
         words = words or cut.words
         if result.error is not None or reference.error is not None:
@@ -90,7 +90,7 @@ class Comparison:
 
     @cached_property
     def doubt(self) -> str:
-        """The remark that the gradient of all rows, and that of either half, is next to nothing; or ""."""
+        """A remark if the gradients of all rows and of both halves are next to nothing; else empty."""
         tiny, size = min(self.limit, _TINY), self.reference.size
         if size >= tiny or any(half.size >= tiny for half in self._halves):
             return ""
@@ -108,7 +108,7 @@ class Comparison:
 
 
 def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequence[Part]) -> bool:
-    """Whether the model gives each row the same, cut or not."""
+    """Return True if the model gives each row the same outputs in the whole batch and in its parts."""
     tables = [calls.table(part) for part in parts]
     for call in whole.parts.get(comparison.whole.part, []):
         peers = [table[call.key].outputs for table in tables if call.key in table]
@@ -123,7 +123,7 @@ def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequen
 
 
 def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
-    """Whether the model gives each row the same, cut or not, in passes that are made for this on a bench."""
+    """Return True if `rows_agree` in two new passes on a bench."""
     whole, parted = bench.run(comparison.whole), bench.run(cut)
     failed = whole.error or parted.error
     return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
@@ -132,7 +132,7 @@ def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
 def before_the_model(
     outermost: Sequence[Call], calls: Calls, parts: Sequence[Part], comparison: Comparison, loss_name: str
 ) -> list[Finding]:
-    """Whether the loss hands the model other rows when it is cut."""
+    """Return a finding if the loss hands other rows to the model when it is cut."""
     if comparison.whole.collate is not None:
         return []  # each micro-batch is collated by itself: numbers of nodes and the like differ rightly
     tables = [calls.table(part) for part in parts]
@@ -153,7 +153,7 @@ def before_the_model(
 
 
 def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[list[Finding], list[str]]:
-    """A finding for each module whose saved buffers depend on the cut, and a note on other attributes."""
+    """Return a finding for each module whose saved buffers depend on the split, and a note on other state."""
     whole = comparison.reference.state
     states = [verdict.result.state for verdict in verdicts if verdict.result.error is None]
     saved: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Copies to probe, in float64 where the model runs in it; and what the caller has, put back."""
+"""Copies of model and loss to test, in float64 if they run in it; the originals are restored"""
 
 import copy
 import dataclasses
@@ -20,7 +20,7 @@ _COPIED = (Tensor, nn.Module, FunctionType, partial, list, dict, set)
 
 
 class Copied:
-    """A deep copy of model and loss, in `dtype` if there is one; passes share only its parameters."""
+    """A deep copy of model and loss, converted to `dtype` unless it is None; passes share its parameters."""
 
     def __init__(self, model: nn.Module, loss: object, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -41,14 +41,14 @@ class Copied:
         self.named = named_parameters(self._model, self._loss)
 
     def fresh(self) -> tuple[nn.Module, Any]:
-        """Another copy, which shares the parameters and nothing else."""
+        """Return another copy, which shares only the parameters."""
         shared = [*self._model.parameters(), *module_of(self._loss).parameters()]
         memo: dict[int, Any] = {id(parameter): parameter for parameter in shared}
         return copy.deepcopy(self._model, memo), _copy(self._loss, memo)
 
 
 def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
-    """Trainable parameters of the model by name, and of the loss under `loss.`."""
+    """Return the trainable parameters of the model by name, and those of the loss under `loss.`."""
     named = dict(model.named_parameters())
     own = set(named.values())
     named |= {f"loss.{name}": p for name, p in module_of(loss).named_parameters() if p not in own}
@@ -57,7 +57,7 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def untouched(model: nn.Module, loss: object) -> Generator[None]:
-    """Afterwards model, loss and random streams are as before: a copy may share what it writes to."""
+    """Restore model, loss and random streams afterwards: a deep copy may share state with its original."""
     modules = model, module_of(loss)
     streams = rng.capture_process()
     objects = ObjectState(modules)  # all but the values of tensors
@@ -75,7 +75,7 @@ def untouched(model: nn.Module, loss: object) -> Generator[None]:
 
 
 def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:
-    """Hooks on gradients, which a deep copy of a parameter loses, on the copies."""
+    """Register the hooks on gradients again, which deepcopy does not copy."""
     for parameter in parameters:
         twin = memo.get(id(parameter))
         if twin is None:  # a `__deepcopy__` of the model's own kept it from sight
@@ -88,12 +88,12 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
 
 
 def widen(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """A real floating tensor in another dtype; any other as it is."""
+    """Convert a real floating tensor to a dtype; return any other unchanged."""
     return value if dtype is None or not value.is_floating_point() else value.to(dtype)
 
 
 def _copy(loss: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what computes the loss: functions with what they close over, modules, callable objects."""
+    """Copy a loss: functions with their closures, modules, callable objects."""
     if id(loss) in memo:
         return memo[id(loss)]
     if isinstance(loss, FunctionType):
@@ -113,7 +113,7 @@ def _copy(loss: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copy_function(function: FunctionType, memo: dict[int, Any]) -> Callable[..., Any]:
-    """The same code over copies of the cells, the defaults, and the globals that are tensors or modules."""
+    """Copy a function with its closure, its defaults, and the tensors and modules among its globals."""
     cells = function.__closure__ or ()
     used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     changed = {name: value for name, value in used.items() if isinstance(value, Tensor | nn.Module)}
@@ -140,5 +140,5 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> Callable[...
 
 
 def _copy_held(value: Any, memo: dict[int, Any]) -> Any:
-    """What a function holds, as far as it may matter to a pass; data sets, files and the like stay shared."""
+    """Copy a tensor, module, function or container; data sets, files and the like stay shared."""
     return _copy(value, memo) if isinstance(value, _COPIED) else memo.get(id(value), value)

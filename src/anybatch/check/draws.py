@@ -1,4 +1,4 @@
-"""Random draws replayed: in every cut each row gets the numbers that the whole batch drew for it."""
+"""Replayed random draws: in every split each row gets the numbers that the whole batch drew for it"""
 
 import math
 import time
@@ -17,7 +17,7 @@ Place = tuple[str, bytes]  # a stream and where it stands
 
 
 class OutOfTime(BaseException):
-    """A pass was still running at its deadline; no `Exception`, so that no model takes it for its own."""
+    """Raised in a pass at its deadline; no `Exception`, so that no model catches it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class _Draw:
 
 
 class Draws(SeenDraws):
-    """Notes what a whole batch draws from torch's default streams, and gives the same to its parts.
+    """The random draws of a whole batch from torch's default streams, replayed for its parts.
 
     A draw is known by where the stream stood before it: a forward that is repeated finds its own again. What
     comes from a generator of the model's own, or after it has set a seed, is not replayed.
@@ -56,7 +56,7 @@ class Draws(SeenDraws):
         self.has_dropout = False  # whether there were draws that `without_dropout` switches off
 
     def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
-        """A micro-batch begins: streams go back to the start of the pass, or to where they stood before."""
+        """Begin a micro-batch: reset the streams to the start of the pass, or to a state."""
         rng.restore(self._start)
         if state is not None:
             rng.restore(state)
@@ -67,12 +67,12 @@ class Draws(SeenDraws):
         self.count = self.unreplayed = 0
 
     def restarted(self, *, without_dropout: bool = False) -> "Draws":
-        """The same with nothing drawn yet."""
+        """Return new draws with the same seed."""
         return Draws(self._seed, without_dropout=without_dropout, is_wide=self._is_wide)
 
     @contextmanager
     def until(self, deadline: float) -> Generator[None]:
-        """What runs meanwhile is interrupted at this time, on the clock of `time.perf_counter`."""
+        """Raise OutOfTime in the operations inside after a deadline, on the clock of `time.perf_counter`."""
         before = self._deadline
         self._deadline = min(before, deadline)
         try:
@@ -83,7 +83,7 @@ class Draws(SeenDraws):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Every operation of torch comes by here; those that draw are answered from what was drawn."""
+        """Replay operations that draw; run all others."""
         kwargs = kwargs or {}
         if time.perf_counter() > self._deadline:
             raise OutOfTime
@@ -92,7 +92,7 @@ class Draws(SeenDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Answer a draw from what the whole batch drew."""
+        """Replay a draw of the whole batch, or record it."""
         self.count += 1
         device = device_of(args, kwargs)
         stream = stream_of(device)
@@ -118,7 +118,7 @@ class Draws(SeenDraws):
         return result
 
     def _answer(self, draw: _Draw, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The rows of a draw, in the form in which this operation returns it."""
+        """Return the rows of a recorded draw in the form of this operation's result."""
         result: Any = func(*args, **kwargs)
         like = _numbers(func, args, result)
         value = self._rows_of(draw, like.shape)
@@ -150,10 +150,9 @@ class Draws(SeenDraws):
 
 
 def _is_rrelu(func: Any) -> bool:
-    """Whether what is drawn is put into the second argument: RReLU."""
     return "rrelu_with_noise" in func.__name__
 
 
 def _numbers(func: Any, args: Sequence[Any], result: Any) -> Tensor:
-    """Where an operation puts what it draws."""
+    """Return the tensor into which an operation writes what it draws."""
     return args[1] if _is_rrelu(func) else result[1] if isinstance(result, tuple) else result

@@ -1,4 +1,4 @@
-"""What a check found: a kind, a culprit, a plain sentence, and the ways out."""
+"""Findings: a kind, a culprit, a sentence, and the ways out"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +65,7 @@ BATCH_NORM_WAYS_OUT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One place where split and whole part."""
+    """One cause of a difference between split and whole."""
 
     kind: str  # one of `KINDS`
     culprit: str  # a module as `name (Class)`, a term of the loss, or the loss function
@@ -80,7 +80,7 @@ class Finding:
 
 
 def summaries(findings: Iterable[Finding]) -> list[str]:
-    """Findings in words, where those that say the same of modules of one class are told once."""
+    """Return findings in words; modules of one class with the same fault are named in one text."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         name, _, rest = finding.culprit.rpartition(" (")
@@ -98,19 +98,19 @@ def _as_one(group: Sequence[Finding]) -> Finding:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names, and the number of the others."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def module_finding(
     kind: str, name: str, module: nn.Module, what: str, ways_out: tuple[str, ...] = ()
 ) -> Finding:
-    """A finding about a module, with the ways out of its kind if it has none of its own."""
+    """Return a finding about a module; its ways out are those of its kind unless given."""
     is_batch_norm = isinstance(module, BatchNorm)
     usual = BATCH_NORM_WAYS_OUT if is_batch_norm and kind == "meeting" else WAYS_OUT[kind]
     return Finding(kind=kind, culprit=culprit_of(name, module), what=what, ways_out=ways_out or usual)
 
 
 def culprit_of(name: str, module: nn.Module) -> str:
-    """A module as `name (Class)`."""
+    """Return a module as `name (Class)`."""
     return f"{name.strip('.') or 'the model'} ({type(module).__name__})"

@@ -1,4 +1,4 @@
-"""Which module makes split and whole differ, and why: each runs by itself, on the same inputs, cut."""
+"""Modules that make split and whole differ, and why: each runs by itself on the same inputs, split"""
 
 import math
 import random
@@ -30,7 +30,7 @@ GIVE_TENSOR = WAYS_OUT["position"][-1]  # the other one is about random numbers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedCall:
-    """How a module's cut calls compare with its whole one."""
+    """A call of a module on the whole batch, compared with its calls on the parts."""
 
     call: Call  # the whole call
     fault: str  # "" where they agree, "outputs", "pooled", "gradients", "dropped rows", or "unknown"
@@ -41,7 +41,7 @@ class ComparedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleTest:
-    """Finds out why a module differs, by running it on other inputs."""
+    """A test that finds why a module differs: it runs the module on changed inputs."""
 
     bench: Bench  # where it is run
     total: int  # rows of the batch
@@ -49,7 +49,7 @@ class ModuleTest:
     deadline: float = math.inf  # when no more rows are changed, on the clock of `time.perf_counter`
 
     def explain(self, tested: ComparedCall) -> Finding:
-        """The finding about a module that differs."""
+        """Return the finding about a module that differs."""
         name = tested.call.key[0]
         with self.bench.fresh() as (model, _):
             module = model.get_submodule(name)
@@ -62,7 +62,7 @@ class ModuleTest:
         return module_finding(kind, name, module, f"`{place}` {what}.", tuple(ways_out))
 
     def _classify(self, tested: ComparedCall) -> tuple[str, ...]:
-        """The kind, what is wrong, and ways out other than those of the kind."""
+        """Return the kind, a sentence, and ways out that replace those of the kind."""
         if tested.fault == "gradients":
             if self._changes_buffers(tested):
                 return "state", "changes its buffers in each call, and its gradient depends on them"
@@ -104,7 +104,7 @@ class ModuleTest:
 
     @contextmanager
     def _fresh(self, call: Call) -> Generator[tuple[nn.Module, Run]]:
-        """A fresh copy, and runs of it, one after the other, from where the streams stood."""
+        """Yield a fresh copy of the module, and a function that runs it with the random streams of a call."""
         with self.bench.fresh() as (model, _), torch.no_grad():
             module = model.get_submodule(call.key[0])
 
@@ -115,13 +115,12 @@ class ModuleTest:
             yield module, run
 
     def _is_deterministic(self, tested: ComparedCall) -> bool:
-        """Whether it returns the same when it is called twice."""
         inputs = tested.call.inputs
         with self._fresh(tested.call) as (_, run):
             return self._are_same(run(inputs, self._whole), run(inputs, self._whole), self._whole)
 
     def _count_changed(self, tested: ComparedCall) -> int:
-        """How many other rows change with one row, whichever it is: other numbers in it, or another row."""
+        """Return how many other rows change with one row: with other numbers in it, or another row."""
         most = 0
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -139,7 +138,7 @@ class ModuleTest:
     def _differing(
         self, tested: ComparedCall, before: Sequence[Tensor], after: Sequence[Tensor], rows: Sequence[int]
     ) -> int:
-        """How many of some rows have another output."""
+        """Return how many of some rows have another output."""
 
         def differs(row: int) -> bool:
             part = Part((row,), self.total)
@@ -152,7 +151,7 @@ class ModuleTest:
         return sum(map(differs, rows))
 
     def _count_draws(self, tested: ComparedCall) -> tuple[str, int, int]:
-        """Streams that are not torch's and move; how often it draws for all rows, and for half of them."""
+        """Return moved streams of Python and NumPy, and the number of draws for all rows and for half."""
         counts: list[int] = []
         sources: set[str] = set()
         with self._fresh(tested.call) as (_, run):
@@ -167,7 +166,6 @@ class ModuleTest:
         return " and ".join(sorted(sources)), counts[0], counts[1]
 
     def _changes_buffers(self, tested: ComparedCall) -> bool:
-        """Whether a call changes numbers that the module holds."""
         with self._fresh(tested.call) as (module, run):
             before = {name: buffer.clone() for name, buffer in module.named_buffers()}
             run(tested.call.inputs, self._whole)
@@ -177,7 +175,7 @@ class ModuleTest:
             )
 
     def _is_row_wise(self, tested: ComparedCall) -> bool:
-        """Whether rows keep their outputs, at the same places, when others are missing or all alike."""
+        """Return True if rows keep their outputs when other rows are missing or replaced."""
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
             for rows in dict.fromkeys((self.total - 1, (self.total + 1) // 2)):
@@ -195,7 +193,7 @@ class ModuleTest:
         return True
 
     def _is_equivariant(self, tested: ComparedCall) -> bool:
-        """Whether outputs move with the rows."""
+        """Return True if outputs move with the rows."""
         turned = Part(tuple(range(self.total))[::-1], self.total)
         with self._fresh(tested.call) as (_, run):
             before = run(tested.call.inputs, self._whole)
@@ -208,14 +206,14 @@ def _select_all(inputs: Sequence[Tensor], axes: Sequence[Axis | None], part: Par
 
 
 def _pattern(like: Tensor) -> Tensor:
-    """Numbers that differ from entry to entry."""
+    """Return numbers that differ from entry to entry."""
     return torch.cos(torch.arange(like.numel(), device=like.device)).view(like.shape).to(like.dtype)
 
 
 def _change_row(
     inputs: Sequence[Tensor], axes: Sequence[Axis | None], row: int, shift: int, total: int
 ) -> list[Tensor]:
-    """What stands in another row, so many rows on; for 0 other numbers, or the next row if none is real."""
+    """Replace a row by the one `shift` rows further; for 0 by other numbers, if any are real."""
     pairs = list(zip(inputs, axes, strict=True))
     real = not shift and any(axis is not None and value.is_floating_point() for value, axis in pairs)
     order = list(range(total))
@@ -238,7 +236,7 @@ def _change_row(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleSearch:
-    """Looks for the innermost modules that differ."""
+    """A search for the innermost modules that differ."""
 
     bench: Bench  # where modules are run
     parts: Sequence[Part]  # the micro-batches of a cut that differs from the whole
@@ -247,7 +245,7 @@ class ModuleSearch:
     deadline: float  # when to look no further, on the clock of `time.perf_counter`
 
     def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
-        """A finding for each innermost module that differs, in the order in which they run."""
+        """Return a finding for each innermost module that differs, and those on pooled outputs."""
         calls = list(outermost)
         tested = [one for call in calls for one in self._innermost(call, gradients=False)]
         if all(one.fault == "pooled" for one in tested):  # else enough is found, and backward costs the most
@@ -275,7 +273,7 @@ class ModuleSearch:
             yield tested
 
     def _try(self, call: Call, gradients: bool) -> ComparedCall:
-        """Run a module on all rows at once, and on the same rows cut."""
+        """Run a module on all rows, and on the same rows split."""
         peer = self.table.get(call.key)
         shapes = [value.shape for value in call.inputs]
         if peer is None or len(peer.inputs) != len(shapes):
@@ -340,7 +338,7 @@ class ModuleSearch:
     def _classify_gradients(
         self, whole: Sequence[Tensor], pieces: Sequence[Sequence[Tensor]], axes: Sequence[Axis | None]
     ) -> str:
-        """Gradients of inputs stand row by row, those of what rows share add up."""
+        """Compare gradients: those of inputs row by row, those of shared tensors added up."""
         difference = size = 0.0
         for index, (wanted, *mine) in enumerate(zip(whole, *pieces, strict=True)):
             axis = axes[index] if index < len(axes) else None
@@ -357,14 +355,14 @@ class ModuleSearch:
 def _run(
     call: Call, module: nn.Module, values: Sequence[Tensor], gradients: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What went in, as leaves of a graph if gradients are asked for, and what came out."""
+    """Call a module; return its inputs, as leaves of a graph if gradients are wanted, and its outputs."""
     leaves = [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
     # A module may write into what it is given, and may switch on gradients of its inputs.
     return leaves, call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
 
 
 def _cotangents(whole: Sequence[Tensor], pieces: Sequence[Tensor], part: Part) -> list[Tensor | None]:
-    """What flows back into each output, the same for a row in every cut; nothing into outputs of no row."""
+    """Return gradients of outputs that are the same for a row in every split; None for pooled outputs."""
     found: list[Tensor | None] = []
     for like, piece in zip(whole, pieces, strict=True):
         pattern = _pattern(like)
@@ -381,7 +379,7 @@ def _gradients(
     inputs: Sequence[Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> list[Tensor]:
-    """Gradients of inputs and parameters; zeros where none flows."""
+    """Return gradients of inputs and parameters; zeros for those that get none."""
     leaves = [*inputs, *parameters]
     pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad and c is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad and pairs]
@@ -397,6 +395,6 @@ def _gradients(
 
 
 def _is_short(whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-    """Whether the first axes of the pieces add up to less than the whole's, all else being equal."""
+    """Return True if the first axes of the pieces add up to less than the whole's."""
     alike = all(piece.dim() == whole.dim() and piece.shape[1:] == whole.shape[1:] for piece in pieces)
     return alike and whole.dim() > 0 and sum(piece.shape[0] for piece in pieces) < whole.shape[0]

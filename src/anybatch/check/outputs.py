@@ -28,14 +28,14 @@ class Evaluation:
     unreplayed: int  # random draws that were not replayed
 
     def mean(self, name: str) -> float:
-        """Sum over weight; NaN without weight."""
+        """Return sum over weight; NaN without weight."""
         return self.sums[name] / self.weights[name] if self.weights[name] else math.nan
 
 
 def evaluate(
     bench: Bench, outermost: Sequence[Call], cuts: Sequence[Cut], *, pooled: bool
 ) -> list[Evaluation]:
-    """The terms of each micro-batch of these cuts, with the outputs of the calls of `outermost`."""
+    """Return the terms of each micro-batch of these splits, with the outputs of the calls in `outermost`."""
     found: list[Evaluation] = []
     batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
     with bench.fresh() as (model, loss):
@@ -59,7 +59,7 @@ def evaluate(
 
 
 class Stub:
-    """Outputs for the whole batch in place of those of outermost modules; with `pooled`, of no row too."""
+    """Hooks that replace the outputs of outermost modules by those of the whole batch."""
 
     def __init__(self, model: nn.Module, outermost: Sequence[Call], *, pooled: bool) -> None:
         self._pooled = pooled
@@ -72,12 +72,12 @@ class Stub:
             module.register_forward_hook(self._leaving(name))
 
     def begin(self, part: Part) -> None:
-        """A micro-batch of these rows begins."""
+        """Begin a micro-batch."""
         self._part, self._depth, self._leaves = part, 0, list[Tensor]()
         self._counts: Counter[str] = Counter()
 
     def gradients(self, value: Tensor) -> list[Tensor]:
-        """Gradients of a scalar with respect to the outputs that were put in place."""
+        """Return the gradients of a scalar with respect to the replaced outputs."""
         leaves = [leaf for leaf in self._leaves if leaf.requires_grad]
         if not leaves or not value.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]

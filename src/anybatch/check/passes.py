@@ -1,4 +1,4 @@
-"""One pass of a step over some rows, in one cut: its loss, gradient, state, and the calls of its modules."""
+"""One pass over some rows in one split: its loss, gradient, state, and the calls of its modules"""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ _NAME = "loss"  # of a term that comes without one
 
 
 class Observed(nn.Module):
-    """A user's function; a bare mean counts as a total of weight 1, as in a loop that adds up means."""
+    """A user's loss function; a bare mean counts as a total of weight 1."""
 
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Observed(nn.Module):
         self.bare: frozenset[str] = frozenset()  # terms that came as bare means
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
-        """The function's totals."""
+        """Return the function's totals."""
         value = call_loss(self.function, model, micro)
         if _is_scalar(value):
             value = {_NAME: value}
@@ -46,13 +46,13 @@ class Observed(nn.Module):
 
 
 def observe(loss: Any) -> Any:
-    """A function of the caller's own as one that is observed; any other loss as it is."""
+    """Wrap a function of the caller's; return any other loss unchanged."""
     resolved = resolve(loss)
     return replace(resolved, function=Observed(resolved.function)) if isinstance(resolved, Terms) else loss
 
 
 def bare_terms(loss: Any) -> frozenset[str]:
-    """The terms of which an observed loss has returned means that have lost their denominators."""
+    """Return the terms for which an observed loss returned bare means."""
     function = loss.function if isinstance(loss, Terms) else None
     return function.bare if isinstance(function, Observed) else frozenset()
 
@@ -79,7 +79,7 @@ class Call:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors it was given."""
+        """The tensors among the arguments."""
         return [value for value in self.values if isinstance(value, Tensor)]
 
     def repeat(self, module: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -90,14 +90,14 @@ class Call:
         return tensors(module(*args, **kwargs))
 
     def flat(self) -> "Iterator[Call]":
-        """This call after all those inside it."""
+        """Yield all calls inside this one, then itself."""
         for call in self.inner:
             yield from call.flat()
         yield self
 
 
 class Calls:
-    """Notes calls by hooks: of each part of a batch those of its last forward."""
+    """Hooks that record the calls of modules: for each part of a batch those of its last forward."""
 
     def __init__(self) -> None:
         self.parts: dict[Part, list[Call]] = {}  # the outermost calls of each, in their order
@@ -106,17 +106,17 @@ class Calls:
         self._outermost: list[Call] = []
 
     def watch(self, model: nn.Module) -> None:
-        """Note the calls of a model from now on."""
+        """Register the hooks on a model."""
         for name, module in model.named_modules():
             module.register_forward_pre_hook(self._before(name), with_kwargs=True)
             module.register_forward_hook(self._after)
 
     def table(self, part: Part) -> dict[Key, Call]:
-        """All calls of a part by their key, innermost first."""
+        """Return all calls of a part by their key, innermost first."""
         return {call.key: call for outer in self.parts.get(part, []) for call in outer.flat()}
 
     def begin(self, part: Part) -> None:
-        """A micro-batch of these rows begins."""
+        """Begin a micro-batch of these rows."""
         self._open, self._counts, self._outermost = [], {}, []
         self.parts[part] = self._outermost
 
@@ -141,7 +141,7 @@ class Calls:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """The tensors of any nested value, whatever else stands in it."""
+    """Return the tensors of any nested value."""
     return [leaf for leaf in private.pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
@@ -153,7 +153,7 @@ State = dict[tuple[str, str], tuple[Tensor, bool]]
 
 
 def state_of(model: nn.Module, loss: nn.Module) -> State:
-    """What a model and its loss hold but for parameters and containers; the loss's under `loss.`."""
+    """Return the buffers and plain attributes of a model and its loss; those of the loss under `loss.`."""
     found = State()
     known: set[nn.Module] = set()
     for root, prefix in ((model, ""), (loss, "loss.")):
@@ -244,7 +244,7 @@ class Pass(Outcome):
 
 
 class _WatchedBatch:
-    """A batch that tells draws and calls when each micro-batch is taken."""
+    """A batch that tells draws and calls when a micro-batch begins."""
 
     def __init__(self, inner: Batch, part: Part, draws: Draws, calls: Calls) -> None:
         self._inner, self._part, self._draws, self._calls = inner, part, draws, calls
@@ -253,7 +253,7 @@ class _WatchedBatch:
         return getattr(self._inner, name)
 
     def micro_batches(self, parts: Sequence[Sequence[int]]) -> Iterator[Micro]:
-        """Micro-batches of the batch inside."""
+        """Yield the micro-batches of the inner batch."""
         micros = self._inner.micro_batches(parts)
         for index in parts:
             part = self._part.only(index)
@@ -267,7 +267,7 @@ class _WatchedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bench:
-    """Where passes are made: all on the same model, from the same random state."""
+    """A place for passes: all on the same model, from the same random state."""
 
     subject: Copied  # the model and the loss
     draws: Draws  # what is drawn
@@ -275,7 +275,7 @@ class Bench:
 
     @contextmanager
     def fresh(self) -> Generator[tuple[nn.Module, Any]]:
-        """Model and loss for one pass, observed, while draws are replayed."""
+        """Yield model and loss for one pass; draws are replayed inside."""
         default = torch.get_default_dtype()
         if self.subject.dtype is not None:
             torch.set_default_dtype(self.subject.dtype)  # for what the model makes itself: states, masks
@@ -308,7 +308,7 @@ def first_difference(
     *,
     is_left: bool = False,
 ) -> tuple[str, str] | None:
-    """The first module that gets the same in valid places but returns other values, and the first in it."""
+    """Return the first module with equal inputs and other outputs at valid places, and the first in it."""
     for part in parts:
         places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         table, differing = short.table(part), set[Key]()

@@ -1,4 +1,4 @@
-"""Before the first comparison: a copy that runs, rows that differ, as many as there is time for."""
+"""Preparation of a check: a copy that runs, rows that differ, as many as there is time for"""
 
 import math
 import time
@@ -28,7 +28,7 @@ WARM_S = 0.6  # a first pass that takes longer than this is not repeated to be m
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """What a check works on."""
+    """The rows and the bench of a check."""
 
     bench: Bench  # where passes are made
     whole: Cut  # the chosen rows, uncut; as nested tensors where that is possible
@@ -38,7 +38,7 @@ class Prepared:
     probed: Pass | None = None  # the pass over the same rows, if it has been made
 
     def without_dropout(self) -> "Prepared":
-        """The same with dropout switched off."""
+        """Return a copy with dropout switched off."""
         note = "dropout was switched off: it is unknown which of its numbers belong to which row"
         bench = replace(self.bench, draws=self.bench.draws.restarted(without_dropout=True))
         return replace(self, bench=bench, notes=(*self.notes, note), probed=None)
@@ -107,7 +107,7 @@ def _refuse(model: nn.Module, loss: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Found:
-    """A bench on which a pass came to its end."""
+    """A bench on which a pass came to its end, and that pass."""
 
     bench: Bench  # on which a pass over these rows is the first
     cut: Cut  # the rows
@@ -119,7 +119,7 @@ class _Found:
 def _first_that_runs(
     model: nn.Module, loss: object, cuts: Sequence[Cut], *, batch_norm: str, seed: int, is_short: bool
 ) -> _Found:
-    """The first pass of a copy that comes to its end: in float64, else as it is."""
+    """Return the first pass that comes to its end: in float64, else in the own dtype."""
     errors: list[Exception] = []
 
     def run(dtype: torch.dtype | None, is_wide: bool, seconds: float) -> _Found | None:
@@ -157,7 +157,7 @@ def _first_that_runs(
 
 
 def _affordable(found: _Found, start: float) -> int:
-    """How many rows there is time for, by how long two of them took."""
+    """Return how many rows there is time for, given the time of two of them."""
     seconds = found.seconds
     if seconds < WARM_S:  # the first pass pays for what is made once
         begun = time.perf_counter()
@@ -170,7 +170,7 @@ def _affordable(found: _Found, start: float) -> int:
 
 
 def _collated(whole: Cut, collate: Collate, draws: Draws) -> tuple[Cut | None, tuple[str, ...]]:
-    """All rows as one nest of tensors, so that cuts are compared on the very same padding."""
+    """Return all rows as one nest of tensors, so that all splits have the same padding."""
     draws.begin(whole.part)
     value = collate(list(whole.data))
     try:

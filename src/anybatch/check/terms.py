@@ -1,4 +1,4 @@
-"""Terms: which term of a loss does not add up although the outputs of the model are fixed, and why"""
+"""Terms of a loss that do not add up although the outputs of the model are fixed, and why"""
 
 import math
 from collections.abc import Collection, Sequence

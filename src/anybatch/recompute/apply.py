@@ -1,4 +1,4 @@
-"""Policies put on the blocks of a model for a while, without a trace afterwards."""
+"""Policies applied to the blocks of a model for a while"""
 
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +29,7 @@ _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictiona
 
 
 def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> AbstractContextManager[None]:
-    """For a while the named blocks evaluate under their policies; the result is the same to the bit.
+    """Evaluate the named blocks under their policies for a while; the result is bit-identical.
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
     the results of matrix products, convolutions and attention as well; "offload" moves what the block saves
@@ -93,7 +93,7 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
 
 
 def _beside(model: nn.Module, choice: Choice) -> list[str]:
-    """Blocks beside those named, which keep what they save and can be watched; the search is slow."""
+    """Return the other blocks, which are watched only; cached, because the search is slow."""
     known = _FOUND.setdefault(model, {})
     names = known.get(choice)
     if names is None or not all(_is_there(model, name) for name in names):
@@ -129,7 +129,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
         arguments = with_empty_cache(block, args, kwargs)
         done, way = _VERIFIED.setdefault(block, set()), (policy, block.training)
         call = Call(name, once, look_once() if way in done else look(), arguments)
-        # Where a step is traced, tensors are fakes, and nothing can be compared.
+        # A traced step has fake tensors, which cannot be compared.
         if (verify or way not in done) and any(map(is_readable, call.tensors or block.parameters())):
             call.verified = partial(done.add, way)
         return _run(call, contexts, stops=not is_filled_late)
@@ -159,7 +159,7 @@ def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
 
 
 def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) -> Forward:
-    """A forward that tells the offload when it runs, and saves under it where the policy says so."""
+    """Wrap a forward: tell the offload when it runs, and save under it if the policy is "offload"."""
     kinds = {parameter.device.type for parameter in block.parameters()}
     kind = next(iter(kinds - {"cpu"}), "cpu") if policy == "offload" else ""
 
@@ -176,7 +176,7 @@ def _watched(policy: str, block: nn.Module, forward: Forward, offload: Offload) 
 
 
 def _block(model: nn.Module, name: str) -> nn.Module:
-    """The module of this name; none on the way to it may be compiled."""
+    """Return the module of this name; raise PlanError if a module around it is compiled."""
     block = model
     for part in name.split(".") if name else ():
         if private.compiled_call_of(block) is not None or private.compiled_from(block) is not None:

@@ -1,4 +1,4 @@
-"""A block's forward, run again in backward from the state it began in, and compared with the first run."""
+"""A block's forward, recomputed in backward from its former state, and compared with the first run"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
@@ -22,7 +22,7 @@ _ADVICE = (
 
 
 class State:
-    """What a block's forward reads and may write besides its arguments, as it stands when this is made.
+    """The state that a block's forward reads and may write besides its arguments.
 
     Copies of buffers with one axis are always kept, because BatchNorm's kernels write to them without a new
     version; of others only if the forward wrote to them.
@@ -42,7 +42,7 @@ class State:
         return rng.capture((*rng.of_process(), *self._inside.generators))
 
     def keep_what_changed(self) -> None:
-        """After the forward: drop what it cannot have changed."""
+        """Drop, after the forward, what it cannot have changed."""
         self._tables.keep_what_changed()
         for buffer, version in self._versions.items():
             if private.version(buffer) == version and buffer.dim() > 1:
@@ -50,7 +50,7 @@ class State:
 
     @contextmanager
     def again(self, name: str) -> Generator[None]:
-        """For a while all is as it was, then as it was found; buffers that others changed are refused."""
+        """Restore this state for a while, then the present one; refuse buffers that others changed."""
         for buffer, version in self._versions.items():
             if buffer not in self._copies and private.version(buffer) != version:
                 raise PlanError(
@@ -77,7 +77,7 @@ class State:
 
 
 class Call:
-    """One call of a block: its forward when first called, the same again each time after that.
+    """A call of a block: runs the forward at first, and recomputes it each time after that.
 
     `inside` is where the block's state lives; `tensors` are those among the arguments, each once. If
     `verified` is set before the first run, outputs of the second are compared with those of the first,
@@ -95,7 +95,7 @@ class Call:
         self._outputs: list[tuple[Tensor, int]] = []
 
     def __call__(self, *tensors: Tensor) -> Any:
-        """Run the forward, or run it again; see `apply_policies` for what is refused."""
+        """Run or recompute the forward; see `apply_policies` for what is refused."""
         if not self._first:
             return self._again(tensors)
         args, kwargs = self._first.pop()
@@ -136,7 +136,7 @@ class Call:
             raise
 
     def _verify(self, tensors: Sequence[Tensor]) -> None:
-        """Compare the outputs in a run of its own, which saves nothing and so takes little memory."""
+        """Compare the outputs with those of an extra run, which saves nothing and so needs little memory."""
         expected, self._outputs = self._outputs, []
         if any(private.version(one) != version for one, version in expected):
             return
@@ -158,11 +158,11 @@ class Call:
 
 
 def _nothing(value: Any) -> Any:
-    """In the place of what is saved."""
+    """Return None in the place of a saved tensor."""
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether it has values that can be compared: dense, on a device, and no fake."""
+    """Return True if the values can be compared: dense, on a device, and not a fake tensor."""
     is_odd = tensor.is_meta or tensor.is_quantized or tensor.is_inference()
     return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not is_odd
 
@@ -172,14 +172,14 @@ def _readable(result: Any) -> list[Tensor]:
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """To the bit, but for the sign of zero and what kind of NaN it is."""
+    """Return True if tensors are bit-identical, except for the sign of zero and the kind of NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _versions(inside: Reachable) -> list[tuple[Tensor, int]]:
-    """The versions of parameters and of tensors that are no buffers, which nobody puts back."""
+    """Return versions of parameters and of tensors that are no buffers, which are never put back."""
     held = [one for module in inside.modules for one in private.parameters_of(module).values()]
     leaves = [one for one in inside.values if isinstance(one, Tensor) and one.is_leaf]
     found = [one for one in (*held, *leaves) if one is not None and not (is_lazy(one) or one.is_inference())]
@@ -192,7 +192,7 @@ class _Place:
 
 
 def _taken_apart(value: object, tensors: list[Tensor], places: dict[int, _Place]) -> Any:
-    """The same nest with a place for each tensor; the same tensor has the same place."""
+    """Replace each tensor of a nest by its place; the same tensor has the same place."""
     if not isinstance(value, Tensor):
         return _rebuilt(value, lambda one: _taken_apart(one, tensors, places))
     if value.is_inference():  # a constant, and autograd could not keep it
@@ -210,7 +210,7 @@ def _put_together(value: object, tensors: Sequence[Tensor]) -> Any:
 
 
 def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
-    """A list, tuple or dict of changed elements; anything else as it is."""
+    """Return a list, tuple or dict of changed elements; anything else unchanged."""
     kind: Any = type(value)
     if kind is dict or (isinstance(value, OrderedDict) and kind.__init__ is OrderedDict.__init__):
         return kind([(key, change(one)) for key, one in value.items()])
@@ -218,7 +218,7 @@ def _rebuilt(value: Any, change: Callable[[object], Any]) -> Any:
 
 
 def _tables(inside: Reachable) -> list[Any]:
-    """All in which a forward may put one thing in the place of another, but for parameters and buffers."""
+    """Return the containers in which a forward may replace objects, but for parameters and buffers."""
     return [*map(vars, inside.modules), *inside.containers]
 
 

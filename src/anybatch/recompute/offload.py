@@ -1,4 +1,4 @@
-"""Offload: what a block saves for backward waits in host memory."""
+"""Offload: tensors that blocks save for backward wait in host memory"""
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
@@ -21,22 +21,22 @@ Key = tuple[int, int, torch.dtype]
 
 
 class HostLink:
-    """How storages travel to the host and back, each as a tensor of one axis; on the CPU by plain copies."""
+    """Copies of storages to the host and back, each as a tensor of one axis; plain copies on the CPU."""
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """Start to copy to the host; the copy, and a mark that tells when it is done."""
+        """Start to copy to the host; return the copy, and a mark that tells when it is done."""
         return flat.clone(), None
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """Start to copy to the device; the copy, and a mark that tells when it is done."""
+        """Start to copy to the device; return the copy, and a mark that tells when it is done."""
         return host.to(device, copy=True), None
 
     def wait(self, mark: Any) -> None:
-        """Let what is computed from here on come after the mark."""
+        """Order the following computation after the mark."""
 
 
 class CudaLink(HostLink):
-    """Copies on a stream of its own, beside the computation, from and to pinned memory.
+    """Copies on a separate stream, parallel to the computation, from and to pinned memory.
 
     All device memory is made on the stream that computes. The streams wait for each other before each copy,
     and before what was copied is read or freed. So no memory is reused while a copy needs it, and none is
@@ -48,17 +48,17 @@ class CudaLink(HostLink):
         self._side = torch.cuda.Stream(device)
 
     def away(self, flat: Tensor) -> tuple[Tensor, Any]:
-        """To pinned memory."""
+        """Copy to pinned memory."""
         host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
         return host, self._copy(host, flat)
 
     def back(self, host: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """From pinned memory."""
+        """Copy from pinned memory."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=device)
         return flat, self._copy(flat, host)
 
     def wait(self, mark: Any) -> None:
-        """The stream that computes waits."""
+        """Make the computing stream wait."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def _copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
@@ -69,12 +69,12 @@ class CudaLink(HostLink):
 
 
 def _nothing() -> None:
-    """A reference to nothing."""
+    """Return None, as a dead weak reference."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Moved:
-    """One storage of a device, in host memory or on its way."""
+    """A storage of a device, in host memory or on its way."""
 
     device: torch.device
     version: int  # of the source when it was saved
@@ -85,26 +85,26 @@ class _Moved:
     is_changed: bool = False  # whether the source was written to while it was here
 
     def look(self) -> None:
-        """Note whether the source was written to, which the copy may or may not have seen."""
+        """Check if the source was written to, which the copy may or may not have seen."""
         if self.source is not None and private.version(self.source) != self.version:
             self.is_changed = True
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Visit:
-    """One call of a block, whatever its policy."""
+    """One call of a block of any policy."""
 
     before: "Callable[[], Visit | None]"  # the call that backward comes to after this one, if still there
     moved: list[ReferenceType[_Moved]] = field(default_factory=list[ReferenceType[_Moved]])
 
     def alive(self) -> list[_Moved]:
-        """What autograd still holds."""
+        """Return the storages that autograd still holds."""
         return [moved for moved in (each() for each in self.moved) if moved is not None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A tensor that autograd saved: a view of a storage that was moved."""
+    """A tensor that autograd saved: a view of a moved storage."""
 
     moved: _Moved
     visit: Visit
@@ -114,7 +114,7 @@ class Saved:
 
 
 class Offload:
-    """Moves what blocks save to the host, and back before backward needs it.
+    """The saved tensors of blocks, moved to the host and back before backward needs them.
 
     A storage is moved once, however many of its views are saved. While a block computes, what the block
     before it saved is on its way; when backward enters it, that begins to come back. Blocks that keep what
@@ -131,7 +131,7 @@ class Offload:
 
     @contextmanager
     def saving(self, kind: str) -> Generator[Visit]:
-        """What one call of a block, which it yields, runs under; `kind` is "" where nothing is moved."""
+        """Run one call of a block, which it yields; nothing is moved if `kind` is empty."""
         self.close()  # what an interrupted backward has left
         before = self._last()
         visit = Visit(self._last)
@@ -154,13 +154,13 @@ class Offload:
         self._last = ref(visit)
 
     def watch(self, visit: Visit, outputs: Any) -> None:
-        """Let what the block before this one saved come back when backward enters this one's outputs."""
+        """Bring back the storages of the block before this one when backward reaches these outputs."""
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.grad_fn.register_hook(partial(self._enter, visit))
 
     def close(self) -> None:
-        """Free what came back and was not taken, once its copy is done."""
+        """Free storages that came back unused, once their copies are done."""
         for moved, (_, mark) in self._coming.items():
             self._link(moved.device).wait(mark)
         self._coming.clear()

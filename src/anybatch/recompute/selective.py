@@ -1,4 +1,4 @@
-"""Selective recompute: matrix products, convolutions and attention are kept, the cheap is rebuilt."""
+"""Selective recompute: keep matrix products, convolutions and attention, recompute the rest"""
 
 from collections import Counter
 from contextlib import AbstractContextManager
@@ -38,7 +38,7 @@ KEPT = (
 
 
 def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What `torch.utils.checkpoint` runs a forward under, and the same forward again.
+    """Return the contexts of a forward and of its recomputation, for `torch.utils.checkpoint`.
 
     The second allows more than torch's: several backward passes, and other operations that come more or less
     often than the first time. Where a kept result was changed in place, or attention drops out (the draws
@@ -49,7 +49,7 @@ def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]
 
 
 class _Reusing(private.TorchDispatchMode):
-    """Operations whose results are kept give those; the others run."""
+    """A dispatch mode that returns kept results; other operations run."""
 
     def __init__(self, store: dict[Any, dict[int, Any]]) -> None:
         super().__init__()
@@ -62,11 +62,11 @@ class _Reusing(private.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled code runs under it as ever."""
+        """Return True, so that compiled code runs under it as usual."""
         return True
 
     def __enter__(self) -> Self:
-        # Where a result was changed in place, none is used.
+        # If one result was changed in place, none is used.
         wrappers = [leaf for leaf in private.pytree.tree_leaves(self._store) if hasattr(leaf, "val")]
         if any(isinstance(one.val, Tensor) and private.version(one.val) != one.version for one in wrappers):
             self._store.clear()
@@ -90,7 +90,7 @@ class _Reusing(private.TorchDispatchMode):
 
 
 def _unwrapped(wrapper: Any) -> Any:
-    """A new tensor each time, since autograd writes to it."""
+    """Return a new tensor each time, because autograd writes to it."""
     return wrapper.val.detach() if isinstance(wrapper.val, Tensor) else wrapper.val
 
 

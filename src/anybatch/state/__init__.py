@@ -1,4 +1,4 @@
-"""What code may change, noted and put back: random streams, buffers, modes, gradients, attributes."""
+"""Snapshots of all that code may change: random streams, buffers, modes, gradients, attributes"""
 
 from anybatch.state import rng
 from anybatch.state.draws import (

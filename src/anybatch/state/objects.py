@@ -1,4 +1,4 @@
-"""Python objects that a run may change: found from some roots, noted and put back."""
+"""Python objects that a run may change: found from some roots, captured and restored"""
 
 import sys
 import weakref
@@ -43,7 +43,7 @@ _PARTS = {
 
 
 class ObjectState:
-    """All that can be reached from some objects, as it is now, so that it can be put back in place.
+    """The state of everything that can be reached from some objects, which can be put back in place.
 
     Attributes of objects, lists, dicts, sets, closures and random generators of one's own; small arrays;
     gradients of all tensors. Values of tensors only if it is said. Only what has changed is written to. What
@@ -81,7 +81,7 @@ class ObjectState:
         self._undo += _copies(values, {id(tensor) for tensor in but_for or ()})
 
     def put_back(self) -> None:
-        """Make everything what it was, as often as wanted."""
+        """Put everything back; may be called again."""
         for undo in self._undo:
             undo()
         for cache, misses in self._caches:
@@ -90,7 +90,7 @@ class ObjectState:
 
 
 class Reachable:
-    """What can be reached from some objects, each thing once.
+    """Everything that can be reached from some objects, each once.
 
     Args:
         roots: where to begin.
@@ -124,7 +124,7 @@ class Reachable:
         self._seen.clear()
 
     def joined(self, arguments: Iterable[object]) -> "Reachable":
-        """Of a block: with the state of what a call is given; tensors there are the caller's."""
+        """Return a block's state together with that of the arguments of a call, tensors excepted."""
         given = [one for one in arguments if type(one) not in _ATOMS and not isinstance(one, Tensor)]
         if not given:
             return self
@@ -215,7 +215,7 @@ class Reachable:
 
 
 class Contents:
-    """What lists, dicts, sets and deques hold, noted so that it can be put back.
+    """The contents of lists, dicts, sets and deques, which can be put back.
 
     Example:
         >>> found = [1]
@@ -230,11 +230,11 @@ class Contents:
         self._noted = [(one, _content(one)) for one in containers]
 
     def keep_what_changed(self) -> None:
-        """Forget those that hold what they held."""
+        """Forget containers that are unchanged."""
         self._noted = [pair for pair in self._noted if not holds(*pair)]
 
     def put_back(self) -> None:
-        """Write to those that hold something else."""
+        """Restore containers that have changed."""
         for container, content in self._noted:
             if not holds(container, content):
                 fill(container, content)
@@ -245,7 +245,7 @@ def _top(module: object) -> str:
 
 
 def _is_read(module: object) -> bool:
-    """Whether code and classes of a module are looked into: not ours, Python's, or an installed package's."""
+    """Return True for a module of the caller's: not this package, torch, Python's own or an installed one."""
     return _is_top_read(_top(module))
 
 
@@ -257,13 +257,13 @@ def _is_top_read(top: str) -> bool:
 
 
 def _known_caches() -> list[Any]:
-    """The caches of all modules that are loaded, torch's and Python's left out."""
+    """Return the `lru_cache`s of all loaded modules but torch's and Python's."""
     return [cache for one in _caches_of(len(sys.modules)) if (cache := one()) is not None]
 
 
 @lru_cache(maxsize=1)
 def _caches_of(_: int) -> list["weakref.ref[Any]"]:
-    """Searched for once for each number of modules."""
+    """Search the caches again for each number of modules."""
     own = _PYTHON | {"torch", "anybatch"}
     scopes = [vars(module) for module in all_loaded() if _top(vars(module).get("__name__")) not in own]
     found = [value for scope in scopes for value in list(scope.values()) if type(value) in (_CACHED, type)]
@@ -273,7 +273,7 @@ def _caches_of(_: int) -> list["weakref.ref[Any]"]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """What code reads: globals, attributes, and keys that are written out."""
+    """Yield what code reads: globals, attributes, and literal keys."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -283,12 +283,12 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _base(container: Any) -> Any:
-    """The class whose methods run no code of the container's own."""
+    """Return the builtin class whose methods run no code of a subclass."""
     return next(one for one in (OrderedDict, dict, list, deque, set) if isinstance(container, one))
 
 
 def _content(container: Any) -> Any:
-    """What a container holds, in its order: a dict, a set or a list."""
+    """Return a copy of the content in its order: a dict, a set or a list."""
     if type(container) is dict:
         return container.copy()
     base = _base(container)
@@ -299,7 +299,7 @@ def _content(container: Any) -> Any:
 
 
 def holds(container: Any, content: Any) -> bool:
-    """Whether a container still holds the very same."""
+    """Return True if a container holds the same objects as `content`."""
     now = container if type(container) in (dict, list) else _content(container)
     if isinstance(content, set):
         return now == content
@@ -313,7 +313,7 @@ def _are_same(one: Collection[Any], other: Collection[Any]) -> bool:
 
 
 def fill(container: Any, content: Any) -> None:
-    """Let a container hold this, in this order."""
+    """Replace the content of a container, in this order."""
     base = _base(container)
     if not isinstance(content, dict):
         base.clear(container)
@@ -333,7 +333,7 @@ def _put_gradient_back(tensor: Tensor, gradient: Tensor | None, requires_grad: b
 
 
 def _held_by(cell: CellType) -> list[Any]:
-    """What a cell holds; nothing where it is still empty."""
+    """Return the content of a cell in a list; an empty list for an empty cell."""
     try:
         return [cell.cell_contents]
     except ValueError:
@@ -348,7 +348,7 @@ def _put_cell_back(cell: CellType, *content: Any) -> None:
 
 
 def _copies(values: Iterable[Any], known: Collection[int]) -> Iterator[Callable[[], object]]:
-    """How the small ones are put back, as many as may be copied."""
+    """Yield functions that put back small tensors and arrays."""
     room = ALL_BYTES
     for value in values:
         if id(value) in known or not _is_copied(value) or value.nbytes > min(room, MOST_BYTES):

@@ -1,4 +1,4 @@
-"""Random streams: captured and restored, so that a replay repeats them."""
+"""Random streams: captured and restored, so that a replay repeats them"""
 
 import hashlib
 import pickle
@@ -16,7 +16,7 @@ from anybatch.core import torch_private as private
 
 
 class RandomState(NamedTuple):
-    """The states of torch's generators, and of others that were asked for."""
+    """The states of torch's default generators and of some others."""
 
     cpu: Tensor  # uint8
     cuda: tuple[Tensor, ...] = ()  # uint8, one per device; empty if CUDA is not initialised

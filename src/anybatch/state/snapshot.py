@@ -1,4 +1,4 @@
-"""What a forward may change, noted and put back: buffers, modes, attributes, gradients and random streams."""
+"""Snapshots of what a forward may change: buffers, modes, attributes, gradients and random streams"""
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ FIRST, EVERY = 3, 64  # looking steps: so many at first, then one of so many
 
 
 class ModuleState:
-    """What can be noted of some modules, gathered once: their attributes, buffers, containers and generators.
+    """The attributes, buffers, containers and generators of some modules, gathered once.
 
     Args:
         modules: those whose own state is meant; their children's is not.
@@ -42,18 +42,18 @@ class ModuleState:
         self.generators = _generators_of(modules)
 
     def containers(self) -> list[Any]:
-        """Lists, dicts and sets that are attributes now."""
+        """Return lists, dicts and sets that are attributes now."""
         if not self._places:
             return []
         values = [own.get(name) for own, name in self._places]
         return [value for value in values if type(value) in _CONTAINERS]
 
     def buffers_now(self) -> list[Tensor]:
-        """Tensors that are buffers now."""
+        """Return tensors that are buffers now."""
         return [one for slots in self.buffers if slots for one in slots.values() if one is not None]
 
     def tensors(self) -> list[Tensor]:
-        """Plain tensors that are attributes now, or items of containers that are."""
+        """Return plain tensors that are attributes now, or items of containers that are."""
         if not self._places:
             return []
         values = [own.get(name) for own, name in self._places]
@@ -62,7 +62,7 @@ class ModuleState:
 
 
 class Effects:
-    """What the forwards of a step have been seen to change, so that it is noted before each micro-batch.
+    """The changes that forwards of a step were seen to make, to be captured before each micro-batch.
 
     To note everything each time would cost more than a small layer takes. So the first steps, and one of many
     later ones, compare after each micro-batch; what has moved there is noted from then on. Where something
@@ -86,11 +86,11 @@ class Effects:
         self.parameters: tuple[Tensor, ...] = ()
 
     def __reduce__(self) -> tuple[type["Effects"], tuple[()]]:
-        """A copy looks afresh: it goes with copies of the modules."""
+        """Start deep copies with empty statistics."""
         return Effects, ()
 
     def begin(self, modules: Sequence[nn.Module]) -> None:
-        """The next step."""
+        """Begin a step."""
         self.is_looking = self.looks_next
         self._steps += 1
         self.looks_next = self._steps < FIRST or self._steps % EVERY == 0
@@ -99,16 +99,16 @@ class Effects:
             self.writes([one.weight for one in embeddings if one.max_norm is not None])
 
     def changes(self, buffers: Iterable[Tensor]) -> None:
-        """A forward changes these."""
+        """Add buffers that a forward changes."""
         self.buffers = tuple(dict.fromkeys((*self.buffers, *buffers)))
 
     def writes(self, parameters: Iterable[Tensor]) -> None:
-        """A forward writes to these."""
+        """Add parameters that a forward writes to."""
         self.parameters = tuple(dict.fromkeys((*self.parameters, *parameters)))
 
 
 class Snapshot:
-    """The state of a step before it began, and of the micro-batch at hand before its forward.
+    """The state before a step, and before the current micro-batch.
 
     Args:
         state: of the modules.
@@ -148,7 +148,7 @@ class Snapshot:
         self._gradients = [*map(_gradient_of, parameters)]
         self._tensors = state.tensors()
         self._versions = private.versions((*rows, *parameters, *self._tensors))
-        # What is noted of each micro-batch besides.
+        # True if a micro-batch has more to capture than its gradients.
         self._notes = (
             draws or effects.is_looking or effects.draws or bool(self._generators or effects.buffers)
         )
@@ -156,7 +156,7 @@ class Snapshot:
         self._micro: _Micro | None = None
 
     def begin(self) -> None:
-        """The next micro-batch: note what its forward is known to change."""
+        """Begin a micro-batch: capture what its forward is known to change."""
         if self._notes:
             self._micro = None  # lets the copies go that were made before the last one
             effects = self._effects
@@ -168,7 +168,7 @@ class Snapshot:
             self._micro = _Micro(rng.capture(self._generators), copies, attributes)
 
     def look(self) -> None:
-        """In a looking step, after a micro-batch: what its forward has changed is noted from now on."""
+        """Learn what the forward of a micro-batch has changed, in a looking step."""
         effects, micro = self._effects, self._micro
         if not effects.is_looking or micro is None:
             return
@@ -179,7 +179,7 @@ class Snapshot:
         effects.writes(self.written())
 
     def _learn(self, known: Iterable[Tensor], attributes: "_Attributes") -> bool:
-        """Note what has changed from now on; whether anything has that was not noted."""
+        """Learn what has changed; return True if anything has that was not captured."""
         effects, noted = self._effects, set(known)
         new = [one for one, value in self._copies.items() if one not in noted and not _is_same(one, value)]
         effects.changes(new)
@@ -188,18 +188,18 @@ class Snapshot:
         return bool(new) or has_moved
 
     def written(self) -> list[nn.Parameter]:
-        """Parameters that a forward has written to and that were not noted."""
+        """Return parameters that a forward has written to and that were not captured."""
         known = set(self._effects.parameters)
         first = len(self._rows)
         pairs = zip(self._parameters, self._versions[first:], strict=False)
         return [p for p, version in pairs if p not in known and private.version(p) != version]
 
     def written_rows(self) -> bool:
-        """Whether a forward has written to the rows of the batch."""
+        """Return True if a forward has written to the rows of the batch."""
         return any(private.version(one) != was for one, was in zip(self._rows, self._versions, strict=False))
 
     def written_tensors(self) -> list[str]:
-        """Plain tensors, held as attributes of modules, that a forward has written to."""
+        """Return names of plain tensors in attributes of modules that a forward has written to."""
         first = len(self._rows) + len(self._parameters)
         tensors = zip(self._tensors, self._versions[first:], strict=True)
         moved = {id(one) for one, version in tensors if private.version(one) != version}
@@ -211,7 +211,7 @@ class Snapshot:
         ]
 
     def undo_micro_batch(self) -> bool:
-        """Put back what was noted of the micro-batch; whether everything is as it was before it."""
+        """Put back the state before the micro-batch; return True if it is complete."""
         micro = self._micro
         if micro is not None:
             rng.restore(micro.random)
@@ -226,25 +226,25 @@ class Snapshot:
         return not self._learn(known, attributes)
 
     def put_back(self) -> None:
-        """Put everything back as it was before the step; first what takes no memory."""
+        """Put back the state before the step; first what needs no memory."""
         self.put_gradients_back()
         rng.restore(self._random)
         self.put_modules_back()
 
     def put_gradients_back(self, only: Sequence[nn.Parameter] | None = None) -> None:
-        """Put the gradients back that were there, of all parameters or only of these."""
+        """Put back the gradients found before the step, of all parameters or only of these."""
         chosen = None if only is None else set(only)
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             if chosen is None or parameter in chosen:
                 parameter.grad = gradient
 
     def put_modules_back(self) -> None:
-        """Put attributes and buffers back, and leave the rest as it stands."""
+        """Put back attributes and buffers only."""
         self._attributes.put_back()
         _put_values_back(self._copies)
 
     def gradients_found(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """The gradients that were there before the step."""
+        """Return the gradients found before the step."""
         if not any(map(is_not, self._gradients, repeat(None))):
             return []
         pairs = zip(self._parameters, self._gradients, strict=True)
@@ -252,7 +252,7 @@ class Snapshot:
 
 
 class _Attributes:
-    """The attributes of modules, the items of containers among them, and which tensors are their buffers."""
+    """A copy of the attributes of modules, of containers among them, and of tables of buffers and hooks."""
 
     def __init__(self, state: ModuleState) -> None:
         self._state = state
@@ -266,18 +266,16 @@ class _Attributes:
                 self._tables |= {id(table): table.copy() for table in tables if table}
 
     def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Every table and container, and what it held."""
+        """Yield every table and container, and its former content."""
         yield from zip(self._state.attributes, self.values, strict=True)
         yield from zip(self._containers, self._items, strict=True)
         for table in (*self._state.buffers, *self._state.hooks):
             yield table, self._tables.get(id(table), {})
 
     def are_moved(self) -> bool:
-        """Whether any is another one now."""
         return not all(holds(container, found) for container, found in self._pairs())
 
     def put_back(self) -> None:
-        """Put them back."""
         for container, found in self._pairs():
             if not holds(container, found):
                 fill(container, found)
@@ -285,7 +283,7 @@ class _Attributes:
 
 @dataclass(slots=True)
 class _Micro:
-    """What was noted before the micro-batch at hand."""
+    """The state before the current micro-batch."""
 
     random: rng.RandomState
     copies: dict[Tensor, Tensor]
@@ -298,7 +296,7 @@ _CONTAINERS = (list, dict, set)
 
 
 def _items_of(value: Any) -> Iterable[Any]:
-    """The items of a list, dict or set."""
+    """Return the items of a list, dict or set."""
     if type(value) not in _CONTAINERS:
         return ()
     return cast("Any", value).values() if isinstance(value, dict) else value
@@ -344,7 +342,7 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device
 
 @contextmanager
 def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
-    """Evaluation mode without gradient; afterwards everything a forward may change is as before.
+    """Evaluate without gradient; restore everything that a forward may change afterwards.
 
     That is modes, buffers, gradients, and the random streams of torch, Python and NumPy. The modes are set as
     such, not by `eval()`, which some models use to change their weights.

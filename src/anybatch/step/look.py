@@ -1,4 +1,4 @@
-"""The look before the first cut: a few rows in several cuts must give the same loss and gradient."""
+"""The look before the first cut: a few rows in several splits must give the same loss and gradient"""
 
 import math
 import warnings
@@ -31,7 +31,7 @@ def error_of(task: Task, batch: Batch, plan: Plan) -> Exception | None:
 
 
 class Doubt(NamedTuple):
-    """The reason why a look could not judge; `lasts` where other rows do not help."""
+    """The reason why a look could not judge; `lasts` if other rows do not help."""
 
     reason: str
     lasts: bool = False
@@ -80,7 +80,7 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
 def read_rows(
     task: Task, batch: Batch, plan: Plan, fits: Callable[[int], bool], *, check: bool
 ) -> Doubt | None:
-    """Let the reader of a task read micro-batches of a few rows; compare loss and gradient of two cuts.
+    """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
     The first cut is into two rows each. The micro-batches of the second are the largest that then `fits`.
 
@@ -122,7 +122,7 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 
 @contextmanager
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
-    """Choose so many rows; afterwards all that a forward reaches is put back."""
+    """Choose so many rows; restore afterwards everything that a forward reaches."""
     streams = rng.capture_process()  # `collate` may draw
     task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
     noted = reached_by(task, few)
@@ -202,7 +202,7 @@ Compared = tuple["Split", "Looked"]
 def _confirmed(
     task: Task, few: Batch, plan: Plan, most: int, one: Compared, other: Compared
 ) -> "Difference | Doubt | None":
-    """Return a difference that is there again, and is no rounding of rows that cancel in the sum."""
+    """Return a difference that appears again and is not rounding of rows that cancel in the sum."""
     padded, (first, whole) = few.padded(), one
     again = [outcome_of(task, padded, plan, first) for _ in range(_AGAIN)]
     places = range(few.rows // 2), range(few.rows // 2, few.rows)
@@ -263,7 +263,7 @@ _PADDING = (
 
 
 def _refuse_failed_trim(task: Task, error: Exception, kept: "Looked | Exception") -> None:
-    """Refuse a model that fails on shorter rows, and not on the same ones as they came."""
+    """Raise LossError if a model fails on shorter rows, and not on the padded ones."""
     if isinstance(kept, Looked):
         said = (str(error).splitlines() or [""])[0]
         raise LossError(
@@ -285,7 +285,7 @@ def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split
 
 
 def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int, ...]:
-    """Divide rows into so many parts, unequal ones where sizes from `least` to `most` allow that."""
+    """Divide rows into so many parts, unequal ones if sizes from `least` to `most` allow that."""
     small, more = divmod(rows, count)
     sizes = [small + 1] * more + [small] * (count - more)
     if count > 1 and not more and least < small < most:
@@ -294,13 +294,13 @@ def _parts(rows: int, count: int, most: int = ROWS, least: int = 1) -> tuple[int
 
 
 def _in_turn(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return large and small parts in turn, so that other rows come together."""
+    """Return large and small parts in turn, so that other rows are together."""
     places = range(len(sizes))
     return tuple([sizes[-1 - place // 2] if place % 2 else sizes[place // 2] for place in places])
 
 
 def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
-    """Sizes that repeat a pattern, until all rows are taken."""
+    """Return sizes that repeat a pattern, until all rows are taken."""
     sizes: list[int] = []
     while left := rows - sum(sizes):
         sizes.append(min(left, pattern[len(sizes) % len(pattern)]))
@@ -308,7 +308,7 @@ def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cause(few: Batch, moved: str) -> str:
-    """What most probably makes the difference, and what to do."""
+    """Return the most probable cause of a difference, and what to do."""
     if moved:
         return f"The forward changes {moved!r}, and later forwards may compute with it."
     likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "

@@ -25,7 +25,7 @@ _SIGNS = 8  # rows of a sketch
 
 
 class Outcome(Observer):
-    """The loss and the finished gradient of some rows in one split; `ab.check` and the look compare these.
+    """The loss and the finished gradient of some rows in one split.
 
     Args:
         task: the model and loss; its optimizers are stepped unless `is_dry`.
@@ -70,7 +70,7 @@ class Outcome(Observer):
         self.scale = math.fsum(abs(coefficients.get(name, 1.0) * value) for name, value in terms.items())
 
     def told(self, event: Event) -> None:
-        """Look at what is over: a micro-batch, or the whole run."""
+        """Look at a finished micro-batch, or at the report of the run."""
 
     def update(self, gradients: Mapping[str, Tensor]) -> None:
         """Keep the gradient."""
@@ -149,14 +149,14 @@ class Split:
 
 
 def only_rows(task: Task, batch: Batch, rows: Sequence[int]) -> tuple[Task, Batch]:
-    """Return a batch of these rows, and the task with the settings that its loss has for them."""
+    """Return a batch of these rows, and the task with the loss settings that belong to them."""
     if isinstance(task.loss, SummedLoss) and task.loss.has_entries_per_row(batch):
         task = replace(task, loss=task.loss.of_rows(batch, rows))
     return task, batch.only(rows)
 
 
 class Looked(Outcome):
-    """An outcome of the caller's own model, which stays as it is; sketches stand for its gradients."""
+    """An outcome of the caller's own model, which is restored; its gradients are kept as sketches."""
 
     def __init__(self, task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool) -> None:
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
@@ -205,7 +205,7 @@ class Looked(Outcome):
 
 
 class _Watched(SeenDraws):
-    """Copies each parameter before a forward writes to it, as a momentum encoder does."""
+    """A copy of each parameter from before a forward writes to it, as a momentum encoder does."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ def _allowed(task: Task, batch: Batch, plan: Plan, rows: int) -> None:
 def outcome_of(
     task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool = True
 ) -> "Looked | Exception":
-    """Return the outcome of a split, or its error: a model may refuse a single row, which no step need send.
+    """Return the outcome of a split, or its error: a model may refuse a part that no step sends.
 
     Raises:
         OutOfMemoryError: a micro-batch did not fit.
