@@ -1,8 +1,7 @@
 """Splits compared with the whole batch: errors, the model's outputs row by row, and its state"""
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -17,25 +16,10 @@ PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to 
 _TINY = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Verdict:
-    """A split and its errors relative to a reference."""
-
-    cut: Cut  # the rows and how they are parted
-    result: Pass  # what came of it
-    error: float  # of the gradient, relative
-    loss_error: float  # of the loss, relative
-    words: str  # what the cut is called
-
-    def holds(self, limit: float) -> bool:
-        """Return True if both errors are at most the limit."""
-        return self.error <= limit and self.loss_error <= limit
-
-
-def worst_of(comparison: "Comparison", verdicts: Sequence[Verdict]) -> Verdict:
+def worst_of(comparison: "Comparison", passes: Sequence[Pass]) -> Pass:
     """Return the first split that differs, if possible one that did not fail."""
-    differing = [verdict for verdict in verdicts if not verdict.holds(comparison.limit)] or list(verdicts)
-    return next((verdict for verdict in differing if verdict.result.error is None), differing[0])
+    differing = [one for one in passes if not one.holds(comparison.limit)] or list(passes)
+    return next((one for one in differing if one.failure is None), differing[0])
 
 
 def name_of(loss: object) -> str:
@@ -70,23 +54,23 @@ class Comparison:
         """The calls of the model in the reference, without those inside them."""
         return self.reference.calls.parts.get(self.whole.part, [])
 
-    def cut_by(self, micro_batch: int) -> Verdict:
+    def cut_by(self, micro_batch: int) -> Pass:
         """Compare micro-batches of a size with the reference."""
         return self.compare(replace(self.whole, micro_batch=micro_batch), self.reference)
 
-    def compare(self, cut: Cut, reference: Pass, words: str = "") -> Verdict:
+    def compare(self, cut: Cut, reference: Pass, words: str = "") -> Pass:
         """Compare any split with any reference."""
-        result = self.bench.run(cut)
-        words = words or cut.words
-        if result.error is not None or reference.error is not None:
-            return Verdict(cut=cut, result=result, error=math.inf, loss_error=math.inf, words=words)
-        far = distance(reference, result)
-        is_plain = far.gradient > PLAIN and 0 < result.largest < 10 * reference.size
-        if max(far.gradient, far.loss) > self.limit and not is_plain:
-            far = distance(reference, result, *self._halves)
-        if max(far.gradient, far.loss) <= self.limit and not reference.bare:
-            result.calls = Calls()  # no longer needed, and large
-        return Verdict(cut=cut, result=result, error=far.gradient, loss_error=far.loss, words=words)
+        found = self.bench.run(cut)
+        found.words = words or cut.words
+        if found.failure is None and reference.failure is None:
+            far = distance(reference, found)
+            is_plain = far.gradient > PLAIN and 0 < found.largest < 10 * reference.size
+            if max(far.gradient, far.loss) > self.limit and not is_plain:
+                far = distance(reference, found, *self._halves)
+            found.error, found.loss_error = far.gradient, far.loss
+            if found.holds(self.limit) and not reference.bare:
+                found.calls = Calls()  # no longer needed, and large
+        return found
 
     @cached_property
     def doubt(self) -> str:
@@ -101,7 +85,7 @@ class Comparison:
         rows = range(len(self.whole.part.rows))
         middle = len(rows) // 2
         halves = [self.bench.run(self.whole.only(half)) for half in (rows[:middle], rows[middle:])]
-        return [half for half in halves if half.error is None and half.is_weighed]
+        return [half for half in halves if half.failure is None and half.is_weighed]
 
 
 # ---- outputs of the model, row by row
@@ -125,7 +109,7 @@ def rows_agree(comparison: Comparison, whole: Calls, calls: Calls, parts: Sequen
 def rows_agree_on(bench: Bench, comparison: Comparison, cut: Cut) -> bool:
     """Return True if `rows_agree` in two new passes on a bench."""
     whole, parted = bench.run(comparison.whole), bench.run(cut)
-    failed = whole.error or parted.error
+    failed = whole.failure or parted.failure
     return not failed and rows_agree(comparison, whole.calls, parted.calls, cut.parts)
 
 
@@ -152,10 +136,10 @@ def before_the_model(
 # ---- state: what a step leaves in the model
 
 
-def find_state(comparison: Comparison, verdicts: Sequence[Verdict]) -> tuple[list[Finding], list[str]]:
+def find_state(comparison: Comparison, passes: Sequence[Pass]) -> tuple[list[Finding], list[str]]:
     """Return a finding for each module whose saved buffers depend on the split, and a note on other state."""
     whole = comparison.reference.state
-    states = [verdict.result.state for verdict in verdicts if verdict.result.error is None]
+    states = [one.state for one in passes if one.failure is None]
     saved: dict[str, list[str]] = {}
     others: list[str] = []
     for key in dict.fromkeys(key for one in states for key in _differing(whole, one, comparison.limit)):

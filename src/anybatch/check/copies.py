@@ -59,19 +59,18 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
 def untouched(model: nn.Module, loss: object) -> Generator[None]:
     """Restore model, loss and random streams afterwards: a deep copy may share state with its original."""
     modules = model, module_of(loss)
-    streams = rng.capture_process()
     objects = ObjectState(modules)  # all but the values of tensors
     tensors = {t for root in modules for t in (*root.parameters(), *root.buffers())}
     values = [(t, t.detach().clone()) for t in tensors if not nn.parameter.is_lazy(t)]
     try:
-        yield
+        with rng.preserved():
+            yield
     finally:
         objects.put_back()
         with torch.no_grad():
             for tensor, value in values:
                 if not torch.equal(tensor, value):  # what is constant may be expanded, and not writable
                     tensor.copy_(value)
-        rng.restore_process(streams)
 
 
 def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> None:

@@ -202,7 +202,10 @@ class Pass(Outcome):
     """One pass over some rows in one split, with the calls of modules and the state that it leaves.
 
     Attributes:
-        error: the exception that ended the pass; None if it came to its end.
+        failure: the exception that ended the pass; None if it came to its end.
+        error: relative error of the gradient, once it is compared with a reference.
+        loss_error: the same of the loss.
+        words: a name of the split.
         calls: calls of modules.
         state: values that model and loss hold afterwards.
         unreplayed: random draws of the last micro-batch that were not replayed.
@@ -211,7 +214,9 @@ class Pass(Outcome):
     """
 
     def __init__(self, bench: "Bench", cut: Cut, batch: Batch, model: nn.Module, loss: Any) -> None:
-        self.error: Exception | None = None
+        self.failure: Exception | None = None
+        self.cut, self.words = cut, cut.words
+        self.error = self.loss_error = math.inf
         self.calls, self.state, self._norms = Calls(), State(), list[float]()
         self._bench, self._held = bench, (model, module_of(loss))
         self.calls.watch(model)
@@ -223,14 +228,18 @@ class Pass(Outcome):
             )
             super().__init__(step.task(), watched, step.plan(batch.rows), sizes, bench.draws, is_dry=False)
         except Exception as error:  # the user's code may raise anything
-            self.error = error
+            self.failure = error
         finally:
             bench.draws.is_watching = True
             del self._held
         self.unreplayed, self.bare = bench.draws.unreplayed, bare_terms(loss)
         # The sum may be divided only at the end.
         grown = max(self._norms) / self._norms[-1] if self._norms and self._norms[-1] else 0.0
-        self.largest = 0.0 if self.error else grown * self.size
+        self.largest = 0.0 if self.failure else grown * self.size
+
+    def holds(self, limit: float) -> bool:
+        """Return True if both errors are at most the limit."""
+        return self.error <= limit and self.loss_error <= limit
 
     def told(self, event: Event) -> None:
         """Note the size of the sums."""

@@ -133,10 +133,10 @@ def _first_that_runs(
             bench = Bench(subject=subject, draws=Draws(seed, is_wide=is_wide), batch_norm=batch_norm)
             with bench.draws.until(start + seconds):
                 result = bench.run(cut)
-            if result.error is None:
+            if result.failure is None:
                 taken = time.perf_counter() - start
                 return _Found(bench=bench, cut=cut, result=result, seconds=taken, notes=())
-            errors.append(result.error)
+            errors.append(result.failure)
         return None
 
     is_wide_already = all(p.dtype == torch.float64 for p in model.parameters())

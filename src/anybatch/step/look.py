@@ -207,7 +207,7 @@ def _confirmed(
     again = [outcome_of(task, padded, plan, first) for _ in range(_AGAIN)]
     places = range(few.rows // 2), range(few.rows // 2, few.rows)
     halves = [only_rows(task, few, half) for half in places]
-    alone = [outcome_of(own, half, plan, Split(_sizes(half.rows, [most]))) for own, half in halves]
+    alone = [outcome_of(own, half, plan, Split(tuple(cut_sizes(half.rows, most)))) for own, half in halves]
     if not all(isinstance(each, Looked) and not differ(whole, each) for each in again):
         return Doubt("the same rows give another loss or gradient the second time", lasts=True)
     return differ(whole, other[1], *[each for each in alone if isinstance(each, Looked)])
@@ -276,7 +276,7 @@ def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split
     """Yield the reference, then another number of unequal parts, then parts in another order."""
     count = -(-rows // most)
     more = count + 1 if (count + 1) * least <= rows else max(1, count - 1)
-    plain = [*_sizes(rows, [most])]
+    plain = cut_sizes(rows, most)
     if plain[-1] < least:  # no part of one row where the plan has none
         plain[-2:] = [plain[-2] - 1, plain[-1] + 1]
     yield Split(tuple(plain))
@@ -297,14 +297,6 @@ def _in_turn(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return large and small parts in turn, so that other rows are together."""
     places = range(len(sizes))
     return tuple([sizes[-1 - place // 2] if place % 2 else sizes[place // 2] for place in places])
-
-
-def _sizes(rows: int, pattern: Sequence[int]) -> tuple[int, ...]:
-    """Return sizes that repeat a pattern, until all rows are taken."""
-    sizes: list[int] = []
-    while left := rows - sum(sizes):
-        sizes.append(min(left, pattern[len(sizes) % len(pattern)]))
-    return tuple(sizes)
 
 
 def _cause(few: Batch, moved: str) -> str:
