@@ -33,8 +33,8 @@ from anybatch.core import BatchError, Collate, Padding, PlanError, html_table
 from anybatch.engine import check_micro_batch
 from anybatch.parallel import unwrapped
 
-CUTTING_S = 5.0  # after this time a further cut is given up, if there was one
-CHECK_S = 8.0  # and after this one all else
+CUTTING_S = 5.0  # a further split is given up after this time
+CHECK_S = 8.0  # everything else is given up after this time
 _NOT_PROVEN = "This does not say that the weight (what the loss is divided by) is the one you meant."
 
 
@@ -43,7 +43,7 @@ class CheckReport:
     """The result of a check.
 
     Attributes:
-        exact: whether every split gave the gradient, loss and saved buffers of the whole batch, and nothing
+        exact: True if every split gave the gradient, loss and saved buffers of the whole batch, and nothing
             else was found.
         error: largest relative error of the gradient. Infinite if a split failed.
         loss_error: largest relative error of the loss.
@@ -176,7 +176,7 @@ def check(
             )
         elif comparison.reference.bare or _differ(comparison, passes):
             findings += explain(comparison, passes, name_of(loss), deadline=start + CHECK_S)
-        if all(finding.kind == "denominator" for finding in findings):  # else the model computes other values
+        if all(finding.kind == "denominator" for finding in findings):  # the model itself splits exactly
             more_findings, more_notes = find_state(comparison, passes)
             findings += more_findings
             notes += more_notes
@@ -241,11 +241,11 @@ def _compare_cuts(prepared: Prepared, micro_batch: int | None, start: float) -> 
         if reference.bare:
             break  # never exact, whatever the others say
     if reference.unreplayed:
-        # Numbers by position may come out right as long as rows come in order: one stream goes on for all.
+        # Numbers drawn by position may be right by chance while rows come in order.
         turned = replace(whole.only(rows[::-1]), micro_batch=1)
         passes.append(comparison.compare(turned, reference, "1 by 1 from the last"))
     several = [one for one in passes if one.cut.micro_batch > 1 or one.failure is None]
-    # A model may refuse single rows (BatchNorm does): no fault where other cuts run.
+    # A model may refuse single rows (BatchNorm does): no fault if other splits run.
     return comparison, several or passes
 
 
@@ -276,7 +276,7 @@ def _try_padding(
     short = comparison.compare(cut, padded, f"{padded.words} {words}")
     kept = None
     if padding is not None and short.failure is not None:
-        # A model of fixed length: padding stays, but what stands in it should not matter.
+        # A model of fixed length: keep the padding, and change its content.
         cut, kept = refilled(prepared.whole, padding, size), padding if size == 1 else None
         short = comparison.compare(cut, padded, f"{padded.words} with other padding")
         if short.failure is not None or not padding.is_masked:
@@ -290,7 +290,7 @@ def _try_padding(
 # ---- from cuts that differ to findings
 
 
-CLOSER = 1e-6  # how exactly sums of float32 add up, if they do
+CLOSER = 1e-6  # relative error of sums in float32 that add up
 
 
 def explain(
@@ -308,7 +308,7 @@ def explain(
         with draws.until(deadline):
             terms = _terms(comparison, passes, loss_name, is_sound=is_sound)
             if terms and is_sound:
-                return terms  # to take a sound model apart costs the most
+                return terms  # the search in the model is the most expensive part
             norms = _batch_norms(comparison, ". With running statistics the same cuts agree.")
             frozen = replace(comparison.bench, batch_norm="frozen")
             if norms and not is_sound and rows_agree_on(frozen, comparison, worst.cut):
@@ -318,7 +318,7 @@ def explain(
                 bench=comparison.bench,
                 parts=parts,
                 table=worst.calls.table(parts[0]),
-                tolerance=10 * comparison.limit,  # of single outputs, with less to average over
+                tolerance=10 * comparison.limit,  # single outputs average over fewer numbers
                 deadline=deadline,
             )
             found, pooled = search.find(outermost)
@@ -338,7 +338,7 @@ def _terms(
     cuts = [one.cut for one in passes]
     known = {cut.micro_batch for cut in cuts}
     cuts += [replace(whole, micro_batch=size) for size in sizes if size not in known]
-    # In float32, terms of about the same size seem to add up: then they are looked at more closely.
+    # In float32, terms of about the same size seem to add up: compare them with a smaller limit, too.
     limits = (comparison.limit, CLOSER) if is_sound and comparison.limit > CLOSER else (comparison.limit,)
     for limit in limits:
         term_test = TermTest(

@@ -11,8 +11,8 @@ from anybatch.check.rows import Cut, Part, agree, is_close
 from anybatch.losses import Terms
 from anybatch.step import distance, limit_of
 
-PLAIN = 1e-3  # larger errors are no rounding, unless what they are relative to is
-# A smaller gradient may be rounding of numbers that cancel inside of the model, as in a perfect fit.
+PLAIN = 1e-3  # larger errors are no rounding, unless the reference itself is rounding
+# A smaller gradient may be rounding of numbers that cancel inside the model, as in a perfect fit.
 _TINY = 1e-6
 
 
@@ -118,7 +118,7 @@ def before_the_model(
 ) -> list[Finding]:
     """Return a finding if the loss hands other rows to the model when it is cut."""
     if comparison.whole.collate is not None:
-        return []  # each micro-batch is collated by itself: numbers of nodes and the like differ rightly
+        return []  # each micro-batch is collated by itself, so inputs such as numbers of nodes may differ
     tables = [calls.table(part) for part in parts]
     for call in outermost:
         peers = [table[call.key].inputs for table in tables if call.key in table]

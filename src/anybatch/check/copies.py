@@ -34,7 +34,7 @@ class Copied:
                 f"{type(error).__name__}: {error}. Check them without what cannot be copied: "
                 "locks, files, outputs that a forward has kept."
             ) from error
-        for value in list(memo.values()):  # all that was copied
+        for value in list(memo.values()):  # everything copied
             if isinstance(value, Tensor):
                 value.data = widen(value.data, dtype)
         _hook_again(memo, [*model.parameters(), *module_of(loss).parameters()])
@@ -59,7 +59,7 @@ def named_parameters(model: nn.Module, loss: object) -> dict[str, nn.Parameter]:
 def untouched(model: nn.Module, loss: object) -> Generator[None]:
     """Restore model, loss and random streams afterwards: a deep copy may share state with its original."""
     modules = model, module_of(loss)
-    objects = ObjectState(modules)  # all but the values of tensors
+    objects = ObjectState(modules)  # except values of tensors
     tensors = {t for root in modules for t in (*root.parameters(), *root.buffers())}
     values = [(t, t.detach().clone()) for t in tensors if not nn.parameter.is_lazy(t)]
     try:
@@ -69,7 +69,7 @@ def untouched(model: nn.Module, loss: object) -> Generator[None]:
         objects.put_back()
         with torch.no_grad():
             for tensor, value in values:
-                if not torch.equal(tensor, value):  # what is constant may be expanded, and not writable
+                if not torch.equal(tensor, value):  # an unchanged one may be expanded, and not writable
                     tensor.copy_(value)
 
 
@@ -77,7 +77,7 @@ def _hook_again(memo: Mapping[int, Any], parameters: Iterable[nn.Parameter]) -> 
     """Register the hooks on gradients again, which deepcopy does not copy."""
     for parameter in parameters:
         twin = memo.get(id(parameter))
-        if twin is None:  # a `__deepcopy__` of the model's own kept it from sight
+        if twin is None:  # not copied, because of a `__deepcopy__` of the model
             continue
         on_gradient, once_accumulated = private.hooks_of_tensor(parameter)
         for hook in on_gradient.values():
@@ -118,7 +118,7 @@ def _copy_function(function: FunctionType, memo: dict[int, Any]) -> Callable[...
     changed = {name: value for name, value in used.items() if isinstance(value, Tensor | nn.Module)}
     defaults, named = function.__defaults__, function.__kwdefaults__ or {}
     if not (cells or changed or any(isinstance(v, _COPIED) for v in (*(defaults or ()), *named.values()))):
-        return function  # torch's own functions, among others, are known by what they are
+        return function  # torch's own functions are recognised by identity
     scope = function.__globals__
     if changed:
         scope = scope | {name: _copy_held(value, memo) for name, value in changed.items()}

@@ -117,8 +117,8 @@ def fit(
     # Means of single terms lose less than gradients.
     if best > max(tolerance / 10, _EPSILON * min(error, 1.0)):
         return None
-    # The first of those that fit as well as the best: in float32, and early in training when all tokens
-    # cost about the same, wrong ones come close too.
+    # Take the first that fits as well as the best: in float32, and early in training when all tokens have
+    # about the same loss, wrong ones come close.
     first = next(one for value, one in found if value <= max(10 * best, _EXACT))
     return first, best > tolerance / 10
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from anybatch.check.rows import Axis, Part, find_axis, select, take
 from anybatch.state import SeenDraws, device_of, expected_of_bernoulli, has_own_generator, rng, stream_of
 
-Place = tuple[str, bytes]  # a stream and where it stands
+Place = tuple[str, bytes]  # a stream and its state
 
 
 class OutOfTime(BaseException):
@@ -24,21 +24,21 @@ class OutOfTime(BaseException):
 class _Draw:
     """One draw of the whole batch."""
 
-    value: Tensor  # what was drawn
-    after: Tensor  # where the stream stood then
-    axis: Axis | None = None  # on which axis rows lie, as far as a part has shown it
+    value: Tensor  # the drawn numbers
+    after: Tensor  # the state of the stream after it
+    axis: Axis | None = None  # the axis of the rows; None until a part shows it
 
 
 class Draws(SeenDraws):
     """The random draws of a whole batch from torch's default streams, replayed for its parts.
 
-    A draw is known by where the stream stood before it: a forward that is repeated finds its own again. What
-    comes from a generator of the model's own, or after it has set a seed, is not replayed.
+    A draw is identified by the state of the stream before it, so a repeated forward finds its own draws.
+    Draws from another generator, or after the model has set a seed, are not replayed.
 
     Args:
-        seed: where all streams start in every pass: torch's, Python's and NumPy's.
-        without_dropout: whether Bernoulli draws return their expected value, which switches dropout off.
-        is_wide: whether what the model turns into float32 becomes float64.
+        seed: of all streams in every pass: torch's, Python's and NumPy's.
+        without_dropout: replace Bernoulli draws by their expected value, which switches dropout off.
+        is_wide: convert to float64 what the model converts to float32.
     """
 
     def __init__(self, seed: int, *, without_dropout: bool = False, is_wide: bool = False) -> None:
@@ -51,9 +51,9 @@ class Draws(SeenDraws):
         self._drawn: dict[Place, _Draw] = {}
         self._next: dict[str, bytes] = {}
         self._part = Part.whole(1)
-        self.count = 0  # draws since `begin`; `unreplayed` are those of them that are not replayed
-        self.has_packed = False  # whether nobody can tell of some draw what belongs to which row
-        self.has_dropout = False  # whether there were draws that `without_dropout` switches off
+        self.count = 0  # draws since `begin`, of which `unreplayed` were not replayed
+        self.has_packed = False  # True if the rows of some draw are unknown
+        self.has_dropout = False  # True if there were draws that `without_dropout` switches off
 
     def begin(self, part: Part, state: rng.RandomState | None = None) -> None:
         """Begin a micro-batch: reset the streams to the start of the pass, or to a state."""
@@ -123,10 +123,10 @@ class Draws(SeenDraws):
         like = _numbers(func, args, result)
         value = self._rows_of(draw, like.shape)
         if value is not None and "randperm" in func.__name__ and len(value) < len(draw.value):
-            pass  # an order of other things than the whole's
+            pass  # a permutation of other items than the whole's
         elif value is None:
             self.unreplayed += 1
-        elif _is_rrelu(func):  # backward reads the slopes, 1 where there is nothing to bend
+        elif _is_rrelu(func):  # RReLU writes its slopes into its second argument, for backward
             cast("Tensor", result).copy_(args[0] * like.copy_(value))
         elif isinstance(result, tuple):  # native_dropout: the values kept, and the mask
             probability = args[1]

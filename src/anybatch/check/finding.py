@@ -7,20 +7,7 @@ from torch import nn
 
 from anybatch.batchnorm import BatchNorm
 
-SHOWN = 3  # modules of a kind and class, or buffers, that are named when they are printed
-
-#: The kinds of findings, and what they mean.
-KINDS = {
-    "denominator": "a mean of means: the term is divided by something that does not add up",
-    "meeting": "rows of the batch meet, so a row's result depends on its micro-batch",
-    "padding": "what stands in padded places, or how many there are, changes the result",
-    "position": "a row's result depends on its place in the micro-batch",
-    "state": "what an earlier micro-batch left behind changes the result of the next",
-    "buffer": "the update is exact, but a saved buffer depends on the number of micro-batches",
-    "detached": "results agree, but gradients are lost or changed by the cut",
-    "dropped rows": "rows that count in the whole batch are left out of a micro-batch",
-    "unexplained": "split and whole differ, and none of the above was found",
-}
+SHOWN = 3  # names of modules or buffers in a printed finding
 
 WAYS_OUT = {
     "meeting": (
@@ -67,10 +54,10 @@ BATCH_NORM_WAYS_OUT = (
 class Finding:
     """One cause of a difference between split and whole."""
 
-    kind: str  # one of `KINDS`
+    kind: str  # see the table in docs/check.md
     culprit: str  # a module as `name (Class)`, a term of the loss, or the loss function
     what: str  # a plain sentence
-    ways_out: tuple[str, ...]  # what may be done, the first is the usual one
+    ways_out: tuple[str, ...]  # ways to fix it, the usual one first
 
     def __str__(self) -> str:
         lines = [self.what, *[f"- {way}" for way in self.ways_out]]

@@ -25,28 +25,28 @@ ROW_BY_ROW_WAYS_OUT = (
     "If any numbers will do, as in augmentation, this is no fault: check the rest in .eval().",
 )
 Run = Callable[[Sequence[Tensor], Part], list[Tensor]]
-GIVE_TENSOR = WAYS_OUT["position"][-1]  # the other one is about random numbers
+GIVE_TENSOR = WAYS_OUT["position"][-1]  # the first is about random numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedCall:
     """A call of a module on the whole batch, compared with its calls on the parts."""
 
-    call: Call  # the whole call
-    fault: str  # "" where they agree, "outputs", "pooled", "gradients", "dropped rows", or "unknown"
-    unreplayed: int = 0  # random draws of the whole call that are not replayed
-    inputs: Sequence[Axis | None] = ()  # on which axis rows lie in each tensor that goes in
-    outputs: Sequence[Axis | None] = ()  # the same for what comes out
+    call: Call  # the call on the whole batch
+    fault: str  # "" if they agree, "outputs", "pooled", "gradients", "dropped rows" or "unknown"
+    unreplayed: int = 0  # random draws of this call that are not replayed
+    inputs: Sequence[Axis | None] = ()  # the axis of rows in each input
+    outputs: Sequence[Axis | None] = ()  # the axis of rows in each output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModuleTest:
     """A test that finds why a module differs: it runs the module on changed inputs."""
 
-    bench: Bench  # where it is run
+    bench: Bench
     total: int  # rows of the batch
     tolerance: float  # relative error that counts as rounding
-    deadline: float = math.inf  # when no more rows are changed, on the clock of `time.perf_counter`
+    deadline: float = math.inf  # stop changing rows then, on the clock of `time.perf_counter`
 
     def explain(self, tested: ComparedCall) -> Finding:
         """Return the finding about a module that differs."""
@@ -55,7 +55,7 @@ class ModuleTest:
             module = model.get_submodule(name)
         try:
             kind, what, *ways_out = self._classify(tested)
-        except Exception as error:  # not every module can be run on other rows than its own
+        except Exception as error:  # some modules cannot run on other rows
             kind, what = "unexplained", f"differs, and fails with {type(error).__name__} on other rows"
             ways_out = list[str]()
         place = name or type(module).__name__
@@ -186,7 +186,7 @@ class ModuleTest:
             for row in range(self.total):
                 if time.perf_counter() > self.deadline:
                     break
-                alone = Part((row,) * self.total, self.total)  # nobody but this row
+                alone = Part((row,) * self.total, self.total)  # this row in all places
                 after = run(_select_all(tested.call.inputs, tested.inputs, alone), self._whole)
                 if self._differing(tested, before, after, [row]):
                     return False
@@ -238,17 +238,17 @@ def _change_row(
 class ModuleSearch:
     """A search for the innermost modules that differ."""
 
-    bench: Bench  # where modules are run
+    bench: Bench
     parts: Sequence[Part]  # the micro-batches of a cut that differs from the whole
-    table: Mapping[Key, Call]  # the calls of the first micro-batch: their shapes tell on which axes rows lie
+    table: Mapping[Key, Call]  # calls of the first micro-batch: their shapes tell the axes of rows
     tolerance: float  # relative error that counts as rounding
-    deadline: float  # when to look no further, on the clock of `time.perf_counter`
+    deadline: float  # on the clock of `time.perf_counter`
 
     def find(self, outermost: Iterable[Call]) -> tuple[list[Finding], list[Finding]]:
         """Return a finding for each innermost module that differs, and those on pooled outputs."""
         calls = list(outermost)
         tested = [one for call in calls for one in self._innermost(call, gradients=False)]
-        if all(one.fault == "pooled" for one in tested):  # else enough is found, and backward costs the most
+        if all(one.fault == "pooled" for one in tested):  # backward is the most expensive part
             tested += [one for call in calls for one in self._innermost(call, gradients=True)]
         module_test = ModuleTest(
             bench=self.bench, total=self.parts[0].total, tolerance=self.tolerance, deadline=self.deadline
@@ -283,7 +283,7 @@ class ModuleSearch:
         try:
             with self.bench.draws.until(self.deadline):
                 return self._compare(call, axes, gradients)
-        except (Exception, OutOfTime):  # not every module can be run outside its model
+        except (Exception, OutOfTime):  # some modules cannot run outside their model
             return ComparedCall(call=call, fault="unknown")
 
     def _compare(self, call: Call, axes: Sequence[Axis | None], gradients: bool) -> ComparedCall:
@@ -357,7 +357,7 @@ def _run(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Call a module; return its inputs, as leaves of a graph if gradients are wanted, and its outputs."""
     leaves = [value.clone().requires_grad_(gradients and value.is_floating_point()) for value in values]
-    # A module may write into what it is given, and may switch on gradients of its inputs.
+    # A module may write to its inputs, and may call requires_grad_ on them.
     return leaves, call.repeat(module, [leaf * 1 if leaf.requires_grad else leaf for leaf in leaves])
 
 

@@ -22,7 +22,7 @@ class Evaluation:
     part: Part  # its rows
     sums: Mapping[str, float]  # by the term's name
     weights: Mapping[str, float]  # by the term's name
-    # by the term's name, gradients of the sum with respect to the model's outputs
+    # gradients of the sum with respect to the model's outputs, by the term's name
     gradients: Mapping[str, Sequence[Tensor]]
     micro: Any  # the micro-batch
     unreplayed: int  # random draws that were not replayed
@@ -37,7 +37,7 @@ def evaluate(
 ) -> list[Evaluation]:
     """Return the terms of each micro-batch of these splits, with the outputs of the calls in `outermost`."""
     found: list[Evaluation] = []
-    batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # before draws look on: they note dtypes
+    batches = [cut.batch(bench.subject.dtype) for cut in cuts]  # outside of draws, which note dtypes
     with bench.fresh() as (model, loss):
         stub = Stub(model, outermost, pooled=pooled)
         for cut, batch in zip(cuts, batches, strict=True):
@@ -95,7 +95,7 @@ class Stub:
             if self._depth:
                 return output
             known, count = self._known[name], self._counts[name]
-            self._counts[name] += 1  # of the outermost calls; a key counts inner ones too
+            self._counts[name] += 1  # outermost calls only; a key counts inner ones, too
             return self._replace(output, known[count]) if count < len(known) else output
 
         return hook
@@ -111,6 +111,6 @@ class Stub:
             if value is not None and (self._pooled or not (is_pooled or whole.dim() == 0)):
                 own = value.detach().clone().requires_grad_(leaves[place].requires_grad)
                 self._leaves.append(own)
-                # Not the leaf itself, which nothing may be written into.
+                # A leaf cannot be written to in place.
                 leaves[place] = own * 1 if own.requires_grad else own
         return private.pytree.tree_unflatten(leaves, form)

@@ -20,8 +20,8 @@ from anybatch.losses import Terms, call_loss, module_of, resolve
 from anybatch.state import plain_kernels, rng
 from anybatch.step import Outcome, Step
 
-Places = tuple[int, int]  # of a padded row, and valid ones of it
-_NAME = "loss"  # of a term that comes without one
+Places = tuple[int, int]  # the length of a padded row, and its valid places
+_NAME = "loss"  # of an unnamed term
 
 
 class Observed(nn.Module):
@@ -30,7 +30,7 @@ class Observed(nn.Module):
     def __init__(self, function: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
         self.function = function
-        self.bare: frozenset[str] = frozenset()  # terms that came as bare means
+        self.bare: frozenset[str] = frozenset()  # terms returned as bare means
 
     def forward(self, model: nn.Module, micro: Any) -> Any:
         """Return the function's totals."""
@@ -64,18 +64,18 @@ def _is_scalar(value: object) -> bool:
 # ---- calls of modules
 
 
-Key = tuple[str, int]  # a module's name, and which of its calls
+Key = tuple[str, int]  # a module's name, and the number of the call
 
 
 class Call:
     """One call of a module."""
 
     def __init__(self, *, key: Key, values: list[Any], form: Any, state: rng.RandomState) -> None:
-        self.key = key  # the module, and which of its calls in this micro-batch
-        self.values, self.form = values, form  # its arguments, flat, and how they are put together again
-        self.state = state  # where the random streams stood
+        self.key = key  # the module, and the number of its call in this micro-batch
+        self.values, self.form = values, form  # the arguments, flattened, and their tree
+        self.state = state  # of the random streams
         self.outputs: list[Tensor] = []
-        self.inner: list[Call] = []  # calls made while this one ran, in the order in which they ended
+        self.inner: list[Call] = []  # calls inside this one, in the order of their ends
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -100,7 +100,7 @@ class Calls:
     """Hooks that record the calls of modules: for each part of a batch those of its last forward."""
 
     def __init__(self) -> None:
-        self.parts: dict[Part, list[Call]] = {}  # the outermost calls of each, in their order
+        self.parts: dict[Part, list[Call]] = {}  # outermost calls in order
         self._open: list[Call] = []
         self._counts: dict[str, int] = {}
         self._outermost: list[Call] = []
@@ -122,7 +122,7 @@ class Calls:
 
     def _before(self, name: str) -> Callable[[nn.Module, Any, Any], None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if private.is_in_backward():  # what is computed anew there has been noted before
+            if private.is_in_backward():  # recomputed calls are known
                 return
             count = self._counts.get(name, 0)
             self._counts[name] = count + 1
@@ -148,7 +148,7 @@ def tensors(value: Any) -> list[Tensor]:
 # ---- state
 
 
-# By `module (Class)` and the attribute's dotted name: its value, and whether it is in the state dict.
+# (`module (Class)`, dotted name of the attribute) -> (value, True if it is in the state dict).
 State = dict[tuple[str, str], tuple[Tensor, bool]]
 
 
@@ -268,7 +268,7 @@ class _WatchedBatch:
             part = self._part.only(index)
             dtypes = set(self._draws.dtypes)
             micro = next(micros)
-            self._draws.dtypes = dtypes  # what a `collate` computes in is not the model's
+            self._draws.dtypes = dtypes  # leave out those of `collate`
             self._draws.begin(part)
             self._calls.begin(part)
             yield micro
@@ -278,8 +278,8 @@ class _WatchedBatch:
 class Bench:
     """A place for passes: all on the same model, from the same random state."""
 
-    subject: Copied  # the model and the loss
-    draws: Draws  # what is drawn
+    subject: Copied
+    draws: Draws
     batch_norm: Any = "micro"  # as for `anybatch.Step`
 
     @contextmanager
@@ -287,7 +287,7 @@ class Bench:
         """Yield model and loss for one pass; draws are replayed inside."""
         default = torch.get_default_dtype()
         if self.subject.dtype is not None:
-            torch.set_default_dtype(self.subject.dtype)  # for what the model makes itself: states, masks
+            torch.set_default_dtype(self.subject.dtype)  # of tensors that the model makes: states, masks
         try:
             model, loss = self.subject.fresh()
             with torch.enable_grad(), plain_kernels(), self.draws:
@@ -321,7 +321,7 @@ def first_difference(
     for part in parts:
         places = None if padding is None else (padding.length, padding.valid[part.rows[0]])
         table, differing = short.table(part), set[Key]()
-        for call in padded.table(part).values():  # those inside of a call come before it
+        for call in padded.table(part).values():  # inner calls first
             other = table.get(call.key)
             if other is None or _agree(call.outputs, other.outputs, tolerance, places, is_left) is not False:
                 continue

@@ -70,7 +70,7 @@ def take(value: Tensor, shape: Sequence[int], part: Part) -> Tensor | None:
     if tuple(value.shape) == tuple(shape):
         return value
     axis = find_axis(value.shape, shape, part)
-    # Without an axis of rows, a shorter first axis is more likely rows that got lost.
+    # Without an axis of rows, a shorter first axis means lost rows.
     return None if axis is None and value.shape[0] != shape[0] else shorten(select(value, axis, part), shape)
 
 
@@ -116,7 +116,7 @@ def is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
     if not one.numel():
         return True
     size = other.abs().max().item() or one.abs().max().item()
-    # Relative to the largest entry first: the fill value of a mask may be too large to be squared.
+    # Divide by the largest entry: the square of a mask's fill value may overflow.
     difference = torch.linalg.vector_norm((one - other) / (size or 1.0)).item()
     return difference <= tolerance * math.sqrt(one.numel())
 

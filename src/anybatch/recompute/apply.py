@@ -24,7 +24,7 @@ Forward = Callable[..., Any]
 
 _ABSENT = object()
 _FOUND: WeakKeyDictionary[nn.Module, dict[Choice, list[str]]] = WeakKeyDictionary()
-#: The policies, in training or not, under which a block has run again as it did, in this process.
+#: (policy, training mode) of verified recomputations of each block in this process.
 _VERIFIED: WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = WeakKeyDictionary()
 
 
@@ -33,16 +33,16 @@ def apply_policies(model: nn.Module, choice: Choice, *, verify: bool = True) -> 
 
     "recompute" keeps only the arguments of a block and runs all of it again in backward; "selective" keeps
     the results of matrix products, convolutions and attention as well; "offload" moves what the block saves
-    to the host and back. Where gradients are off nothing changes. Backward belongs inside, too.
+    to the host and back. Without gradients nothing changes. Call backward inside, too.
 
-    A block that runs again starts from the buffers, attributes and random streams that it started from, and
-    all it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs
-    are compared with those of the first run, bit for bit, until they were the same once in this process under
-    this policy. That takes one more run, which saves nothing.
-    Hooks of the block itself run once; those of modules inside it run again with it.
+    A recomputation starts from the buffers, attributes and random streams of the first run, and everything
+    it writes is put back: BatchNorm's statistics are updated once, dropout repeats its masks. Its outputs are
+    compared bit for bit with those of the first run, until they were equal once in this process under this
+    policy. That takes one more run, which saves nothing.
+    Hooks of the block itself run once; those of modules inside it run again.
 
     Args:
-        model: whose blocks are meant.
+        model: the model.
         choice: (name, policy) of each block, as `choose_blocks` makes it.
         verify: compare also the outputs of blocks that were compared before.
 
@@ -72,7 +72,7 @@ def _applied(model: nn.Module, choice: Choice, verify: bool) -> Generator[None]:
     found: list[tuple[dict[str, Any], str, Any]] = []
     try:
         for name, block, policy in blocks:
-            # A compiled block is called by another name, and stays compiled.
+            # A compiled block has another method, and stays compiled.
             slot = "forward" if private.compiled_call_of(block) is None else private.COMPILED_CALL
             evaluate = getattr(block, slot)
             if policy in ("recompute", "selective"):
@@ -115,7 +115,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
     contexts = selective.contexts if policy == "selective" else noop_context_fn
     look = partial(Reachable, [block], is_block=True)
     look_once = cache(look)
-    # Its noise is saved before it is filled: a run that stops at the last tensor saved has none.
+    # RReLU saves its noise before filling it, so a run that stops early has none.
     is_filled_late = any(isinstance(module, nn.RReLU) for module in block.modules())
 
     def once(*args: Any, **kwargs: Any) -> Any:
@@ -139,7 +139,7 @@ def _rebuilt(policy: str, name: str, block: nn.Module, forward: Forward, verify:
 
 @private.not_compiled
 def _run(call: Call, contexts: Callable[[], Any], *, stops: bool) -> Any:
-    # `Call` replays random streams: torch does so only on the devices of the arguments.
+    # `Call` replays random streams; torch would replay only those of the arguments' devices.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
     runs, failed = count(), list[BaseException]()
 

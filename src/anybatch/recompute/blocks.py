@@ -22,18 +22,18 @@ Asked = Literal["all"] | Policy | Sequence[str] | Mapping[str, Policy] | None
 Choice = tuple[tuple[str, str], ...]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_STACK = 0.75  # a stack has so much of its parameters in its blocks; in Swin's stages it is 94 %
+_STACK = 0.75  # the least share of a stack's parameters in its blocks; 94 % in Swin's stages
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the repeated blocks, which run one after another.
 
     A block is a module with children and parameters whose class occurs at least twice in the model: GPT-2's
-    layers, ResNet's bottlenecks, a U-Net's double convolutions. Of nested ones it is the outermost, with two
-    exceptions. A stack is looked into: a module that holds several blocks of one class in a list, and in them
-    three quarters of its parameters, such as T5's encoder. Experts work side by side, so the layer that
-    holds them is the block. Torch's containers are looked into, too. What transformers marks as a layer is a
-    block even where it stands alone. A compiled module counts as what it compiles.
+    layers, ResNet's bottlenecks, a U-Net's double convolutions. The outermost of nested ones counts, with two
+    exceptions. A stack is searched for blocks: a module that holds several blocks of one class in a list, and
+    in them three quarters of its parameters, such as T5's encoder. Experts run side by side, so the layer
+    that holds them is the block. Torch's containers are searched, too. A layer of transformers is a block
+    even if there is only one. A compiled module counts as the module that it compiles.
 
     Returns:
         Names as in `named_modules`, in the order of the model, none within another.
@@ -61,11 +61,10 @@ def choose_blocks(model: nn.Module, asked: object) -> Choice:
     """Read the `recompute` option.
 
     Args:
-        model: whose blocks are meant.
+        model: the model.
         asked: None for none; a policy for all blocks that `find_blocks` finds, "all" for "recompute";
-            patterns of module names, as of files, to recompute those (the outermost modules that a pattern
-            matches; of a list of blocks its elements); or a mapping from pattern to policy, of which the last
-            that matches a module counts.
+            file patterns of module names, to recompute these (the outermost modules that a pattern matches;
+            for a list of blocks its elements); or a mapping from pattern to policy, whose last match counts.
 
     Raises:
         PlanError: it is something else, a pattern matches no module, or blocks are within one another.

@@ -25,7 +25,7 @@ class State:
     """The state that a block's forward reads and may write besides its arguments.
 
     Copies of buffers with one axis are always kept, because BatchNorm's kernels write to them without a new
-    version; of others only if the forward wrote to them.
+    version; copies of others only if the forward wrote to them.
     """
 
     def __init__(self, inside: Reachable) -> None:
@@ -58,7 +58,7 @@ class State:
                     f"of shape {tuple(buffer.shape)} that was written meanwhile. Leave this block out of "
                     "`recompute`."
                 )
-        # Copies are put into the slots: to autograd the buffers themselves stay unwritten.
+        # Copies replace the buffers, so that autograd sees no write to the buffers themselves.
         fresh = {buffer: value.clone() for buffer, value in self._copies.items()}
         random, modules = self._streams(), self._inside.modules
         parameters, buffers = map(private.parameters_of, modules), map(private.buffers_of, modules)
@@ -79,9 +79,11 @@ class State:
 class Call:
     """A call of a block: runs the forward at first, and recomputes it each time after that.
 
-    `inside` is where the block's state lives; `tensors` are those among the arguments, each once. If
-    `verified` is set before the first run, outputs of the second are compared with those of the first,
-    unless one was changed in place meanwhile, and it is called where they are equal.
+    If `verified` is set before the first run, outputs of the second are compared with those of the first,
+    unless one was changed in place meanwhile. If they are equal, `verified` is called.
+
+    Attributes:
+        tensors: the tensors among the arguments, each once.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], inside: Reachable, arguments: Any) -> None:
@@ -99,7 +101,7 @@ class Call:
         if not self._first:
             return self._again(tensors)
         args, kwargs = self._first.pop()
-        self.tensors = []  # autograd keeps them, and tells if they are changed
+        self.tensors = []  # autograd keeps them, and detects changes
         self._state = State(self._inside)
         versions = private.versions(tensors)
         others = _versions(self._inside) if self.verified is not None else []
@@ -141,7 +143,7 @@ class Call:
         if any(private.version(one) != version for one, version in expected):
             return
         args, kwargs = _put_together(self._arguments, tensors)
-        # No mode sees it: neither a meter, nor the one that gives out what a selective block has kept.
+        # Without modes: neither a meter nor the mode of a selective block may see this run.
         nothing_saved = saved_tensors_hooks(_nothing, _nothing)
         with private.disable_current_modes(), recomputing(), self._state.again(self._name), nothing_saved:
             found = _readable(self._forward(*args, **kwargs))

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from anybatch.core import PlanError, moving, tensors_in
 from anybatch.core import torch_private as private
 
-#: Bytes below which a tensor stays: a copy's latency is then longer than its transfer.
+#: Smaller tensors stay on the device: the latency of a copy is longer than its transfer.
 SMALLEST = 64 * 1024
 
 Key = tuple[int, int, torch.dtype]
@@ -38,9 +38,9 @@ class HostLink:
 class CudaLink(HostLink):
     """Copies on a separate stream, parallel to the computation, from and to pinned memory.
 
-    All device memory is made on the stream that computes. The streams wait for each other before each copy,
-    and before what was copied is read or freed. So no memory is reused while a copy needs it, and none is
-    held longer, as with `record_stream`.
+    All device memory is allocated on the computing stream. The streams wait for each other before each copy,
+    and before a copied storage is read or freed. No memory is reused while a copy needs it, and none is held
+    longer than that, which `record_stream` would do.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,11 +78,11 @@ class _Moved:
 
     device: torch.device
     version: int  # of the source when it was saved
-    source: Tensor | None  # it, until it has left
-    host: Tensor  # its copy; the source itself until the block that saved it is left
+    source: Tensor | None  # the storage on the device, until its copy is done
+    host: Tensor  # its copy; the source itself until the block ends
     mark: Any = None  # when the copy is done
-    taken: Callable[[], Tensor | None] = _nothing  # what came back, as long as anybody needs it
-    is_changed: bool = False  # whether the source was written to while it was here
+    taken: Callable[[], Tensor | None] = _nothing  # the storage that came back, while it is used
+    is_changed: bool = False  # True if the source was written to before it left
 
     def look(self) -> None:
         """Check if the source was written to, which the copy may or may not have seen."""
@@ -94,7 +94,7 @@ class _Moved:
 class Visit:
     """One call of a block of any policy."""
 
-    before: "Callable[[], Visit | None]"  # the call that backward comes to after this one, if still there
+    before: "Callable[[], Visit | None]"  # the call that backward reaches next, if alive
     moved: list[ReferenceType[_Moved]] = field(default_factory=list[ReferenceType[_Moved]])
 
     def alive(self) -> list[_Moved]:
@@ -116,23 +116,23 @@ class Saved:
 class Offload:
     """The saved tensors of blocks, moved to the host and back before backward needs them.
 
-    A storage is moved once, however many of its views are saved. While a block computes, what the block
-    before it saved is on its way; when backward enters it, that begins to come back. Blocks that keep what
-    they save take part, so that the bytes of one that is moved do not depend on them. What is small, on
-    another device or among `stay` (parameters and buffers) is never moved.
+    A storage is moved once, however many of its views are saved. While a block computes, the storages of the
+    block before it are copied; when backward enters a block, those of the block before it begin to come back.
+    Blocks without offload take part, so that the memory of an offloaded one does not depend on them. Small
+    tensors, tensors on another device and those in `stay` (parameters and buffers) are never moved.
     """
 
     def __init__(self, stay: Iterable[Tensor]) -> None:
         self._stay = {private.storage_key(tensor) for tensor in stay}
         self._links: dict[torch.device, HostLink] = {}
-        self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # brought back, and not yet taken
+        self._coming: dict[_Moved, tuple[Tensor, Any]] = {}  # came back, and not yet used
         self._last: Callable[[], Visit | None] = _nothing  # in forward
         self._entered: Callable[[], Visit | None] = _nothing  # in backward
 
     @contextmanager
     def saving(self, kind: str) -> Generator[Visit]:
         """Run one call of a block, which it yields; nothing is moved if `kind` is empty."""
-        self.close()  # what an interrupted backward has left
+        self.close()  # of an interrupted backward
         before = self._last()
         visit = Visit(self._last)
         known: dict[Key, _Moved] = {}
@@ -142,7 +142,7 @@ class Offload:
                 yield visit
         finally:
             known.clear()  # autograd holds it
-        # Not before: an operation may save what it fills afterwards (nn.RReLU's noise).
+        # Copy after the block: an operation may fill a tensor after saving it (nn.RReLU's noise).
         for moved in visit.alive():
             with moving():
                 moved.host, moved.mark = self._link(moved.device).away(moved.host)
@@ -178,12 +178,12 @@ class Offload:
     def _pack(self, kind: str, visit: Visit, known: dict[Key, _Moved], tensor: Tensor) -> Tensor | Saved:
         if not self._is_moved(tensor, kind):
             return tensor
-        # The storage stays until `known` is cleared, so nothing else has its place. What was written to
-        # meanwhile is moved again.
+        # The storage lives until `known` is cleared, so its key is unique. A storage written to meanwhile is
+        # moved again.
         key = (private.storage_key(tensor), private.version(tensor), tensor.dtype)
         moved = known.get(key)
         if moved is None:
-            # All of its storage, on one axis.
+            # The whole storage, on one axis.
             numbers = tensor.untyped_storage().nbytes() // tensor.element_size()
             flat = tensor.detach().as_strided((numbers,), (1,), 0)
             moved = known[key] = _Moved(tensor.device, key[1], source=flat, host=flat)

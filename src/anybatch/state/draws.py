@@ -15,12 +15,12 @@ from anybatch.core import torch_private as private
 class SeenDraws(private.TorchDispatchMode):
     """A dispatch mode that passes each random draw to `draw`, which here replaces dropout only.
 
-    Dropout gives its expected value, so that it is the same in every cut.
+    Dropout gives its expected value, which is the same in every split.
 
     Attributes:
-        dtypes: floating dtypes that were computed in.
-        unreplayed: draws whose numbers are others in another cut.
-        is_watching: set it to False, and nothing is noted any more, and all is drawn as usual.
+        dtypes: floating dtypes of results.
+        unreplayed: draws whose numbers differ in another split.
+        is_watching: set to False to stop noting and replacing.
 
     Example:
         >>> with SeenDraws() as draws:
@@ -58,7 +58,7 @@ class SeenDraws(private.TorchDispatchMode):
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple) and result else result
         if isinstance(first, Tensor) and first.is_floating_point() and any(map(_is_floating, args)):
-            self.dtypes.add(first.dtype)  # not of constants, which are exact
+            self.dtypes.add(first.dtype)  # constants are exact
         return result
 
     def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -97,7 +97,7 @@ def _uncompiled(kind: type[SeenDraws]) -> type[SeenDraws]:
 def plain_kernels() -> Generator[None]:
     """Disable kernels whose draws no mode sees: compiled code, and on a GPU attention and recurrent layers.
 
-    Torch's compiler would never again compile a function that it has met while a dispatch mode was entered.
+    Torch's compiler never compiles a function again that it has met under a dispatch mode.
     """
     with ExitStack() as stack:
         if private.is_compiler_loaded():
@@ -126,7 +126,7 @@ def device_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.device:
         if isinstance(value, Tensor):
             return value.device
     device = torch.device(kwargs.get("device") or "cpu")
-    # One that is named without its number is the current one.
+    # A CUDA device without an index is the current one.
     return torch.empty(0, device=device).device if device.type == "cuda" else device
 
 
@@ -140,7 +140,7 @@ def stream_of(device: torch.device) -> torch.Generator:
 def _is_idle(func: Any, args: Sequence[Any]) -> bool:
     """Return True for an operation that does not draw here: dropout in evaluation, fused kernels.
 
-    Of those, `plain_kernels` leaves only the ones without dropout.
+    `plain_kernels` leaves only fused kernels without dropout.
     """
     name = func.__name__
     if "native_dropout" in name:

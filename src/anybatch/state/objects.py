@@ -19,18 +19,18 @@ from anybatch.core import all_loaded, loaded
 from anybatch.core import torch_private as private
 from anybatch.state import rng
 
-MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # of a container that is looked into: longer ones are data
-MOST_BYTES = 1 << 20  # of a tensor that is copied
+MOST_ITEMS, MOST_OF_BLOCKS = 100_000, 1_000  # items of a container that is followed: longer ones are data
+MOST_BYTES = 1 << 20  # of a copied tensor
 ALL_BYTES = 1 << 26  # of all copies together
 
 _CACHED = type(lru_cache(lambda: None))
 _PYTHON = {"numpy", *sys.stdlib_module_names}
-_CLOSED = _PYTHON - {"types", "argparse", "collections"}  # whose objects hold nothing of the caller's
+_CLOSED = _PYTHON - {"types", "argparse", "collections"}  # packages whose objects cannot reference user state
 _CLOSED_TO_BLOCKS = _CLOSED | {"torch", "transformers", "anybatch"}
 _INSTALLED = ("site-packages", "dist-packages")
 _PLAIN = {str, int, float, bool, complex, bytes, type(None), type(...), range, slice}
 _ATOMS = _PLAIN | {torch.Size, torch.dtype, torch.device}
-_OF_MODULES = frozenset(vars(nn.Module()))  # what torch keeps in every module
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes of every module
 _PARTS = {
     MethodType: ("__self__", "__func__"),
     BuiltinFunctionType: ("__self__",),
@@ -45,17 +45,17 @@ _PARTS = {
 class ObjectState:
     """The state of everything that can be reached from some objects, which can be put back in place.
 
-    Attributes of objects, lists, dicts, sets, closures and random generators of one's own; small arrays;
-    gradients of all tensors. Values of tensors only if it is said. Only what has changed is written to. What
-    a function cached meanwhile (`functools.lru_cache`) is dropped, with all that it had cached before. Names
-    of modules and classes, and slots, are followed, and not put back.
+    It covers attributes of objects, lists, dicts, sets, closures, random generators, small arrays, and the
+    gradients of all tensors. Values of tensors are optional. Only what has changed is written to. A
+    `functools.lru_cache` that was filled meanwhile is cleared. Names of modules and classes, and slots, are
+    followed but not put back.
 
     Args:
         roots: models, losses, functions, optimizers.
-        but_for: copy the values of small tensors too, all but these; None for those of NumPy's arrays only.
+        but_for: copy also the values of small tensors except these; None to copy only NumPy arrays.
 
     Attributes:
-        modules: all modules that were reached.
+        modules: all reached modules.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -76,7 +76,7 @@ class ObjectState:
         self._undo += [partial(_put_gradient_back, t, t.grad, t.requires_grad) for t in tensors if t.is_leaf]
         caches = {id(one): one for one in (*found.caches, *_known_caches())}
         self._caches = [(one, one.cache_info().misses) for one in caches.values()]
-        # NumPy's arrays are written to even where tensors are only traced.
+        # A traced run writes to NumPy arrays, but not to tensors.
         values = [one for one in found.values if but_for is not None or not isinstance(one, Tensor)]
         self._undo += _copies(values, {id(tensor) for tensor in but_for or ()})
 
@@ -93,15 +93,15 @@ class Reachable:
     """Everything that can be reached from some objects, each once.
 
     Args:
-        roots: where to begin.
-        is_block: only the state of a block that its forward may change: no code, hooks, parameters or
-            buffers, and no objects of torch or transformers.
+        roots: the objects to start from.
+        is_block: follow only the state of a block that its forward may change: no code, hooks, parameters
+            or buffers, and no objects of torch or transformers.
 
     Attributes:
         modules: also those in lists, dicts and objects that a module holds.
         generators: random generators: torch's, NumPy's and Python's.
         containers: lists, dicts, sets and deques, and the attributes of objects as dicts.
-        values: tensors and arrays; of a block those that are neither parameters nor buffers.
+        values: tensors and arrays; for a block those that are neither parameters nor buffers.
         cells: the variables of closures.
         scopes: the globals of functions, and the names that they read.
         caches: functions under `functools.lru_cache`.
@@ -117,7 +117,7 @@ class Reachable:
         self.caches: list[Any] = []
         self._is_block, self._most = is_block, MOST_OF_BLOCKS if is_block else MOST_ITEMS
         self._open: list[Any] = []
-        self._seen: dict[int, object] = {}  # the object too, so that its id stays its own
+        self._seen: dict[int, object] = {}  # keeps the object, so that its id stays unique
         self._push(roots)
         while self._open:
             self._visit(self._open.pop())
@@ -207,7 +207,7 @@ class Reachable:
             return
         attributes = getattr(value, "__dict__", None)
         if type(attributes) is dict:
-            # Their hooks are called around an update, never where a step is tried out.
+            # Hooks of an update never run in a trial.
             self._container(attributes, *(private.STEP_HOOKS if issubclass(kind, Optimizer) else ()))
         for part in kind.__mro__:
             slots = vars(part).get("__slots__", ())

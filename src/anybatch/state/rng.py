@@ -59,9 +59,7 @@ def is_same(one: RandomState, other: RandomState, *, of: Sequence[Any] | None = 
         for (generator, a), (_, b) in zip(one.others, other.others, strict=False)
         if of is None or generator in of
     ]
-    with (
-        private.disable_current_modes()
-    ):  # while a step is traced these are real tensors, and none of its bytes
+    with private.disable_current_modes():  # real tensors even while a step is traced, and not counted
         return all(_is_equal(a, b) for a, b in pairs)
 
 
@@ -149,7 +147,7 @@ def capture_process() -> dict[str, Any]:
         >>> random.random() == first
         True
     """
-    with private.disable_current_modes():  # while a step is traced NumPy's keys are real numbers
+    with private.disable_current_modes():  # real tensors even while a step is traced
         torch_state = capture()
         state = {"cpu": torch_state.cpu, "cuda": torch_state.cuda, "python": random.getstate()}
         if (numpy := numpy_random()) is not None:

@@ -16,14 +16,14 @@ from anybatch.core import torch_private as private
 from anybatch.state import rng
 from anybatch.state.objects import fill, holds
 
-FIRST, EVERY = 3, 64  # looking steps: so many at first, then one of so many
+FIRST, EVERY = 3, 64  # looking steps: the first ones, then one of every so many
 
 
 class ModuleState:
     """The attributes, buffers, containers and generators of some modules, gathered once.
 
     Args:
-        modules: those whose own state is meant; their children's is not.
+        modules: the modules; children must be listed themselves.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -31,7 +31,7 @@ class ModuleState:
         self.attributes = [vars(module) for module in modules]
         self.buffers = [private.buffers_of(module) for module in modules]
         self.hooks = [table for module in modules for table in private.hooks_of_module(module)]
-        # By place: a caller may put another list there before each step.
+        # Stored by name: a caller may assign another list before each step.
         kinds = (*_CONTAINERS, Tensor)
         self._places = [
             (own, name)
@@ -64,19 +64,19 @@ class ModuleState:
 class Effects:
     """The changes that forwards of a step were seen to make, to be captured before each micro-batch.
 
-    To note everything each time would cost more than a small layer takes. So the first steps, and one of many
-    later ones, compare after each micro-batch; what has moved there is noted from then on. Where something
-    else has moved when a micro-batch fails, that shows, and the whole step begins again.
+    Capturing everything each time would cost more than a small layer. The first steps, and one of many later
+    ones, look: they compare after each micro-batch, and what has changed is captured from then on. If
+    something else has changed when a micro-batch fails, the whole step begins again.
 
     Attributes:
-        is_looking: whether this step is one of those that compare.
-        looks_next: whether the next one is.
-        draws: whether a forward draws from torch's random streams.
-        draws_process: whether one draws from Python's or NumPy's.
-        attributes: whether one changes attributes of modules.
-        buffers: those that a forward changes.
-        parameters: those that a forward writes to, as a momentum encoder's or an embedding's with a largest
-            norm.
+        is_looking: True if this step compares.
+        looks_next: True if the next step does.
+        draws: True if a forward draws random numbers.
+        draws_process: True if one draws from Python's or NumPy's stream.
+        attributes: True if one changes attributes of modules.
+        buffers: buffers that a forward changes.
+        parameters: parameters that a forward writes to, as in a momentum encoder or an embedding with
+            `max_norm`.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Effects:
         self.is_looking = self.looks_next
         self._steps += 1
         self.looks_next = self._steps < FIRST or self._steps % EVERY == 0
-        if self._steps == 1:  # the one case of torch's own
+        if self._steps == 1:  # torch's only modules whose forward writes to a parameter
             embeddings = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
             self.writes([one.weight for one in embeddings if one.max_norm is not None])
 
@@ -112,10 +112,10 @@ class Snapshot:
 
     Args:
         state: of the modules.
-        effects: what forwards are known to change.
-        parameters: whose gradients are noted by reference.
-        rows: tensors of the batch: a forward should not write to them.
-        draws: whether making a micro-batch may draw random numbers, as a `collate` may.
+        effects: known changes by forwards.
+        parameters: their gradients are kept by reference.
+        rows: tensors of the batch, which a forward should not write to.
+        draws: True if making a micro-batch may draw random numbers, as a `collate` may.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -158,7 +158,7 @@ class Snapshot:
     def begin(self) -> None:
         """Begin a micro-batch: capture what its forward is known to change."""
         if self._notes:
-            self._micro = None  # lets the copies go that were made before the last one
+            self._micro = None  # frees the copies of the last micro-batch
             effects = self._effects
             attributes, placed = None, []
             if effects.attributes or effects.is_looking:
@@ -218,7 +218,7 @@ class Snapshot:
             _put_values_back(micro.copies)
             if micro.attributes is not None:
                 micro.attributes.put_back()
-        elif not rng.is_same(self._random, rng.capture()):  # no draws were expected
+        elif not rng.is_same(self._random, rng.capture()):  # draws were not expected
             self._effects.draws = True
             return False
         known = () if micro is None else micro.copies
@@ -259,7 +259,7 @@ class _Attributes:
         self.values = [*map(dict.copy, state.attributes)]
         self._containers = state.containers()
         self._items = [value.copy() for value in self._containers] if self._containers else []
-        # A model that says in an attribute that its hooks are set must not be left with one of the two.
+        # Hooks and an attribute that says that they are set must be put back together.
         self._tables: dict[int, Any] = {}
         for tables in (state.buffers, state.hooks):
             if any(tables):
@@ -309,7 +309,7 @@ def _copied(tensors: Iterable[Tensor | None]) -> dict[Tensor, Tensor]:
 def _put_values_back(copies: Mapping[Tensor, Tensor]) -> None:
     with torch.no_grad():
         for tensor, value in copies.items():
-            if not _is_same(tensor, value):  # what is constant may be expanded, and not writable
+            if not _is_same(tensor, value):  # an unchanged one may be expanded, and not writable
                 tensor.copy_(value)
 
 
@@ -317,7 +317,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     try:
         return torch.equal(one, other)
     except Exception as error:
-        if not ran_out_of_memory(error):  # comparing takes some, copying none
+        if not ran_out_of_memory(error):  # comparing needs memory, copying does not
             raise
         return False
 
@@ -344,8 +344,8 @@ _PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device
 def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
     """Evaluate without gradient; restore everything that a forward may change afterwards.
 
-    That is modes, buffers, gradients, and the random streams of torch, Python and NumPy. The modes are set as
-    such, not by `eval()`, which some models use to change their weights.
+    These are modes, buffers, gradients, and the random streams of torch, Python and NumPy. Modes are set as
+    attributes, because some models change their weights in `eval()`.
     """
     everything = Snapshot(
         ModuleState(modules), parameters=[p for m in modules for p in m.parameters(recurse=False)]
@@ -357,5 +357,5 @@ def evaluating(modules: Sequence[nn.Module]) -> Generator[None]:
             yield
     finally:
         everything.put_back()
-        # Older torch keeps what autocast cast without graph, and uses it where a gradient is wanted.
+        # Older torch caches weights cast without a graph, and reuses them where a gradient is wanted.
         torch.clear_autocast_cache()

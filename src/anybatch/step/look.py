@@ -17,8 +17,8 @@ from anybatch.step.dry_run import reached_by
 from anybatch.step.outcome import Difference, Looked, Split, differ, only_rows, outcome_of
 
 ROWS = 8
-LEAST = 3  # rows of which two parts of several can be made
-_AGAIN = 4  # times that rows are tried again before they are refused: a hidden coin may fall alike
+LEAST = 3  # the fewest rows with an uneven split
+_AGAIN = 4  # repetitions before a refusal: hidden random numbers may be equal by chance
 
 
 def error_of(task: Task, batch: Batch, plan: Plan) -> Exception | None:
@@ -35,37 +35,37 @@ class Doubt(NamedTuple):
 
     reason: str
     lasts: bool = False
-    is_quiet: bool = False  # nobody is warned
+    is_quiet: bool = False  # True for no warning
 
 
 def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: int) -> Doubt | None:
     """Compare loss and gradient of a few rows between several cuts, before a batch is cut for the first time.
 
-    At most eight rows, as different as `choose_rows` finds them, are carried out in a few large parts, in
-    another number of parts, and in another order. No part has one row where the plan has none. The model is
-    in the mode it is in. Dropout gives its expected value. Nothing is updated, and all is put back.
-    `anybatch.check` is the whole test, and says where a fault lies.
+    At most eight rows, as different as `choose_rows` finds them, run in a few large parts, in another number
+    of parts, and in another order. No part has a single row unless the plan has such parts. The model keeps
+    its mode; dropout gives its expected value. Nothing is updated, and everything is put back.
+    `anybatch.check` is the full test, and names the place of a fault.
 
     Args:
-        task: whose loss and model are looked at.
+        task: the model and loss.
         batch: the rows to choose from.
-        plan: how the batch is to be carried out.
+        plan: the plan of the step.
         most: rows that are known to fit.
 
     Returns:
-        Why these rows could not tell; None if loss and gradient are the same in all cuts.
+        The reason why these rows could not tell; None if loss and gradient are the same in all splits.
 
     Raises:
-        LossError: loss, gradient or weights depend on the cut.
+        LossError: loss, gradient or weights depend on the split.
     """
-    if task.batch_norms and plan.batch_norm != "frozen":  # else it is refused
+    if task.batch_norms and plan.batch_norm != "frozen":  # batch_norm="micro"
         return Doubt('batch_norm="micro" takes the statistics of each micro-batch', lasts=True, is_quiet=True)
     rows = min(batch.rows, ROWS)
-    if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward makes lazy parameters what they are
+    if rows < 2 or any(map(is_lazy, task.everyone)):  # the first forward initialises lazy parameters
         return Doubt("the first rows were too few, or parameters lazy")
     least = min(2, *(plan.sizes if plan.is_cut else cut_sizes(batch.rows, most))) if rows > LEAST else 1
     most = min(rows, max(2, most))
-    # A loss over all rows may pair them by their places.
+    # A loss over all rows may pair rows by their places.
     is_mixed = not isinstance(task.loss, WholeBatch)
     doubt = Doubt("memory ran out in a few rows")
     with _few_rows(task, batch, rows) as (task, few):
@@ -82,20 +82,20 @@ def read_rows(
 ) -> Doubt | None:
     """Show micro-batches of a few rows to the reader of a task; compare loss and gradient of two splits.
 
-    The first cut is into two rows each. The micro-batches of the second are the largest that then `fits`.
+    The first split has two rows in each part. The parts of the second are the largest that then `fits`.
 
     Args:
-        task: with a reader.
+        task: a task with a reader.
         batch: the rows to choose from, at least four.
-        plan: how the batch is to be carried out.
-        fits: whether so many rows fit, by what was read so far.
-        check: whether the two are compared.
+        plan: the plan of the step.
+        fits: returns True if so many rows fit, by the readings so far.
+        check: compare the two.
 
     Returns:
-        Why these rows could not tell; None if they could.
+        The reason why these rows could not tell; None if they could.
 
     Raises:
-        LossError: loss, gradient or weights depend on the cut.
+        LossError: loss, gradient or weights depend on the split.
     """
     rows = min(ROWS, batch.rows, max(6, batch.rows // 4))
     is_mixed = not isinstance(task.loss, WholeBatch)
@@ -123,15 +123,14 @@ def _pairs_first(rows: int, fits: Callable[[int], bool], *, is_mixed: bool) -> I
 @contextmanager
 def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batch]]:
     """Choose so many rows; restore afterwards everything that a forward reaches."""
-    streams = rng.capture_process()  # `collate` may draw
-    task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
-    noted = reached_by(task, few)
-    try:
-        with read_afresh(task.model):
-            yield task, few
-    finally:
-        noted.put_back()
-        rng.restore_process(streams)
+    with rng.preserved():  # `collate` may draw
+        task, few = only_rows(task, batch, choose_rows(batch)(rows) if rows < batch.rows else range(rows))
+        noted = reached_by(task, few)
+        try:
+            with read_afresh(task.model):
+                yield task, few
+        finally:
+            noted.put_back()
 
 
 def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) -> Doubt | None:
@@ -153,7 +152,7 @@ def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) 
         parts = outcome_of(task, few, plan, cut, is_watched=not whole.is_quiet)
         if isinstance(parts, Exception) and few is not padded:
             _refuse_failed_trim(task, parts, outcome_of(task, padded, plan, cut))
-        if isinstance(parts, LossError) and is_own:  # it is not made in parts as it is as a whole
+        if isinstance(parts, LossError) and is_own:  # the loss has another form in parts
             raise parts
         if isinstance(parts, Exception):
             doubt = doubt if is_small else _failed(few, cut, parts)
@@ -225,10 +224,10 @@ def _refuse_weights(task: Task, few: Batch, plan: Plan, one: Compared, other: Co
     for name in sorted(names):
         reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
         if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
-            continue  # they are drawn
+            continue  # the weights are random
         values = [each.terms.get(name, 0.0) for each in (*reports, parts.report)]
         if all(_is_equal(whole.report.terms.get(name, 0.0), value) for value in values):
-            continue  # a penalty: the mean of equal numbers
+            continue  # a penalty, the same for all rows
         raise LossError(
             f"Expected weights of {name!r} from {_name(task)} that add up, got {weights[name]:g} for "
             f"{few.rows} rows as {first} and {found[name]:g} as {cut}. Let Total's weight be that of its "
@@ -245,7 +244,7 @@ def _warn_of_buffers(task: Task, one: Compared, other: Compared) -> None:
     (first, whole), (cut, parts) = one, other
     pairs = {name: (value, parts.buffers.get(name)) for name, value in whole.buffers.items()}
     wrong = [name for name, (a, b) in pairs.items() if b is None or not math.isclose(a, b, rel_tol=1e-3)]
-    wrong = [name for name in wrong if name in task.model.state_dict()]  # others are caches
+    wrong = [name for name in wrong if name in task.model.state_dict()]  # unsaved buffers are caches
     if wrong and not (whole.is_random or parts.is_random):
         warnings.warn(
             f"Expected buffers whose values do not depend on the split, got others in {wrong[0]} of "
@@ -277,7 +276,7 @@ def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split
     count = -(-rows // most)
     more = count + 1 if (count + 1) * least <= rows else max(1, count - 1)
     plain = cut_sizes(rows, most)
-    if plain[-1] < least:  # no part of one row where the plan has none
+    if plain[-1] < least:  # no single row unless the plan has one
         plain[-2:] = [plain[-2] - 1, plain[-1] + 1]
     yield Split(tuple(plain))
     yield Split(_in_turn(_parts(rows, more, most if more > count else rows, least)))
