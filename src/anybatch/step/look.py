@@ -71,7 +71,8 @@ def refuse_what_depends_on_the_cut(task: Task, batch: Batch, plan: Plan, most: i
     with _few_rows(task, batch, rows) as (task, few):
         for size, small in dict.fromkeys([(most, least), (most, 2), (2, least), (2, 1)]):
             with suppress(OutOfMemoryError):
-                doubt = _look(task, few, plan, size, _cuts(few.rows, size, small, is_mixed=is_mixed))
+                cuts = _cuts(few.rows, size, small, is_mixed=is_mixed)
+                doubt = _Look(task, few, plan).compare(size, cuts)
             if doubt is None or doubt.lasts:
                 break
     return doubt
@@ -103,7 +104,7 @@ def read_rows(
     with _few_rows(task, batch, rows) as (task, few), suppress(OutOfMemoryError):
         cuts = _pairs_first(rows, fits, is_mixed=is_mixed)
         if check:
-            return _look(task, few, plan, 2, cuts)
+            return _Look(task, few, plan).compare(2, cuts)
         for cut in cuts:
             outcome_of(task, few, plan, cut)
     return doubt
@@ -133,125 +134,155 @@ def _few_rows(task: Task, batch: Batch, rows: int) -> Generator[tuple[Task, Batc
             noted.put_back()
 
 
-def _look(task: Task, few: Batch, plan: Plan, most: int, cuts: Iterable[Split]) -> Doubt | None:
-    others = iter(cuts)
-    first = next(others)
-    is_own = isinstance(task.loss, ModelTerms)
-    padded = few.padded()
-    whole = outcome_of(task, padded, plan, first)
-    if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
-        whole = outcome_of(task, padded, plan, first := next(others))
-        if isinstance(whole, LossError):
-            raise whole
-    if isinstance(whole, Exception):
-        return _failed(few, first, whole)
-    if not whole.is_weighed:
-        return Doubt("no row that was looked at has weight")
-    told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
-    for cut in others:
-        parts = outcome_of(task, few, plan, cut, is_watched=not whole.is_quiet)
-        if isinstance(parts, Exception) and few is not padded:
-            _refuse_failed_trim(task, parts, outcome_of(task, padded, plan, cut))
-        if isinstance(parts, LossError) and is_own:  # the loss has another form in parts
-            raise parts
-        if isinstance(parts, Exception):
-            doubt = doubt if is_small else _failed(few, cut, parts)
-            continue
-        found = differ(whole, parts)
-        is_random = whole.is_random or parts.is_random
-        if isinstance(task.loss, Terms) and (is_random or not found):
-            _refuse_weights(task, few, plan, (first, whole), (cut, parts))
-        if found and is_random:
-            return Doubt("the model or its loss draws random numbers, which are others in every cut", True)
-        if found:
-            found = _confirmed(task, few, plan, most, (first, whole), (cut, parts))
-        if isinstance(found, Doubt):
-            return found
-        if not told:
-            _warn_of_buffers(task, (first, whole), (cut, parts))
-        told = True
-        if not found:
-            continue
-        compared = f"got {found.words} for {few.rows} rows as {first} and as {cut}"
-        if found.is_small:
-            doubt, is_small = Doubt(f"{compared}: more than rounding in {found.dtype}", lasts=True), True
-            continue  # another split may show more
-        kept = outcome_of(task, padded, plan, cut) if few is not padded else None
+class _Look(NamedTuple):
+    """A few rows to compare in several splits."""
+
+    task: Task
+    few: Batch
+    plan: Plan
+
+    def run(self, cut: Split, *, is_padded: bool = True, is_watched: bool = True) -> Looked | Exception:
+        few = self.few.padded() if is_padded else self.few
+        return outcome_of(self.task, few, self.plan, cut, is_watched=is_watched)
+
+    def compare(self, most: int, cuts: Iterable[Split]) -> Doubt | None:
+        others = iter(cuts)
+        is_own = isinstance(self.task.loss, ModelTerms)
+        whole = self.run(first := next(others))
+        if isinstance(whole, LossError) and is_own:  # parts of other sizes may show that it is sound
+            whole = self.run(first := next(others))
+            if isinstance(whole, LossError):
+                raise whole
+        if isinstance(whole, Exception):
+            return self._failed(first, whole)
+        if not whole.is_weighed:
+            return Doubt("no row that was looked at has weight")
+        told, is_small, doubt = False, False, Doubt("there was no other cut to compare with")
+        for cut in others:
+            parts = self.run(cut, is_padded=False, is_watched=not whole.is_quiet)
+            if isinstance(parts, Exception):
+                self._refuse_failed_trim(parts, cut)
+                if isinstance(parts, LossError) and is_own:  # the loss has another form in parts
+                    raise parts
+                doubt = doubt if is_small else self._failed(cut, parts)
+                continue
+            found = differ(whole, parts)
+            is_random = whole.is_random or parts.is_random
+            if isinstance(self.task.loss, Terms) and (is_random or not found):
+                self._refuse_weights(whole, parts)
+            if found and is_random:
+                return Doubt(
+                    "the model or its loss draws random numbers, which are others in every cut", True
+                )
+            if found:
+                found = self._confirmed(most, whole, parts)
+            if isinstance(found, Doubt):
+                return found
+            if not told:
+                self._warn_of_buffers(whole, parts)
+            told = True
+            if found and found.is_small:
+                said = f"got {found.words} for {self.few.rows} rows as {first} and as {cut}"
+                doubt, is_small = Doubt(f"{said}: more than rounding in {found.dtype}", lasts=True), True
+            elif found:  # else another split may show more
+                self._refuse(found, whole, parts)
+        return None if told and not is_small else doubt
+
+    def _failed(self, cut: Split, error: Exception) -> Doubt:
+        return Doubt(f"{self.few.rows} rows as {cut} gave {type(error).__name__}: {_line(error)[:160]}")
+
+    def _confirmed(self, most: int, whole: Looked, parts: Looked) -> Difference | Doubt | None:
+        """Return a difference that appears again and is not rounding of rows that cancel in the sum."""
+        again = [self.run(whole.cut) for _ in range(_AGAIN)]
+        if not all(isinstance(each, Looked) and not differ(whole, each) for each in again):
+            return Doubt("the same rows give another loss or gradient the second time", lasts=True)
+        middle, alone = self.few.rows // 2, list[Looked]()
+        for half in (range(middle), range(middle, self.few.rows)):
+            task, few = only_rows(self.task, self.few, half)
+            found = outcome_of(task, few, self.plan, Split(tuple(cut_sizes(few.rows, most))))
+            alone += [found] if isinstance(found, Looked) else []
+        return differ(whole, parts, *alone)
+
+    def _refuse(self, found: Difference, whole: Looked, parts: Looked) -> None:
+        rows = f"got {found.words} for {self.few.rows} rows"
+        kept = self.run(parts.cut) if self.few is not self.few.padded() else None
         if isinstance(kept, Looked) and not differ(whole, kept):
             raise LossError(
-                f"Expected the same loss and gradient from {_name(task)} with less padding, got "
-                f"{found.words} for {few.rows} rows padded and trimmed. {_PADDING}"
+                f"Expected the same loss and gradient from {self._name} with less padding, {rows} padded and "
+                f"trimmed. {_PADDING}"
             )
+        likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
+        if isinstance(self.few, SampleBatch):
+            likely += "padded places of `collate` count, "
+        likely += "or a Total's weight is not its divisor."
+        if whole.moved:
+            likely = f"The forward changes {whole.moved!r}, and later forwards may compute with it."
         raise LossError(
-            f"Expected the same loss and gradient from {_name(task)} for every split, {compared}. "
-            f"{_cause(few, whole.moved)} "
+            f"Expected the same loss and gradient from {self._name} for every split, {rows} as {whole.cut} "
+            f"and as {parts.cut}. {likely} "
             "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
         )
-    return None if told and not is_small else doubt
+
+    def _refuse_failed_trim(self, error: Exception, cut: Split) -> None:
+        """Raise LossError if a model fails on shorter rows, and not on the padded ones."""
+        if self.few is not self.few.padded() and isinstance(self.run(cut), Looked):
+            raise LossError(
+                f"Expected {self._name} to take rows without their padding, got {type(error).__name__}: "
+                f"{_line(error)} {_PADDING}"
+            ) from error
+
+    def _refuse_weights(self, whole: Looked, parts: Looked) -> None:
+        """Refuse terms whose weights do not add up, unless their sums are the same for all rows."""
+        weights, found = whole.report.weights, parts.report.weights
+        names = [name for name in weights.keys() & found.keys() if not _is_equal(weights[name], found[name])]
+        if not names:
+            return
+        again = [self.run(whole.cut) for _ in range(_AGAIN)]
+        middle = self.few.rows // 2
+        half = outcome_of(self.task, self.few.only(range(middle)), self.plan, Split((middle,)))
+        for name in sorted(names):
+            reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
+            if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
+                continue  # the weights are random
+            values = [each.terms.get(name, 0.0) for each in (*reports, parts.report)]
+            if all(_is_equal(whole.report.terms.get(name, 0.0), value) for value in values):
+                continue  # a penalty, the same for all rows
+            raise LossError(
+                f"Expected weights of {name!r} from {self._name} that add up, got {weights[name]:g} for "
+                f"{self.few.rows} rows as {whole.cut} and {found[name]:g} as {parts.cut}. Let Total's weight "
+                "be that of its rows: their number, or that of valid tokens; for a plain sum, rows / rows of "
+                "the batch."
+            )
+
+    def _warn_of_buffers(self, whole: Looked, parts: Looked) -> None:
+        """Warn of saved buffers whose new value depends on the split."""
+        saved = self.task.model.state_dict()
+        wrong = [
+            name
+            for name, value in whole.buffers.items()
+            if name in saved and not math.isclose(value, parts.buffers.get(name, math.nan), rel_tol=1e-3)
+        ]
+        if wrong and not (whole.is_random or parts.is_random):
+            warnings.warn(
+                "Expected buffers whose values do not depend on the split, got others in "
+                f"{wrong[0]} of {self._name} as {whole.cut} and as {parts.cut}. Loss and gradient are exact; "
+                "what reads it later differs from the whole batch. Leave out running statistics, or do not "
+                "split the batch.",
+                stacklevel=2,
+            )
+
+    @property
+    def _name(self) -> str:
+        called = self.task.loss.function if isinstance(self.task.loss, Terms) else self.task.model
+        return getattr(called, "__name__", type(called).__name__)
 
 
-def _failed(few: Batch, cut: "Split", error: Exception) -> Doubt:
-    said = (str(error).splitlines() or [""])[0][:160]
-    return Doubt(f"{few.rows} rows as {cut} gave {type(error).__name__}: {said}")
-
-
-Compared = tuple["Split", "Looked"]
-
-
-def _confirmed(
-    task: Task, few: Batch, plan: Plan, most: int, one: Compared, other: Compared
-) -> "Difference | Doubt | None":
-    """Return a difference that appears again and is not rounding of rows that cancel in the sum."""
-    padded, (first, whole) = few.padded(), one
-    again = [outcome_of(task, padded, plan, first) for _ in range(_AGAIN)]
-    places = range(few.rows // 2), range(few.rows // 2, few.rows)
-    halves = [only_rows(task, few, half) for half in places]
-    alone = [outcome_of(own, half, plan, Split(tuple(cut_sizes(half.rows, most)))) for own, half in halves]
-    if not all(isinstance(each, Looked) and not differ(whole, each) for each in again):
-        return Doubt("the same rows give another loss or gradient the second time", lasts=True)
-    return differ(whole, other[1], *[each for each in alone if isinstance(each, Looked)])
-
-
-def _refuse_weights(task: Task, few: Batch, plan: Plan, one: Compared, other: Compared) -> None:
-    """Refuse terms whose weights do not add up, unless their sums are the same for all rows."""
-    (first, whole), (cut, parts) = one, other
-    weights, found = whole.report.weights, parts.report.weights
-    names = [name for name in weights.keys() & found.keys() if not _is_equal(weights[name], found[name])]
-    if not names:
-        return
-    again = [outcome_of(task, few.padded(), plan, first) for _ in range(_AGAIN)]
-    half = outcome_of(task, few.only(range(few.rows // 2)), plan, Split((few.rows // 2,)))
-    for name in sorted(names):
-        reports = [each.report for each in (*again, half) if isinstance(each, Looked)]
-        if not all(_is_equal(weights[name], each.weights.get(name, 0.0)) for each in reports[:_AGAIN]):
-            continue  # the weights are random
-        values = [each.terms.get(name, 0.0) for each in (*reports, parts.report)]
-        if all(_is_equal(whole.report.terms.get(name, 0.0), value) for value in values):
-            continue  # a penalty, the same for all rows
-        raise LossError(
-            f"Expected weights of {name!r} from {_name(task)} that add up, got {weights[name]:g} for "
-            f"{few.rows} rows as {first} and {found[name]:g} as {cut}. Let Total's weight be that of its "
-            "rows: their number, or that of valid tokens; for a plain sum, rows / rows of the batch."
-        )
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _is_equal(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=1e-5)
-
-
-def _warn_of_buffers(task: Task, one: Compared, other: Compared) -> None:
-    """Warn of buffers whose new value depends on the cut."""
-    (first, whole), (cut, parts) = one, other
-    pairs = {name: (value, parts.buffers.get(name)) for name, value in whole.buffers.items()}
-    wrong = [name for name, (a, b) in pairs.items() if b is None or not math.isclose(a, b, rel_tol=1e-3)]
-    wrong = [name for name in wrong if name in task.model.state_dict()]  # unsaved buffers are caches
-    if wrong and not (whole.is_random or parts.is_random):
-        warnings.warn(
-            f"Expected buffers whose values do not depend on the split, got others in {wrong[0]} of "
-            f"{_name(task)} as {first} and as {cut}. Loss and gradient are exact; what reads it later "
-            "differs from the whole batch. Leave out running statistics, or do not split the batch.",
-            stacklevel=2,
-        )
 
 
 _PADDING = (
@@ -259,16 +290,6 @@ _PADDING = (
     "that counts them, no attention to them, no labels there. Mask them, or leave order out. "
     "ab.check(model, loss, batch) names the place; Step(check=False) skips this."
 )
-
-
-def _refuse_failed_trim(task: Task, error: Exception, kept: "Looked | Exception") -> None:
-    """Raise LossError if a model fails on shorter rows, and not on the padded ones."""
-    if isinstance(kept, Looked):
-        said = (str(error).splitlines() or [""])[0]
-        raise LossError(
-            f"Expected {_name(task)} to take rows without their padding, got {type(error).__name__}: {said} "
-            f"{_PADDING}"
-        ) from error
 
 
 def _cuts(rows: int, most: int, least: int, *, is_mixed: bool) -> Iterator[Split]:
@@ -296,18 +317,3 @@ def _in_turn(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return large and small parts in turn, so that other rows are together."""
     places = range(len(sizes))
     return tuple([sizes[-1 - place // 2] if place % 2 else sizes[place // 2] for place in places])
-
-
-def _cause(few: Batch, moved: str) -> str:
-    """Return the most probable cause of a difference, and what to do."""
-    if moved:
-        return f"The forward changes {moved!r}, and later forwards may compute with it."
-    likely = "Rows affect each other (batch_first, broadcasting, pairs: see ab.WholeBatch), "
-    if isinstance(few, SampleBatch):
-        likely += "padded places of `collate` count, "
-    return f"{likely}or a Total's weight is not its divisor."
-
-
-def _name(task: Task) -> str:
-    called = task.loss.function if isinstance(task.loss, Terms) else task.model
-    return getattr(called, "__name__", type(called).__name__)

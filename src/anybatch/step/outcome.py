@@ -161,6 +161,7 @@ class Looked(Outcome):
     def __init__(self, task: Task, few: Batch, plan: Plan, cut: Split, *, is_watched: bool) -> None:
         self._model, self._versions, self.moved = task.model, _versions(task.model), ""
         self.buffers: dict[str, float] = {}
+        self.cut = cut
         order = range(few.rows)
         if cut.is_interleaved:
             task, few = only_rows(task, few, [*order[::2], *order[1::2]])
