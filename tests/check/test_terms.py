@@ -138,7 +138,7 @@ def bare(model: nn.Module, micro: Any) -> Tensor:
     [
         (Fading(), "state", "", ""),
         (unlisted_mean, "meeting", "", ""),  # no candidate divides it
-        (but_the_last, "position", "", ""),
+        (but_the_last, "dropped rows", "", ""),
         (seeded, "position", "", ""),
         (detached, "detached", "", ""),
         (bare, "denominator", "", r"bare mean.*the rows"),  # even where it adds up

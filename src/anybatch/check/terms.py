@@ -98,9 +98,10 @@ class TermTest:
             return "denominator", what, "Return ab.Total(sum, what the sum of the whole batch is divided by)."
         # All rows but the last, in order and reversed: the shape of all would look like the whole's.
         rows = range(max(1, len(self.whole.part.rows) - 1))
-        if not self._is_same(
-            name, *[self._evaluate([self.whole.only(one)])[0] for one in (rows, rows[::-1])]
-        ):
+        one, other = [self._evaluate([self.whole.only(order)])[0] for order in (rows, rows[::-1])]
+        if not self._is_same(name, one, other):
+            if unused := sorted(_unused_rows(name, one) ^ _unused_rows(name, other)):
+                return "dropped rows", f"Rows {unused} are left out in some splits and not in others."
             return "position", "The same rows in another order give another value."
         what = (
             f"Rows meet in it, or its denominator is unknown: {whole.mean(name):.6g} on the whole is not "
@@ -162,6 +163,13 @@ class TermTest:
     def _is_same(self, name: str, one: Evaluation, other: Evaluation) -> bool:
         is_same_sum = self._adds_up([other.sums[name]], one.sums[name])
         return is_same_sum and self._adds_up([other.weights[name]], one.weights[name])
+
+
+def _unused_rows(name: str, one: Evaluation) -> set[int]:
+    """Return the rows into whose outputs no gradient flows."""
+    rows = one.part.rows
+    flows = [g.reshape(len(rows), -1).any(1) for g in one.gradients[name] if g.shape[:1] == (len(rows),)]
+    return {row for place, row in enumerate(rows) if flows and not any(flow[place] for flow in flows)}
 
 
 def _gradients_add_up(name: str, whole: Evaluation, parts: Sequence[Evaluation], tolerance: float) -> bool:
