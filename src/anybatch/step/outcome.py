@@ -63,7 +63,7 @@ class Outcome(Observer):
         if self.report.too_large:  # and so it was cut otherwise
             raise OutOfMemoryError(f"Expected {max(sizes)} rows to fit, got none left. Take fewer.")
         self.is_random = bool(draws.unreplayed or effects.draws or effects.draws_process)
-        self.dtypes = draws.dtypes | {p.dtype for p in task.parameters} | _short_of_devices(task, plan)
+        self.dtypes = draws.dtypes | {p.dtype for p in task.parameters}
         coefficients = task.loss.coefficients
         terms = {name: value for name, value in self.report.terms.items() if self.report.weights[name]}
         #: The loss with all terms positive; rounding of the loss is relative to it.
@@ -174,6 +174,7 @@ class Looked(Outcome):
         finally:
             self._seen.put_back()
         self.is_quiet = self._seen.is_quiet
+        self.dtypes |= _short_of_devices(task, plan)
 
     def told(self, event: Event) -> None:
         """Stop watching: a forward that draws or writes does so in the first micro-batch."""
