@@ -65,7 +65,7 @@ class Outcome(Observer):
         self.is_random = bool(draws.unreplayed or effects.draws or effects.draws_process)
         self.dtypes = draws.dtypes | {p.dtype for p in task.parameters}
         coefficients = task.loss.coefficients
-        terms = {name: value for name, value in self.report.terms.items() if self.report.weights[name]}
+        terms = {name: value for name, value in self.report.terms.items() if self.report.weights.get(name)}
         #: The loss with all terms positive; rounding of the loss is relative to it.
         self.scale = math.fsum(abs(coefficients.get(name, 1.0) * value) for name, value in terms.items())
 
